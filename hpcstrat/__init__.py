@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from hpcstrat import testing as testing
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
     from hpcstrat.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from hpcstrat.cross_device_ops import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
     from hpcstrat.cross_device_ops import MpiAllReduce as MpiAllReduce
     from hpcstrat.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+    from hpcstrat.cross_device_ops import SharedMemoryAllReduce as SharedMemoryAllReduce
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
     from hpcstrat.errors import CheckpointError as CheckpointError
@@ -84,7 +88,13 @@ _MODULES = (
 )
 _NAMES = {
     "checkpoint": ("CheckpointManager",),
-    "cross_device_ops": ("CrossDeviceOps", "MpiAllReduce", "ReductionToOneDevice"),
+    "cross_device_ops": (
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "MpiAllReduce",
+        "ReductionToOneDevice",
+        "SharedMemoryAllReduce",
+    ),
     "data": ("Dataset", "DistributedDataset"),
     "errors": (
         "CheckpointError",

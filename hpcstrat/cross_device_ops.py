@@ -1,40 +1,61 @@
-"""The algorithms that users may name: how one flat buffer is summed over replicas."""
+"""The algorithms that users may name: how values are summed over the replicas."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from hpcstrat.collectives import select
 from hpcstrat.collectives.reduce_to_one import reduce_to_one
-from hpcstrat.collectives.select import select
+from hpcstrat.collectives.select import Choice
+from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 
-__all__ = ["CrossDeviceOps", "MpiAllReduce", "ReductionToOneDevice"]
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "MpiAllReduce",
+    "ReductionToOneDevice",
+    "SharedMemoryAllReduce",
+]
 
 
 class CrossDeviceOps:
-    """How one flat buffer is summed over the replicas.
+    """The library's own choice, by size and topology.
 
-    A new algorithm is a function in `hpcstrat.collectives`, and a subclass where users
-    are to name it.
+    A new algorithm is a function in `hpcstrat.collectives`, a line of its ``select``,
+    and a subclass where users are to name it.
     """
 
-    def all_reduce(self, flat: Array, topology: Topology, piece_bytes: int) -> None:
-        """Sum a buffer over the replicas, in place.
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
 
-        Collective over ``topology.replica_comm``.
+        Not collective; the same on every rank.
 
         Parameters
         ----------
-        flat : ndarray of shape (n,)
-            Contiguous; the same bits on every replica on return.
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
         topology : Topology
             Where.
-        piece_bytes : int
-            Size of a message in bytes; 0 for the algorithm's own choice.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If the algorithm does not serve this topology. On every rank.
         """
-        select(flat.nbytes, topology)(flat, topology, piece_bytes)
+        return select.select(nbytes, topology, options)
 
     def describe(self) -> str:
         """Say what ranks must agree on, since they would exchange other messages.
@@ -44,13 +65,123 @@ class CrossDeviceOps:
         Returns
         -------
         str
-            Name of the algorithm, with its parameters.
+            Name of the algorithm, with its parameters; empty for the library's choice.
         """
-        return type(self).__name__
+        return "" if type(self) is CrossDeviceOps else type(self).__name__
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """The all-reduce of the MPI library."""
+    """The all-reduce of the MPI library, in messages of one piece."""
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Not used.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a message.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        return select.by_mpi(nbytes, topology, options)
+
+
+class SharedMemoryAllReduce(CrossDeviceOps):
+    """Reduction through memory that the replicas of one worker share.
+
+    The sums are those of adding the replicas' values in their order, whatever the
+    number of pieces.
+    """
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Of one worker.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If there are several workers. On every rank.
+        """
+        if topology.num_workers > 1:
+            raise ValueError(
+                "expected the replicas of one worker for SharedMemoryAllReduce, found "
+                f"{topology.num_workers} workers; use HierarchicalCopyAllReduce, or "
+                "leave the choice to the library"
+            )
+        return select.shared_memory(nbytes, topology, options)
+
+
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Reduction inside each worker through shared memory, then between the workers.
+
+    Every rank of a worker sends its part of the worker's sum to the ranks with the same
+    position, so that all links are busy. For replicas of one worker it is
+    `SharedMemoryAllReduce`.
+
+    Parameters
+    ----------
+    num_packs : int
+        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
+        the size of the pieces.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(
+                f"expected num_packs >= 0, found {num_packs}; leave it out"
+            )
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece, of which each rank of a worker
+            sends its share.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        return select.hierarchical(nbytes, topology, options)
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -94,28 +225,40 @@ class ReductionToOneDevice(CrossDeviceOps):
         how = "" if self._accumulate is None else ", own accumulation_fn"
         return f"{super().describe()}(on replica {self._root}{how})"
 
-    def all_reduce(self, flat: Array, topology: Topology, piece_bytes: int) -> None:
-        """Reduce a buffer on one replica and broadcast it, in place.
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
 
-        Collective over ``topology.replica_comm``.
+        Not collective; the same on every rank.
 
         Parameters
         ----------
-        flat : ndarray of shape (n,)
-            Contiguous.
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
         topology : Topology
             Where.
-        piece_bytes : int
+        options : CommunicationOptions
             Not used.
+
+        Returns
+        -------
+        Choice
+            Algorithm; all arrays are one piece.
 
         Raises
         ------
         ValueError
-            On every rank, if there is no such replica, or accumulation fails.
+            If there is no such replica. On every rank.
         """
+        del options
         if self._root >= topology.num_replicas:
             raise ValueError(
                 f"expected reduce_to_device below {topology.num_replicas}, the number "
                 f"of replicas, found {self._root}; choose one of them"
             )
-        reduce_to_one(flat, topology, self._root, self._accumulate)
+        algorithm = functools.partial(
+            reduce_to_one, root=self._root, accumulate=self._accumulate
+        )
+        # Runs of other types begin at multiples of 64 bytes.
+        return Choice(algorithm, nbytes + (64 << 10))

@@ -1,10 +1,16 @@
-"""Which arrays travel together: a pure plan, and the copies that follow it."""
+"""Which arrays travel together: pure plans, and the copies that follow them.
+
+A broadcast packs the arrays of one type into one buffer. A reduction never holds such a
+buffer: it cuts the arrays, one behind the other, into pieces that fit a cache, whose
+way through the algorithm is both the packing and the unpacking.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +19,17 @@ import numpy as np
 from hpcstrat.arrays import is_half
 from hpcstrat.typing import Array
 
-__all__ = ["Bucket", "Pack", "pack", "plan", "unpack", "wire_dtype"]
+__all__ = [
+    "Bucket",
+    "Pack",
+    "Piece",
+    "Run",
+    "cut",
+    "pack",
+    "plan",
+    "unpack",
+    "wire_dtype",
+]
 
 Signature = tuple[np.dtype[Any], tuple[int, ...]]
 
@@ -54,6 +70,95 @@ class Pack:
 
     signatures: tuple[Signature, ...]
     buckets: tuple[Bucket, ...]
+
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of one type that lie one behind the other in a piece.
+
+    Parameters
+    ----------
+    dtype : dtype
+        The type in which they are added.
+    start : int
+        Where the run begins in the piece, in elements of this type.
+    size : int
+        Number of elements.
+    spans : tuple of (int, int, int, int)
+        Which array; from which to which of its elements, in C order; and where in the
+        piece the first of them lies, in elements.
+    """
+
+    dtype: np.dtype[Any]
+    start: int
+    size: int
+    spans: tuple[tuple[int, int, int, int], ...]
+
+
+Piece = tuple[Run, ...]
+
+
+def cut(
+    signatures: Sequence[Signature], means: bool, piece_bytes: int
+) -> Iterator[Piece]:
+    """Cut arrays, laid one behind the other by type, into pieces.
+
+    Not collective; the same on every rank for the same arrays.
+
+    Parameters
+    ----------
+    signatures : sequence of (dtype, shape)
+        Of each array.
+    means : bool
+        Whether their mean is wanted, see `wire_dtype`.
+    piece_bytes : int
+        Most bytes of a piece, in the types of the wire; at least 64.
+
+    Yields
+    ------
+    tuple of Run
+        The next piece; runs begin at multiples of 64 bytes.
+    """
+    runs: list[Run] = []
+    used = 0
+    for bucket in plan(tuple(signatures)).buckets:
+        dtype, _ = wire_dtype(bucket.dtype, means)
+        done = 0
+        while done < bucket.size:
+            room = (piece_bytes - used) // dtype.itemsize
+            if room < 1:
+                yield tuple(runs)
+                runs, used = [], 0
+                continue
+            size = min(room, bucket.size - done)
+            start = used // dtype.itemsize
+            spans = _spans(bucket, done, done + size, start - done)
+            runs.append(Run(dtype, start, size, spans))
+            done += size
+            used += size * dtype.itemsize
+            used += -used % _ALIGNMENT_BYTES
+    if runs:
+        yield tuple(runs)
+
+
+def _spans(
+    bucket: Bucket, low: int, high: int, shift: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the parts of a bucket's arrays between two of its elements."""
+    starts = [start for start, _, _ in bucket.parts]
+    spans = []
+    for place in range(bisect.bisect_right(starts, low) - 1, len(starts)):
+        start, end, _ = bucket.parts[place]
+        if start >= high:
+            break
+        first, last = max(low, start), min(high, end)
+        if first < last:
+            index = bucket.indices[place]
+            spans.append((index, first - start, last - start, first + shift))
+    return tuple(spans)
 
 
 @functools.lru_cache(maxsize=1024)

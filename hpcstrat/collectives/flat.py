@@ -6,43 +6,78 @@ Large buffers go in pieces: Open MPI loses its cache beyond a few MiB, and a cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.started import Message
+from hpcstrat.collectives.work import Work, drain, fill, quietly
+from hpcstrat.packing import Run
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 
-__all__ = ["all_gather_bytes", "all_reduce_sum", "broadcast"]
+__all__ = ["PIECE_BYTES", "all_gather_bytes", "broadcast", "reduce_by_mpi"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
 
 
-def all_reduce_sum(flat: Array, topology: Topology, piece_bytes: int = 0) -> None:
-    """Sum a buffer over the replicas, in place.
+def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
+    """Sum by the all-reduce of the MPI library, one message for each run of a piece.
 
     Collective over ``topology.replica_comm``.
 
     Parameters
     ----------
-    flat : ndarray of shape (n,)
-        Contiguous, of a type that MPI can add; holds the sum on return, the same bits
-        on every rank.
-    topology : Topology
-        Where.
-    piece_bytes : int
-        Size of a message in bytes; 0 for the default.
+    work : Work
+        What to reduce.
+    channel : Channel
+        Of the replicas.
+
+    Yields
+    ------
+    Message or None
+        See `hpcstrat.collectives.work`.
     """
-    mpi, comm = topology.mpi, topology.replica_comm
-    if flat.nbytes <= (piece_bytes or PIECE_BYTES):
-        if flat.size:
-            comm.Allreduce(mpi.IN_PLACE, flat, op=mpi.SUM)
-        return
-    step = max(1, (piece_bytes or PIECE_BYTES) // flat.itemsize)
-    for start in range(0, flat.size, step):
-        comm.Allreduce(mpi.IN_PLACE, flat[start : start + step], op=mpi.SUM)
+    mpi, comm = channel.topology.mpi, channel.topology.replica_comm
+    scratch: dict[Any, Array] = {}
+    yield None
+    for run in itertools.chain.from_iterable(work.pieces):
+        sent, total, packed = _buffers(run, work, scratch)
+        if work.waits:
+            comm.Allreduce(
+                sent if sent is not None else mpi.IN_PLACE, total, op=mpi.SUM
+            )
+        else:
+            if sent is not None:
+                np.copyto(total, sent)
+            yield Message(comm.Iallreduce(mpi.IN_PLACE, total, op=mpi.SUM))
+        if work.divisor:
+            quietly(np.divide, total, work.divisor, total)
+        if packed:
+            drain(run, work.results, scratch[run.dtype])
+
+
+def _buffers(
+    run: Run, work: Work, scratch: dict[Any, Array]
+) -> tuple[Array | None, Array, bool]:
+    """Return what to send, None for the second; where the sum goes; whether packed."""
+    if len(run.spans) == 1:
+        index, start, stop, _ = run.spans[0]
+        source, result = work.sources[index], work.results[index]
+        if source.dtype == run.dtype == result.dtype:
+            total = result[start:stop]
+            # NumPy's C long and C long long may be equal, MPI's never are.
+            sent = source[start:stop].view(total.dtype)
+            return None if np.may_share_memory(sent, total) else sent, total, False
+    kept = scratch.get(run.dtype)
+    if kept is None or kept.size < run.start + run.size:
+        kept = scratch[run.dtype] = np.empty(run.start + run.size, run.dtype)
+    fill(run, work.sources, kept)
+    return None, kept[run.start : run.start + run.size], True
 
 
 def broadcast(flat: Array, topology: Topology, root: int) -> None:

@@ -17,14 +17,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.collectives.call import Call, call_site, describe_call
 from hpcstrat.collectives.disagreement import FAILED, LEFT, Announcement, explain
 from hpcstrat.collectives.records import SegmentRecords, WireRecords
+from hpcstrat.collectives.slots import Slots
+from hpcstrat.collectives.started import Started
 from hpcstrat.errors import CollectiveError
-from hpcstrat.topology import Topology
+from hpcstrat.topology import NUM_SLOTS, Topology
 from hpcstrat.tracing import get_logger
 
 __all__ = ["Channel", "ClosedChannel"]
@@ -35,6 +38,8 @@ _ANNOUNCED = "_hpcstrat_announced"
 _QUICK_LOOKS = 20
 _SPIN_SECONDS = 0.001
 _LONGEST_NAP_SECONDS = 0.001
+_NAP_STEP_SECONDS = 2e-5
+_YIELDS = 50
 _WARN_SECONDS = 60.0
 _LIMIT_SECONDS = 1800.0
 
@@ -56,6 +61,10 @@ class Channel:
         left out in one step is noticed in the next.
     broken : str
         Why no call can be made any more; empty while all is well.
+    slots : Slots
+        Shared memory of the worker's ranks, for data.
+    started : deque of Started
+        Calls that have been started and have not ended, in order.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -66,11 +75,14 @@ class Channel:
         self._sequence = 0
         self._comm = topology.replica_comm.Dup()
         self._rank = self._comm.rank
+        self._steps = SegmentRecords(topology)
         self._records: Any = (
-            SegmentRecords(topology)
+            self._steps
             if topology.num_workers == 1
             else WireRecords(topology, self._comm)
         )
+        self.slots = Slots(topology)
+        self.started: deque[Started] = deque()
         cores = len(os.sched_getaffinity(0))
         self._spin_seconds = _SPIN_SECONDS if topology.worker_comm.size <= cores else 0
 
@@ -134,8 +146,10 @@ class Channel:
 
         Not collective.
         """
+        with contextlib.suppress(Exception):
+            self.drain()
         self._sequence += 1
-        self._records.post(self._sequence, 0, _LEAVING.digest, LEFT)
+        self._records.post(0, _LEAVING.digest, LEFT)
 
     def poll_leave(self) -> str | None:
         """Look whether all ranks have answered `post_leave`.
@@ -160,6 +174,167 @@ class Channel:
             return str(error)
         return ""
 
+    def next_slot(self) -> int:
+        """Return the slot to write into before the next header or step.
+
+        Not collective; started calls must have ended.
+
+        Returns
+        -------
+        int
+            0, 1 or 2.
+        """
+        return (self._steps.tick + 1) % NUM_SLOTS
+
+    def step(self, call: Call) -> Any:
+        """Tell this worker's ranks that this one has come to the next step of a call.
+
+        Collective over ``topology.worker_comm``.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+
+        Returns
+        -------
+        SegmentRecords
+            For `wait`: to be done when all have come.
+        """
+        self._steps.post(0, call.digest, 0)
+        return self._steps
+
+    def wait(self, awaited: Any, call: Call) -> None:
+        """Wait for a step, or a message.
+
+        Collective as what is awaited.
+
+        Parameters
+        ----------
+        awaited : SegmentRecords or Message
+            What is awaited.
+        call : Call
+            In which call, for messages.
+
+        Raises
+        ------
+        CollectiveError
+            If it does not come in time, or a process has died.
+        """
+        agreed = awaited.agreed
+        for _ in range(_QUICK_LOOKS):
+            if agreed():
+                return
+        if not self._wait(awaited, call, None):
+            raise CollectiveError(
+                f"expected every rank in the same step of {call.text}, found "
+                "another call's; end the program on every rank"
+            )
+
+    def start(self, started: Started) -> None:
+        """Take a call whose end is not awaited; it goes on in every later call.
+
+        Collective over ``topology.replica_comm``; does not wait.
+
+        Parameters
+        ----------
+        started : Started
+            The call.
+        """
+        self._refuse_if_broken(started.call)
+        self.started.append(started)
+        self.progress()
+
+    def progress(self) -> None:
+        """Do what can be done for the started calls without waiting.
+
+        Not collective.
+        """
+        while self.started and self.started[0].advance(waits=False):
+            self.started.popleft()
+
+    def drain(self, last: Started | None = None) -> None:
+        """Wait for the end of started calls, whose handles keep their errors.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        last : Started, optional
+            Up to which; default: all.
+        """
+        while self.started:
+            self.started[0].advance(waits=True)
+            if self.started.popleft() is last:
+                return
+
+    def post_header(self, call: Call, run: int) -> None:
+        """Announce a started call; does not wait.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+        run : int
+            ``run_index`` when it was started.
+        """
+        self._sequence += 1
+        self._records.post(run, call.digest, 0)
+
+    def header_came(self, call: Call) -> bool:
+        """Look whether all ranks have announced the call of `post_header`.
+
+        Not collective until the ranks differ, then collective over ``replica_comm``.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+
+        Returns
+        -------
+        bool
+            False while ranks are missing.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if any announced something else, or left the program.
+        """
+        records = self._records
+        if records.agreed():
+            return True
+        if records.missing():
+            self._comm.Iprobe()
+            return False
+        if not records.agreed():
+            self._raise_disagreement(Announcement(self._rank, 0, call.text))
+        return True
+
+    def wait_header(self, call: Call, timeout_seconds: float | None) -> None:
+        """Wait until all ranks have announced the call of `post_header`.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+        timeout_seconds : float, optional
+            How long to wait for late ranks.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if any announced something else, or left the program.
+        """
+        with self.moving(call):
+            agreed = self._wait(self._records, call, timeout_seconds)
+        if not agreed:
+            self._raise_disagreement(Announcement(self._rank, 0, call.text))
+
     def late(self) -> str:
         """Say which ranks have not come to the current call.
 
@@ -170,8 +345,7 @@ class Channel:
         str
             Such as ``ranks [1, 3]``.
         """
-        late = self._records.missing()
-        return "other ranks" if late == [-1] else f"ranks {late}"
+        return _late(self._records)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come to the current call.
@@ -194,10 +368,9 @@ class Channel:
         Returns
         -------
         list of int
-            Empty where the ranks are spread over several workers.
+            Empty where they cannot be seen from here.
         """
-        dead: list[int] = self._records.dead()
-        return dead
+        return self._steps.dead()
 
     def close(self) -> None:
         """Free what the channel holds.
@@ -205,8 +378,9 @@ class Channel:
         Collective over ``topology.replica_comm``.
         """
         if not self.closed:
+            self.drain()
             self.closed = True
-            self._records.close()
+            self._steps.close()
             self._comm.Free()
 
     @contextlib.contextmanager
@@ -238,36 +412,40 @@ class Channel:
     def _announce(
         self, run: int, call: Call, flags: int, timeout_seconds: float | None
     ) -> bool:
+        self._refuse_if_broken(call)
+        if self.started:
+            self.drain()
+        try:
+            self._sequence += 1
+            records = self._records
+            records.post(run, call.digest, flags)
+            agreed: Callable[[], bool] = records.agreed
+            for _ in range(_QUICK_LOOKS):
+                if agreed():
+                    return True
+            return self._wait(records, call, timeout_seconds)
+        except BaseException:
+            self.broken = f"{call.text} was interrupted on this rank"
+            raise
+
+    def _refuse_if_broken(self, call: Call) -> None:
         if self.broken or self.closed:
             raise CollectiveError(
                 f"expected a working strategy for {call.text}, found that "
                 f"{self.broken or 'it is closed'}; end the program on every rank"
             )
-        try:
-            self._sequence = sequence = self._sequence + 1
-            records = self._records
-            records.post(sequence, run, call.digest, flags)
-            agreed: Callable[[], bool] = records.agreed
-            for _ in range(_QUICK_LOOKS):
-                if agreed():
-                    return True
-            return self._wait(call, timeout_seconds)
-        except BaseException:
-            self.broken = f"{call.text} was interrupted on this rank"
-            raise
 
-    def _wait(self, call: Call, timeout_seconds: float | None) -> bool:
-        records = self._records
+    def _wait(self, awaited: Any, call: Call, timeout_seconds: float | None) -> bool:
         start = time.monotonic()
         spin_until = start + self._spin_seconds
         while time.monotonic() < spin_until:
-            if records.agreed():
+            if awaited.agreed():
                 return True
-        nap, look_at, warn_at = 0.0, start + 1, start + _WARN_SECONDS
+        turns, look_at, warn_at = 0, start + 1, start + _WARN_SECONDS
         limit = start + (timeout_seconds or _LIMIT_SECONDS)
         while True:
-            if not records.missing():
-                return bool(records.agreed())
+            if not awaited.missing():
+                return bool(awaited.agreed())
             now = time.monotonic()
             if now > look_at:
                 look_at = now + 1
@@ -276,20 +454,24 @@ class Channel:
                 warn_at = now + 10 * _WARN_SECONDS
                 get_logger().warning(
                     "rank %d has waited %.0f s in %s (%s) for %s",
-                    *(self._rank, now - start, call.text, call_site(), self.late()),
+                    *(self._rank, now - start, call.text, call_site(), _late(awaited)),
                 )
             if now > limit:
                 raise CollectiveError(
                     f"expected all ranks in {call.text} within {limit - start:g} s, "
-                    f"found that {self.late()} did not come; see what they do, or "
+                    f"found that {_late(awaited)} did not come; see what they do, or "
                     "raise timeout_seconds"
                 )
             self._comm.Iprobe()
-            time.sleep(nap)
-            nap = min(nap + 2e-5, _LONGEST_NAP_SECONDS)
+            turns += 1
+            if turns < _YIELDS:
+                os.sched_yield()
+            else:
+                nap = (turns - _YIELDS) * _NAP_STEP_SECONDS
+                time.sleep(min(nap, _LONGEST_NAP_SECONDS))
 
     def _check_alive(self, call: Call) -> None:
-        dead = self._records.dead()
+        dead = self.dead()
         if dead:
             raise CollectiveError(
                 f"expected all ranks in {call.text}, found that the processes of ranks "
@@ -311,6 +493,11 @@ class Channel:
         raise disagreement
 
 
+def _late(awaited: Any) -> str:
+    late = awaited.missing()
+    return "other ranks" if late == [-1] else f"ranks {late}"
+
+
 def _reason(error: BaseException) -> str:
     """Describe an error, whose class may be a program's own and faulty."""
     try:
@@ -323,10 +510,33 @@ class ClosedChannel:
     """Stands for the channel of a strategy that is closed."""
 
     run_index = 0
+    started: tuple[Started, ...] = ()
 
     @property
     def topology(self) -> Topology:
         """No topology."""
+        raise self._error("a call")
+
+    @property
+    def slots(self) -> Slots:
+        """No shared memory."""
+        raise self._error("a call")
+
+    def next_slot(self) -> int:
+        """Refuse a call.
+
+        Not collective.
+
+        Returns
+        -------
+        int
+            Never.
+
+        Raises
+        ------
+        CollectiveError
+            Always.
+        """
         raise self._error("a call")
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:

@@ -1,17 +1,28 @@
-"""Where the records of a call's header lie, and how they are compared.
+"""Where the records of a step lie, and how they are compared.
 
 Inside one worker they lie in the shared segment, two per rank, used in turn: a rank
 writes record ``n + 2`` over record ``n`` only after it has seen the records ``n + 1``
 of all ranks, which they write after their last look at the records ``n``. A record
 carries a check word, a hash of integers and so the same in every process: one that is
 seen half-written, as weakly ordered processors allow, is not taken for complete. With
-several workers the records are compared by one nonblocking all-reduce.
+several workers the records of a header are compared by one nonblocking all-reduce.
+
+Records also order memory: what a rank has stored before its record is seen by every
+rank that has seen the record, and what it has loaded before cannot change under it. On
+x86-64, whose stores become visible in program order and are not passed by earlier loads
+(Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, section 8.2.2;
+the C library ends its non-temporal copies with a fence), that takes nothing. On other
+processors, such as Arm's, a full memory barrier stands before each record is written
+and after the records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections
+12.4 and 12.5.3, gives this meaning for shared memory.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +49,7 @@ class SegmentRecords:
     def __init__(self, topology: Topology) -> None:
         self._comm = topology.worker_comm
         self._size = self._comm.size
+        self._replicas = topology.worker_replicas
         # Processes of other containers cannot be looked up by their numbers.
         self._processes = {
             rank: identity
@@ -53,26 +65,31 @@ class SegmentRecords:
             self._comm.rank * RECORD_BYTES, (self._comm.rank + 1) * RECORD_BYTES
         )
         self._owns = (self._halves[0][own], self._halves[1][own])
-        self._half = self._halves[0]
+        # Much faster than a comparison of the memory itself.
+        self._reads = (self._halves[0].tobytes, self._halves[1].tobytes)
+        self._read = self._reads[0]
         self._wanted = b""
-        self._sequence = 0
+        self._window, self._barrier = _memory_barrier(topology.mpi)
+        self.tick = 0
 
-    def post(self, sequence: int, run: int, digest: int, flags: int) -> None:
+    def post(self, run: int, digest: int, flags: int) -> None:
         """Announce this rank's record; does not wait.
 
         Not collective.
 
         Parameters
         ----------
-        sequence, run, digest, flags : int
-            What ranks must agree on.
+        run, digest, flags : int
+            What ranks must agree on, beside the number of the step.
         """
-        check = hash((sequence, run, digest, flags))
-        record = _RECORD.pack(sequence, run, digest, flags, check)
-        self._half = self._halves[sequence & 1]
+        self.tick = tick = self.tick + 1
+        check = hash((tick, run, digest, flags))
+        record = _RECORD.pack(tick, run, digest, flags, check)
+        self._read = self._reads[tick & 1]
         self._wanted = record * self._size
-        self._sequence = sequence
-        self._owns[sequence & 1][:] = record
+        if self._barrier is not None:
+            self._barrier()
+        self._owns[tick & 1][:] = record
 
     def agreed(self) -> bool:
         """Whether all ranks have announced the same.
@@ -84,7 +101,11 @@ class SegmentRecords:
         bool
             False also while records are missing.
         """
-        return self._half == self._wanted
+        if self._read() != self._wanted:
+            return False
+        if self._barrier is not None:
+            self._barrier()
+        return True
 
     def missing(self) -> list[int]:
         """Return the ranks whose records have not come.
@@ -97,11 +118,11 @@ class SegmentRecords:
             ``[-1]`` where it is not known which.
         """
         late = []
-        records = _RECORD.iter_unpack(self._half.tobytes())
-        for rank, (sequence, run, digest, flags, check) in enumerate(records):
-            complete = check == hash((sequence, run, digest, flags))
-            if sequence != self._sequence or not complete:
-                late.append(rank)
+        records = _RECORD.iter_unpack(self._read())
+        for rank, (tick, run, digest, flags, check) in enumerate(records):
+            complete = check == hash((tick, run, digest, flags))
+            if tick != self.tick or not complete:
+                late.append(self._replicas[rank])
         return late
 
     def dead(self) -> list[int]:
@@ -115,7 +136,7 @@ class SegmentRecords:
             Empty where they cannot be seen from here.
         """
         return [
-            rank
+            self._replicas[rank]
             for rank, (pid, start) in self._processes.items()
             if _process_identity(pid)[1] != start
         ]
@@ -123,10 +144,26 @@ class SegmentRecords:
     def close(self) -> None:
         """Let go of the memory.
 
-        Not collective.
+        Collective over ``topology.worker_comm``.
         """
+        del self._reads, self._read
         for view in (*self._owns, *self._halves):
             view.release()
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
+            self._window = None
+
+
+def _memory_barrier(
+    mpi: Any, machine: str = platform.machine()
+) -> tuple[Any, Callable[[], None] | None]:
+    """Return a window, and its call that orders memory; None where nothing has to."""
+    if machine in ("x86_64", "AMD64"):
+        return None, None
+    window = mpi.Win.Allocate(8, 1, comm=mpi.COMM_SELF)
+    window.Lock_all()
+    return window, window.Sync
 
 
 class WireRecords:
@@ -148,17 +185,19 @@ class WireRecords:
         self._sent = np.zeros(8, np.int64)
         self._received = np.zeros(8, np.int64)
         self._request: Any = None
+        self._sequence = 0
 
-    def post(self, sequence: int, run: int, digest: int, flags: int) -> None:
+    def post(self, run: int, digest: int, flags: int) -> None:
         """Announce this rank's record; does not wait.
 
         Not collective.
 
         Parameters
         ----------
-        sequence, run, digest, flags : int
-            What ranks must agree on.
+        run, digest, flags : int
+            What ranks must agree on, beside the number of the header.
         """
+        self._sequence = sequence = self._sequence + 1
         # The largest value and the largest negative value meet where all are equal.
         self._sent[:] = (
             *(sequence, -sequence, run, -run, digest, -digest, flags, -flags),

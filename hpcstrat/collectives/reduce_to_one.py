@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.collectives.flat import PIECE_BYTES, broadcast
+from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.work import Work, drain, fill, quietly
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 
@@ -17,21 +19,21 @@ _TAG = 7
 
 
 def reduce_to_one(
-    flat: Array,
-    topology: Topology,
+    work: Work,
+    channel: Channel,
     root: int = 0,
     accumulate: Callable[[list[Array]], Any] | None = None,
-) -> None:
+) -> Iterator[Any]:
     """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
 
     Collective over ``topology.replica_comm``.
 
     Parameters
     ----------
-    flat : ndarray of shape (n,)
-        Contiguous; holds the result on return.
-    topology : Topology
-        Where.
+    work : Work
+        What to reduce; one piece, so that ``accumulate`` sees each type's values whole.
+    channel : Channel
+        Of the replicas.
     root : int
         The replica that adds; it holds one more buffer at a time, or all of them when
         there is an ``accumulate``.
@@ -39,11 +41,35 @@ def reduce_to_one(
         Takes the list of all buffers, in replica order, and returns their element-wise
         combination, of shape (n,); default: their sum.
 
+    Yields
+    ------
+    None
+        See `hpcstrat.collectives.work`.
+
     Raises
     ------
     ValueError
         On every rank, if ``accumulate`` raises or returns another shape.
     """
+    (piece,) = work.pieces
+    buffers = [np.empty(run.start + run.size, run.dtype) for run in piece]
+    for run, buffer in zip(piece, buffers, strict=True):
+        fill(run, work.sources, buffer)
+    yield None
+    for run, buffer in zip(piece, buffers, strict=True):
+        flat = buffer[run.start :]
+        _reduce(flat, channel.topology, root, accumulate)
+        if work.divisor:
+            quietly(np.divide, flat, work.divisor, flat)
+        drain(run, work.results, buffer)
+
+
+def _reduce(
+    flat: Array,
+    topology: Topology,
+    root: int,
+    accumulate: Callable[[list[Array]], Any] | None,
+) -> None:
     comm: Any = topology.replica_comm
     error = None
     if topology.replica_id != root:

@@ -1,35 +1,180 @@
-"""Which algorithm sums a buffer; the only module that knows them all."""
+"""Which algorithm reduces, and in what pieces; the only module that knows them all.
+
+The choice depends on the size of the call, the options and the topology, which are the
+same on all ranks, and on nothing else. The thresholds were measured: see
+`benchmarks/bench_allreduce.py` and `benchmarks/bench_hosts.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from dataclasses import dataclass
 
-from hpcstrat.collectives.flat import all_reduce_sum
+import numpy as np
+
+from hpcstrat.collectives.flat import PIECE_BYTES, reduce_by_mpi
+from hpcstrat.collectives.hierarchical import reduce_hierarchically
+from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
+from hpcstrat.collectives.work import Algorithm
+from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology import Topology
-from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "select"]
+__all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory"]
 
-Algorithm = Callable[[Array, Topology, int], None]
+DIRECT_PIECE_BYTES = 256 << 10
+"""Size of a piece of two ranks: both, and the result, stay in a core's cache."""
+
+SCATTERED_PIECE_BYTES = 256 << 10
+"""Size of a piece of three and more ranks."""
+
+SMALL_BYTES = 16 << 10
+"""Up to this size all ranks add all slots, instead of a segment each."""
+
+MOST_DIRECT_RANKS = 8
+"""Up to this number of ranks small messages are added by all of them."""
+
+FROM_BYTES_PER_RANK = 1 << 10
+"""With more ranks, the size from which shared memory serves, for each rank."""
+
+HIERARCHICAL_FROM_BYTES = 16 << 10
+"""Size from which several workers reduce inside each worker first."""
 
 
-def select(nbytes: int, topology: Topology) -> Algorithm:
-    """Choose how to sum a buffer over the replicas.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to reduce.
 
-    Not collective; the same on every rank, because it depends on nothing that ranks
-    could see differently.
+    Parameters
+    ----------
+    algorithm : Algorithm
+        What takes the pieces.
+    piece_bytes : int
+        Most bytes of a piece.
+    small : bool
+        Whether `SmallReduction` does it.
+    """
+
+    algorithm: Algorithm
+    piece_bytes: int
+    small: bool = False
+
+
+def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
+    """Choose how to reduce over the replicas.
+
+    Not collective; the same on every rank.
 
     Parameters
     ----------
     nbytes : int
-        Size of the buffer.
+        Size of all arrays, in the types in which they are added.
     topology : Topology
         Where.
+    options : CommunicationOptions
+        Of the call.
 
     Returns
     -------
-    callable
-        Takes the buffer, the topology and the size of the pieces in bytes.
+    Choice
+        Algorithm and size of the pieces.
     """
-    del nbytes, topology  # MPI's own all-reduce is the only one so far.
-    return all_reduce_sum
+    ranks = topology.worker_comm.size
+    if topology.num_workers == 1:
+        if ranks <= MOST_DIRECT_RANKS or nbytes >= ranks * FROM_BYTES_PER_RANK:
+            return shared_memory(nbytes, topology, options)
+    elif (
+        topology.num_workers < topology.num_replicas
+        and nbytes >= HIERARCHICAL_FROM_BYTES
+    ) or options.wire_dtype is not None:
+        return hierarchical(nbytes, topology, options)
+    return by_mpi(nbytes, topology, options)
+
+
+def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
+    """Return the all-reduce of the MPI library.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Not used.
+    topology : Topology
+        Not used.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    del nbytes, topology
+    return Choice(reduce_by_mpi, max(64, options.bytes_per_pack or PIECE_BYTES))
+
+
+def shared_memory(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the best reduction through shared memory, for replicas of one worker.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of all arrays.
+    topology : Topology
+        Of one worker.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    ranks = topology.worker_comm.size
+    default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
+    piece = _fitting(options.bytes_per_pack or default, topology)
+    if ranks == 2:
+        return Choice(reduce_directly, piece, nbytes <= piece // 2)
+    small = ranks <= MOST_DIRECT_RANKS and nbytes <= min(SMALL_BYTES, piece // 2)
+    return Choice(reduce_scattered, piece, small)
+
+
+def hierarchical(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the reduction inside each worker, then across.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Not used.
+    topology : Topology
+        Of one or several workers.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    if topology.num_workers == 1:
+        return shared_memory(nbytes, topology, options)
+    # Large pieces: a message between workers is a segment of one.
+    piece = _fitting(options.bytes_per_pack or topology.slot_bytes, topology)
+    wire = options.wire_dtype
+    if wire == "bfloat16":
+        # Registers the type with NumPy.
+        import ml_dtypes  # noqa: F401
+    dtype = None if wire is None else np.dtype(wire)
+    return Choice(functools.partial(reduce_hierarchically, wire_dtype=dtype), piece)
+
+
+def _fitting(piece_bytes: int, topology: Topology) -> int:
+    return max(64, min(piece_bytes, topology.slot_bytes) // 64 * 64)

@@ -179,8 +179,7 @@ class Optimizer(ABC):
             _require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         reduced = collectives.batch_reduce(
-            *(self._op, [gradient for gradient, _ in present], self._label(pairs)),
-            reuse=True,
+            self._op, [gradient for gradient, _ in present], self._label(pairs)
         )
         gradients = [
             merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced

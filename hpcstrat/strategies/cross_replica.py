@@ -31,7 +31,14 @@ class CrossReplicaMethods:
     def _require_cross(self, what: str) -> None:
         raise NotImplementedError(what)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: Any = None) -> Tree:
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        axis: Any = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
         """Combine the replicas' values into one, on every rank.
 
         Collective over the strategy's replicas.
@@ -46,17 +53,22 @@ class CrossReplicaMethods:
         axis : int or tuple of int, optional
             Also reduce over these dimensions of each replica's array, whose length may
             differ; the mean is then weighted by it.
+        out : ndarray or tree of ndarray, optional
+            Where the results go: of the structure, shapes and dtypes of the result,
+            writable, in any memory order. The value itself reduces in place. Only
+            without an axis, and for arrays.
 
         Returns
         -------
         ndarray or tree of ndarray
-            Equal bit for bit on every rank. ``MEAN`` of integers is float64.
+            ``out``, or arrays of their own; equal bit for bit on every rank. ``MEAN``
+            of integers is float64.
 
         Raises
         ------
         ValueError
-            For an unknown operation, an axis out of range, a type without a sum, and
-            the ``SUM`` of a Mirrored value.
+            For an unknown operation, an axis out of range, a type without a sum, the
+            ``SUM`` of a Mirrored value, or an ``out`` that does not fit.
         TypeError
             For an axis that is no integer or tuple, or a structure with an axis.
         CollectiveError
@@ -65,7 +77,7 @@ class CrossReplicaMethods:
             In replica context.
         """
         self._require_cross("reduce")
-        return reduction.reduce(self.collectives, reduce_op, value, axis)
+        return reduction.reduce(self.collectives, reduce_op, value, axis, out)
 
     def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenate the replicas' values along an axis, on every rank.

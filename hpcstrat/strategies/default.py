@@ -18,7 +18,14 @@ class SingleReplicaStrategy(Strategy):
 
     distributes = False
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: Any = None) -> Tree:
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        axis: Any = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
         """Return the value, reduced over the axis if there is one.
 
         Not collective.
@@ -31,22 +38,25 @@ class SingleReplicaStrategy(Strategy):
             The value.
         axis : int or tuple of int, optional
             Dimensions to reduce over.
+        out : tree of ndarray, optional
+            Where to copy the value; only without an axis.
 
         Returns
         -------
         tree
-            The value itself without an axis.
+            ``out`` where there is one, or else the value itself without an axis.
 
         Raises
         ------
         ValueError
-            For an unknown operation, or an axis out of range.
+            For an unknown operation, an axis out of range, or an ``out`` that does not
+            fit.
         """
         ReduceOp.parse(reduce_op)
-        if axis is None:
+        if axis is None and out is None:
             self._require_cross("reduce")
             return value
-        return super().reduce(reduce_op, value, axis)
+        return super().reduce(reduce_op, value, axis, out=out)
 
     def gather(self, value: Tree, axis: int) -> Tree:
         """Return the value.

@@ -36,7 +36,9 @@ def contributions(tree: Tree) -> Tree:
     )
 
 
-def reduce(collectives: Collectives, reduce_op: Any, value: Tree, axis: Any) -> Tree:
+def reduce(
+    collectives: Collectives, reduce_op: Any, value: Tree, axis: Any, out: Tree = None
+) -> Tree:
     """Combine the replicas' values.
 
     Collective over ``topology.replica_comm``.
@@ -51,6 +53,8 @@ def reduce(collectives: Collectives, reduce_op: Any, value: Tree, axis: Any) -> 
         See ``Strategy.reduce``.
     axis : int, tuple of int or None
         See ``Strategy.reduce``.
+    out : tree of ndarray, optional
+        See ``Strategy.reduce``.
 
     Returns
     -------
@@ -61,6 +65,11 @@ def reduce(collectives: Collectives, reduce_op: Any, value: Tree, axis: Any) -> 
         op = ReduceOp.parse(reduce_op)
         if axis is not None:
             array, axes = _checked(value, axis)
+            if out is not None:
+                raise ValueError(
+                    f"expected no out in a reduction over axis {axis!r}, found one; "
+                    "leave it out"
+                )
     except Exception as error:
         collectives.fail("reduce", error)
         raise
@@ -68,15 +77,22 @@ def reduce(collectives: Collectives, reduce_op: Any, value: Tree, axis: Any) -> 
         return _over_axes(collectives, op, array, axes)
     if is_leaf(value) and not isinstance(value, Mirrored):
         part = value._local if isinstance(value, DistributedValues) else value
-        return collectives.batch_reduce(op, part, "reduce")
-    return _structure(collectives, op, value)
+        return collectives.batch_reduce(op, part, "reduce", out=out)
+    return _structure(collectives, op, value, out)
 
 
-def _structure(collectives: Collectives, op: ReduceOp, value: Tree) -> Tree:
+def _structure(collectives: Collectives, op: ReduceOp, value: Tree, out: Tree) -> Tree:
     leaves, structure = flatten(value)
     mirrored = [isinstance(leaf, Mirrored) for leaf in leaves]
     if not any(mirrored):
-        return collectives.batch_reduce(op, contributions(value), "reduce")
+        return collectives.batch_reduce(op, contributions(value), "reduce", out=out)
+    if out is not None:
+        error = ValueError(
+            "expected values that differ between replicas in a reduction with an out, "
+            "found a Mirrored value; leave out away"
+        )
+        collectives.fail("reduce", error)
+        raise error
     if op is ReduceOp.SUM and any(mirrored) and collectives.size > 1:
         error = ValueError(
             "expected a value for each replica in the SUM over replicas, found a "

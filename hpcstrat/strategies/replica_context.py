@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.collectives.started import Started
 from hpcstrat.context import current, pop, push
 from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.replica_collectives import Collectives
 from hpcstrat.typing import Tree
 from hpcstrat.values import localize
 
@@ -116,6 +118,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
+        out: Tree = None,
     ) -> Tree:
         """Combine the replicas' values; every replica gets the result.
 
@@ -131,32 +134,84 @@ class ReplicaContext:
             For this call.
         experimental_hints : CommunicationOptions, optional
             The older name of ``options``.
+        out : tree of ndarray, optional
+            Where the results go: of the structure, shapes and dtypes of the result,
+            writable, in any memory order. The value itself reduces in place. Only for
+            arrays, not for IndexedSlices.
 
         Returns
         -------
         tree
-            Fresh arrays, equal bit for bit on every replica. ``MEAN`` of integers is
-            float64.
+            ``out``, or arrays of their own; equal bit for bit on every replica.
+            ``MEAN`` of integers is float64.
 
         Raises
         ------
         CollectiveError
             If replicas disagree. On every replica.
         ValueError
-            For an unknown operation, or a type that has no sum.
+            For an unknown operation, a type that has no sum, or an ``out`` that does
+            not fit.
         RuntimeError
             Outside the replica function.
         """
-        self._require_current("all_reduce")
+        op, collectives = self._reduction("all_reduce", reduce_op)
+        return collectives.batch_reduce(
+            op, value, "all_reduce", options or experimental_hints, out=out
+        )
+
+    def start_all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Started:
+        """Start an `all_reduce`, whose result is awaited later.
+
+        Collective over the strategy's replicas; does not wait for them.
+
+        Several may be under way; they end in the order in which they were started.
+        Messages between workers travel meanwhile, as far as the network carries them by
+        itself; every call of the strategy, and ``test``, takes the reduction further.
+        Inside a worker the ranks themselves move the data, during those calls.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        value : tree of array, each of shape (...)
+            As in `all_reduce`, without IndexedSlices; not to be written before the end.
+        options : CommunicationOptions, optional
+            For this call.
+        out : tree of ndarray, optional
+            As in `all_reduce`; not to be read or written before the end.
+
+        Returns
+        -------
+        Started
+            ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
+            would have returned.
+
+        Raises
+        ------
+        ValueError
+            As in `all_reduce`. A disagreement of the replicas is raised by ``wait``.
+        RuntimeError
+            Outside the replica function.
+        """
+        op, collectives = self._reduction("start_all_reduce", reduce_op)
+        return collectives.start_reduce(op, value, "start_all_reduce", options, out=out)
+
+    def _reduction(self, what: str, reduce_op: Any) -> tuple[ReduceOp, Collectives]:
+        self._require_current(what)
         collectives = self._strategy.collectives
         try:
-            op = ReduceOp.parse(reduce_op)
+            return ReduceOp.parse(reduce_op), collectives
         except ValueError as error:
-            collectives.fail("all_reduce", error)
+            collectives.fail(what, error)
             raise
-        return collectives.batch_reduce(
-            op, value, "all_reduce", options or experimental_hints
-        )
 
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None

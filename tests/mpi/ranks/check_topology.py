@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,10 @@ def test_segment_is_shared_by_the_worker_and_zero_at_first(
     topology: Any, folder: str
 ) -> None:
     comm = topology.worker_comm
-    nbytes = 64 * comm.size
-    segment = Segment(comm, nbytes, folder=folder)
+    part = 3 * mmap.PAGESIZE
+    segment = Segment(comm, 64 * comm.size, part, folder=folder)
+    assert (segment.common_bytes, segment.part_bytes) == (mmap.PAGESIZE, part)
+    nbytes = segment.common_bytes + comm.size * part
     assert len(segment.buffer) == nbytes
     assert bytes(segment.buffer) == bytes(nbytes)
     comm.Barrier()

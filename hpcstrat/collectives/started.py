@@ -1,0 +1,167 @@
+"""Calls that are started now and awaited later, and what they may wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcstrat.collectives.call import Call
+
+__all__ = ["Message", "Started"]
+
+
+class Message:
+    """A nonblocking call of MPI.
+
+    Parameters
+    ----------
+    request : mpi4py.MPI.Request
+        Active.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.agreed: Callable[[], bool] = request.Test
+
+    def missing(self) -> list[int]:
+        """Return the ranks that the call waits for.
+
+        Not collective.
+
+        Returns
+        -------
+        list of int
+            Empty, or ``[-1]``: it is not known which.
+        """
+        return [] if self.agreed() else [-1]
+
+
+class Started:
+    """A reduction that goes on while the program computes.
+
+    Several may be under way. They end in the order in which they were started; every
+    call of the strategy takes them further, and a call that waits lets them end first.
+
+    Parameters
+    ----------
+    channel : Channel or None
+        Carries the headers; None where nothing is to be awaited.
+    call : Call
+        The call.
+    steps : iterator
+        The algorithm: yields None before the header, then what it waits for.
+    result : tree
+        What holds the result at the end.
+    timeout_seconds : float, optional
+        How long the header waits for late ranks.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        call: Call,
+        steps: Iterator[Any],
+        result: Any,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        self.call = call
+        self._channel = channel
+        self._steps = steps
+        self._result = result
+        self._timeout_seconds = timeout_seconds
+        self._run = 0 if channel is None else channel.run_index
+        self._advance = self._post
+        self._awaited: Any = None
+        self._done = channel is None
+        self._error: BaseException | None = None
+        if channel is None:
+            for _ in steps:
+                pass
+        else:
+            channel.start(self)
+
+    def test(self) -> bool:
+        """Take the reduction further, and say whether it has ended.
+
+        Logically collective over the strategy's replicas: when each rank calls it, and
+        how often, does not matter.
+
+        Returns
+        -------
+        bool
+            Whether `wait` returns, or raises, at once.
+        """
+        if not self._done:
+            self._channel.progress()
+        return self._done
+
+    def wait(self) -> Any:
+        """Return the result, once all replicas have contributed to it.
+
+        Collective over the strategy's replicas. A second call returns the same.
+
+        Returns
+        -------
+        tree
+            As the call that waits would have returned.
+
+        Raises
+        ------
+        CollectiveError
+            If another replica made another call. On every replica.
+        """
+        while not self._done:
+            self._channel.drain(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def advance(self, waits: bool) -> bool:
+        """Take the reduction further; for the channel.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        waits : bool
+            Whether to wait for its end.
+
+        Returns
+        -------
+        bool
+            Whether it has ended.
+        """
+        try:
+            while not self._done:
+                if not self._advance(waits):
+                    return False
+        except Exception as error:
+            # The rank that waits for it raises this, in the same place as the others.
+            self._error = error
+            self._done = True
+        return True
+
+    def _post(self, waits: bool) -> bool:
+        del waits
+        next(self._steps)
+        self._channel.post_header(self.call, self._run)
+        self._advance = self._agree
+        return True
+
+    def _agree(self, waits: bool) -> bool:
+        if waits:
+            self._channel.wait_header(self.call, self._timeout_seconds)
+        elif not self._channel.header_came(self.call):
+            return False
+        self._advance = self._move
+        return True
+
+    def _move(self, waits: bool) -> bool:
+        with self._channel.moving(self.call):
+            if self._awaited is not None:
+                if waits:
+                    self._channel.wait(self._awaited, self.call)
+                elif not self._awaited.agreed():
+                    return False
+            self._awaited = next(self._steps, None)
+            self._done = self._awaited is None
+        return True

@@ -1,0 +1,107 @@
+"""What a reduction has to do, and the copies and sums that all algorithms share.
+
+An algorithm is a generator. It yields None once what can be done before the call's
+header is done, and from then on whatever it waits for. It finds the sum of every
+element over the replicas, divides it where a mean is wanted, and leaves it in the
+results, which may be the sources themselves.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.collectives.call import Call
+from hpcstrat.collectives.header import Channel
+from hpcstrat.packing import Piece, Run
+from hpcstrat.typing import Array
+
+__all__ = ["Algorithm", "Work", "drain", "fill", "quietly"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One reduction.
+
+    Parameters
+    ----------
+    call : Call
+        For messages.
+    pieces : iterable of Piece
+        What to reduce, in order; at least one.
+    sources : sequence of ndarray of shape (n,)
+        This replica's values, contiguous; ``n`` differs between arrays.
+    results : sequence of ndarray of shape (n,)
+        Where the results go: contiguous, of the types of the results; each is the
+        memory of its source, or overlaps with none.
+    divisor : int
+        By what to divide the sums; 0 for sums.
+    waits : bool
+        Whether blocking calls of MPI may be made.
+    """
+
+    call: Call
+    pieces: Iterable[Piece]
+    sources: Sequence[Array]
+    results: Sequence[Array]
+    divisor: int = 0
+    waits: bool = True
+
+
+Algorithm = Callable[[Work, Channel], Iterator[Any]]
+
+# A sum that overflows to infinity is a value like any other: with warnings as errors,
+# or numpy.seterr, it would take one rank out of a call that the others are in.
+_quiet = contextvars.Context()
+_quiet.run(np.seterr, all="ignore")
+
+
+quietly = _quiet.run
+"""Call a function of NumPy without its floating-point warnings: much faster than
+``numpy.errstate``. The function must not call Python code."""
+
+
+def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
+    """Copy a run of the sources into a buffer.
+
+    Not collective.
+
+    Parameters
+    ----------
+    run : Run
+        Which elements.
+    sources : sequence of ndarray of shape (n,)
+        All arrays of the work.
+    buffer : ndarray of shape (m,)
+        A piece, of the run's type.
+    """
+    for index, start, stop, at in run.spans:
+        quietly(
+            np.copyto,
+            *(buffer[at : at + stop - start], sources[index][start:stop], "unsafe"),
+        )
+
+
+def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
+    """Copy a run of a buffer into the results.
+
+    Not collective.
+
+    Parameters
+    ----------
+    run : Run
+        Which elements.
+    results : sequence of ndarray of shape (n,)
+        All results of the work.
+    buffer : ndarray of shape (m,)
+        A piece, of the run's type.
+    """
+    for index, start, stop, at in run.spans:
+        quietly(
+            np.copyto,
+            *(results[index][start:stop], buffer[at : at + stop - start], "unsafe"),
+        )

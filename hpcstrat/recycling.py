@@ -1,0 +1,92 @@
+"""Arrays for results, in memory that is used again once nobody holds the old result.
+
+Fresh memory of more than a few pages costs more, in page faults, than the sum that is
+written into it. A program that drops its gradients before the next step, as training
+loops do, gets the same memory every time.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.typing import Array
+
+__all__ = ["Recycler"]
+
+_SMALLEST_BYTES = 32 << 10
+_LIMIT_BYTES = 256 << 20
+_ALIGNMENT_BYTES = 64
+
+
+class Recycler:
+    """Makes arrays, and keeps hold of their memory.
+
+    Parameters
+    ----------
+    limit_bytes : int
+        How much memory may be kept, whether or not it is in use. Arrays beyond it have
+        memory of their own.
+    """
+
+    def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        # Without the interpreter lock reference counts say less.
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            self._limit_bytes = 0
+        # Blocks by their size; the sizes asked for last at the end.
+        self._blocks: OrderedDict[int, list[Array]] = OrderedDict()
+        self._kept_bytes = 0
+        self._unused = _holders([np.empty(1, np.uint8)], 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array with any content.
+
+        Not collective.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Its shape.
+        dtype : dtype
+            Its type.
+
+        Returns
+        -------
+        ndarray
+            In C order; its caller's alone, for as long as any view of it lives.
+        """
+        array: Array
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not _SMALLEST_BYTES <= nbytes <= self._limit_bytes:
+            array = np.empty(shape, dtype)
+            return array
+        block = self._block(nbytes)
+        start = -block.ctypes.data % _ALIGNMENT_BYTES
+        array = block[start : start + nbytes].view(dtype).reshape(shape)
+        return array
+
+    def _block(self, nbytes: int) -> Array:
+        blocks = self._blocks.setdefault(nbytes, [])
+        self._blocks.move_to_end(nbytes)
+        for index in range(len(blocks)):
+            # Whatever shares the memory of a block, such as a view, holds the block.
+            if _holders(blocks, index) == self._unused:
+                return blocks[index]
+        block = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+        while self._kept_bytes + nbytes > self._limit_bytes and len(self._blocks) > 1:
+            size, forgotten = self._blocks.popitem(last=False)
+            self._kept_bytes -= size * len(forgotten)
+        if self._kept_bytes + nbytes <= self._limit_bytes:
+            self._kept_bytes += nbytes
+            blocks.append(block)
+        return block
+
+
+def _holders(blocks: list[Array], index: int) -> int:
+    """Count the references to a block."""
+    return sys.getrefcount(blocks[index])
