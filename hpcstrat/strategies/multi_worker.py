@@ -34,6 +34,17 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         How buffers are summed; default: chosen by the library.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
+    progress_thread : bool
+        Take reductions that were started further in a thread, so that messages between
+        workers travel while the program computes without calling the library. Needs a
+        second core for each rank, and ``MPI_THREAD_MULTIPLE``, with which the first
+        strategy of a program starts MPI when asked for this.
+
+    Raises
+    ------
+    TopologyError
+        If there is no second core for each rank, or MPI was started for one thread. On
+        every rank.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         comm: MPI.Intracomm | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         on_error: str = "abort",
+        progress_thread: bool = False,
     ) -> None:
         if hasattr(cluster_resolver, "Get_size"):
             raise TypeError(
@@ -57,6 +69,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             cross_device_ops=cross_device_ops,
             communication_options=communication_options,
             on_error=on_error,
+            progress_thread=progress_thread,
         )
         self._cluster_resolver = cluster_resolver
         self.device = f"CPU:{self.topology.worker_comm.rank}"

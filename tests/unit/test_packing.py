@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from hpcstrat.packing import pack, plan, unpack
+from hpcstrat.packing import cut, pack, plan, unpack, wire_dtype
 
 DTYPES = st.sampled_from([np.dtype(code) for code in "bHiqefdFD?"])
 ARRAYS = st.lists(
@@ -85,3 +85,35 @@ def test_equal_signatures_share_a_plan() -> None:
 
 def test_nothing_is_planned_for_no_arrays() -> None:
     assert plan(()).buckets == ()
+
+
+@given(ARRAYS, st.booleans(), st.sampled_from([64, 128, 200, 4096]))
+def test_pieces_hold_every_element_once_and_apart(
+    arrays: list[Any], means: bool, piece_bytes: int
+) -> None:
+    arrays = [array for array in arrays if array.dtype.kind != "b"]
+    found = [np.zeros(array.size, bool) for array in arrays]
+    for piece in cut(signatures(arrays), means, piece_bytes):
+        assert piece
+        end = 0
+        for run in piece:
+            size = run.dtype.itemsize
+            assert run.start * size >= end
+            assert run.start * size % 64 == 0
+            end = (run.start + run.size) * size
+            assert end <= piece_bytes
+            at = run.start
+            for index, start, stop, where in run.spans:
+                assert run.dtype == wire_dtype(arrays[index].dtype, means)[0]
+                assert (start < stop, where) == (True, at)
+                assert not found[index][start:stop].any()
+                found[index][start:stop] = True
+                at += stop - start
+            assert at == run.start + run.size
+    assert all(elements.all() for elements in found)
+
+
+def test_pieces_are_as_large_as_they_may_be() -> None:
+    arrays = [np.zeros(1000, np.float32), np.zeros(24, np.float32), np.zeros(1)]
+    pieces = list(cut(signatures(arrays), False, 4096))
+    assert [[run.size for run in piece] for piece in pieces] == [[1024], [1]]

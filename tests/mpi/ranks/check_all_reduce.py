@@ -1,0 +1,496 @@
+"""Every algorithm gives the exact sum, the same bits on every rank, in any form.
+
+Values are small integers, in whatever type, so that every order of adding gives the
+same sum. Verdicts are exchanged before they are raised: Hypothesis then makes and
+shrinks the same examples on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hpcstrat as hs
+from hpcstrat import segment
+from hpcstrat.collectives import progress, records, select
+from hpcstrat.replica_collectives import Collectives
+from hpcstrat.segment import Segment
+from tests.mpi.ranks.check_reductions import assert_usable, outcome
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+DTYPES = [np.dtype(c) for c in "bBhHiIlLqQefdgFDG"]
+if ml_dtypes is not None:
+    DTYPES.append(np.dtype(ml_dtypes.bfloat16))
+in_step = settings(
+    *(),
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def exchanged(job: Any, check: Callable[[], None]) -> None:
+    """Run a check; raise on every rank when it fails on one."""
+    problem = outcome(check)
+    problems = [p for p in job.allgather(problem and repr(problem)) if p]
+    assert not problems, problems[0]
+
+
+def values(seed: int, shape: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return integers from 0 to 9 of a type."""
+    drawn = np.random.default_rng(seed).integers(0, 10, shape)
+    return np.asarray(drawn).astype(dtype)
+
+
+def reduced(dtype: np.dtype[Any], op: str) -> np.dtype[Any]:
+    """Return the type of a result."""
+    return np.dtype(np.float64) if dtype.kind in "iu" and op == "mean" else dtype
+
+
+def expected(
+    parts: list[np.ndarray[Any, Any]], op: str
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the sum or mean in one process."""
+    dtype = parts[0].dtype
+    wide = np.dtype(np.clongdouble if dtype.kind == "c" else np.longdouble)
+    total = np.add.reduce([part.astype(wide) for part in parts], axis=0)
+    if op == "mean":
+        # Divided as all algorithms do: once, in the type in which they add.
+        adds = np.float32 if dtype.itemsize == 2 and dtype.kind in "fV" else None
+        adds = adds or reduced(dtype, op)
+        total = total.astype(adds) / np.asarray(len(parts), adds)
+    return np.asarray(total).astype(reduced(dtype, op))
+
+
+def algorithms(strategy: Any) -> dict[str, Any]:
+    """Return all that serve the strategy's layout."""
+    size = strategy.num_replicas_in_sync
+    ops = {
+        "chosen": None,
+        "mpi": hs.MpiAllReduce(),
+        "hierarchical": hs.HierarchicalCopyAllReduce(),
+        "to one": hs.ReductionToOneDevice(size - 1),
+    }
+    if strategy.topology.num_workers == 1:
+        ops["shared memory"] = hs.SharedMemoryAllReduce()
+    return ops
+
+
+def same_bits(job: Any, tree: list[Any]) -> None:
+    """Demand equal bytes on all ranks."""
+    own = [meaningful_bytes(np.asarray(array)) for array in tree]
+    assert job.allgather(own) == [own] * job.size
+
+
+def meaningful_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the bytes of an array without the padding of long doubles."""
+    if array.dtype.char not in "gG":
+        return array.tobytes()
+    padded = np.dtype(np.longdouble).itemsize
+    used = 10 if np.finfo(np.longdouble).nmant == 63 else padded
+    rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, padded)
+    return rows[:, :used].tobytes()
+
+
+ARRAYS = st.lists(
+    st.tuples(
+        st.sampled_from(DTYPES),
+        st.lists(st.sampled_from([0, 1, 2, 3, 5, 17]), max_size=3).map(tuple),
+        st.sampled_from(["C", "F", "strided"]),
+    ),
+    max_size=5,
+)
+
+
+def in_memory_order(array: np.ndarray[Any, Any], order: str) -> np.ndarray[Any, Any]:
+    """Lay an array out in another way."""
+    if order == "strided" and array.ndim:
+        return np.repeat(array, 2, axis=0)[::2]
+    return np.array(array, order="F" if order == "F" else "C")
+
+
+@given(
+    kinds=ARRAYS,
+    op=st.sampled_from(["sum", "mean"]),
+    piece=st.sampled_from([0, 256, 1000, 4096]),
+    how=st.sampled_from(["fresh", "in place", "out", "strided out", "swapped"]),
+    small=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@in_step
+def _all_algorithms_agree(
+    strategy: Any,
+    job: Any,
+    *,
+    kinds: Any,
+    op: str,
+    piece: int,
+    how: str,
+    small: bool,
+    seed: int,
+) -> None:
+    options = hs.CommunicationOptions(bytes_per_pack=piece)
+    parts = [
+        [
+            in_memory_order(values(seed + 7 * rank + 100 * i, shape, dtype), order)
+            for i, (dtype, shape, order) in enumerate(kinds)
+        ]
+        for rank in range(job.size)
+    ]
+    exact = [expected([p[i] for p in parts], op) for i in range(len(kinds))]
+    with pytest.MonkeyPatch.context() as patch:
+        if not small:
+            patch.setattr(select, "SMALL_BYTES", 0)
+            patch.setattr(select, "DIRECT_PIECE_BYTES", 512)
+        for name, ops in algorithms(strategy).items():
+            collectives = Collectives(strategy.collectives.channel, ops, options)
+            own = [array.copy() for array in parts[job.rank]]
+            out = outs(own, op, how)
+            found = collectives.batch_reduce(
+                hs.ReduceOp.parse(op), own, f"test of {how}", out=out
+            )
+
+            def check(found: Any = found, own: Any = own, out: Any = out) -> None:
+                assert out is None or found is out
+                for array, wanted in zip(found, exact, strict=True):
+                    assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape)
+                    np.testing.assert_array_equal(array, wanted)
+                if how in ("fresh", "out", "strided out"):
+                    for array, before in zip(own, parts[job.rank], strict=True):
+                        np.testing.assert_array_equal(array, before)
+
+            exchanged(job, check)
+            same_bits(job, found)
+            assert name
+
+
+def outs(own: list[Any], op: str, how: str) -> Any:
+    """Return where results are to go."""
+    if how == "fresh":
+        return None
+    fresh = [np.empty(a.shape, reduced(a.dtype, op)) for a in own]
+    if how == "out":
+        return fresh
+    if how == "strided out":
+        return [np.repeat(a, 2, axis=0)[::2] if a.ndim else a for a in fresh]
+    fits = [a if a.dtype == f.dtype else f for a, f in zip(own, fresh, strict=True)]
+    if how == "swapped":
+        # Results over the memory of another array of the same kind.
+        for i, j in ((0, 1), (0, 2)):
+            if j < len(own) and (own[i].shape, fits[i].dtype) == (
+                own[j].shape,
+                fits[j].dtype,
+            ):
+                fits[i], fits[j] = fits[j], fits[i]
+    return fits
+
+
+def test_all_algorithms_give_the_exact_sum(strategy: Any, job: Any) -> None:
+    _all_algorithms_agree(strategy, job)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    waits=st.permutations(range(4)),
+    tests=st.lists(st.integers(0, 3), max_size=4),
+    blocking=st.integers(0, 4),
+)
+@settings(in_step, max_examples=15)
+def _started_end_in_order(
+    strategy: Any, job: Any, *, sizes: Any, waits: Any, tests: Any, blocking: int
+) -> None:
+    for name, ops in algorithms(strategy).items():
+        options = hs.CommunicationOptions(bytes_per_pack=1024)
+        collectives = Collectives(strategy.collectives.channel, ops, options)
+        handles = []
+        for number, size in enumerate(sizes):
+            if number == blocking:
+                total = collectives.batch_reduce(hs.ReduceOp.SUM, np.ones(3), "between")
+                np.testing.assert_array_equal(total, np.full(3, job.size))
+            own = values(number + 10 * job.rank, size, np.dtype(np.float32))
+            out = own if number % 2 else None
+            handles.append(
+                collectives.start_reduce(hs.ReduceOp.SUM, own, "start", out=out)
+            )
+        # Ranks look as often as they like.
+        for number in tests[: 1 + job.rank]:
+            handles[min(number, len(handles) - 1)].test()
+        found = {n: handles[n].wait() for n in waits if n < len(handles)}
+
+        def check(found: Any = found) -> None:
+            for number, size in enumerate(sizes):
+                wanted = expected(
+                    [
+                        values(number + 10 * rank, size, np.dtype(np.float32))
+                        for rank in range(job.size)
+                    ],
+                    "sum",
+                )
+                np.testing.assert_array_equal(found[number], wanted)
+                assert handles[number].test()
+
+        exchanged(job, check)
+        assert name
+
+
+def test_started_reductions_end_in_any_order_of_waiting(
+    strategy: Any, job: Any
+) -> None:
+    _started_end_in_order(strategy, job)
+
+
+def test_started_reductions_that_nobody_waits_for_are_finished(
+    strategy: Any, job: Any
+) -> None:
+    own = np.full(70_000, float(job.rank))
+    strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "forgotten", out=own)
+    assert_usable(strategy, job)
+    np.testing.assert_array_equal(own, np.full(70_000, job.size * (job.size - 1) / 2))
+
+
+def test_a_mismatch_of_started_reductions_is_raised_by_wait(
+    strategy: Any, job: Any
+) -> None:
+    def step() -> Any:
+        context = hs.get_replica_context()
+        first = context.start_all_reduce("sum", np.ones(2 + (job.rank == 1)))
+        second = context.start_all_reduce("sum", np.ones(2))
+        return [outcome(first.wait), second.wait()]
+
+    error, total = strategy.local_value(strategy.run(step))
+    if job.size > 1:
+        assert isinstance(error, hs.CollectiveError)
+        assert "start_all_reduce" in str(error)
+    np.testing.assert_array_equal(total, np.full(2, job.size))
+    assert_usable(strategy, job)
+
+
+def test_sums_of_one_worker_are_those_in_the_order_of_the_ranks(
+    strategy: Any, job: Any
+) -> None:
+    # Bit for bit, whatever the form and the sizes of the pieces.
+    if strategy.topology.num_workers > 1:
+        pytest.skip("MPI chooses the order between workers")
+    rng = np.random.default_rng(3)
+    for dtype in (np.float32, np.float64, np.complex64, np.float16):
+        parts = (rng.standard_normal((job.size, 100_003)) * 1e3).astype(dtype)
+        total = parts[0].astype(np.float32 if dtype is np.float16 else dtype)
+        for part in parts[1:]:
+            total = total + part
+        for size in (1, 7, 5000, 100_003):
+            for piece in (0, 4096, 60_000):
+                options = hs.CommunicationOptions(bytes_per_pack=piece)
+                own = parts[job.rank, :size].copy()
+                for out in (None, own):
+                    found = Collectives(
+                        strategy.collectives.channel,
+                        hs.SharedMemoryAllReduce(),
+                        options,
+                    ).batch_reduce(hs.ReduceOp.SUM, own, "test", out=out)
+                    wanted = total[:size].astype(dtype)
+                    exchanged(
+                        job,
+                        functools.partial(np.testing.assert_array_equal, found, wanted),
+                    )
+
+
+def test_repeated_runs_give_the_same_bits(strategy: Any, job: Any) -> None:
+    rng = np.random.default_rng(job.rank)
+    own = [rng.standard_normal(n).astype(np.float32) for n in (3, 70_001, 500_000)]
+    first = strategy.reduce("sum", own, axis=None)
+    same_bits(job, first)
+    for _ in range(3):
+        again = strategy.reduce("sum", own, axis=None)
+        assert [a.tobytes() for a in again] == [a.tobytes() for a in first]
+    strategy.reduce("sum", own, axis=None, out=own)
+    assert [a.tobytes() for a in own] == [a.tobytes() for a in first]
+
+
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_half_precision_between_workers_keeps_its_bound(
+    strategy: Any, job: Any, wire: str
+) -> None:
+    if wire == "bfloat16" and ml_dtypes is None:
+        pytest.skip("no ml_dtypes")
+    topology = strategy.topology
+    options = hs.CommunicationOptions(wire_dtype=wire)
+    collectives = Collectives(strategy.collectives.channel, None, options)
+    rng = np.random.default_rng(11)
+    unit = 2.0**-11 if wire == "float16" else 2.0**-8
+    for dtype, exponents in ((np.float32, (-40, 30)), (np.float64, (-300, 290))):
+        for size in (1, 2, 1000, 100_001):
+            scale = 2.0 ** rng.integers(*exponents)
+            spread = 10.0 ** rng.integers(-6, 1, (job.size, size))
+            parts = rng.standard_normal((job.size, size)) * spread * scale
+            parts = parts.astype(dtype)
+            parts[:, size // 2 :: 97] = 0
+            found = collectives.batch_reduce(hs.ReduceOp.SUM, parts[job.rank], wire)
+            workers = {}
+            for rank, worker in enumerate(job.allgather(topology.worker_id)):
+                workers.setdefault(worker, []).append(parts[rank].astype(np.longdouble))
+            sums = [np.add.reduce(ranks) for ranks in workers.values()]
+            exact = np.add.reduce(sums)
+            bound = np.zeros(size, np.longdouble)
+            if topology.num_workers > 1:
+                for term in (*sums, exact):
+                    bound += unit * abs(term) + 2.0**-39 * abs(term).max()
+            eps = np.finfo(dtype).eps * job.size
+            bound = bound * 1.01 + eps * np.add.reduce(abs(parts))
+
+            def check(found: Any = found, exact: Any = exact, b: Any = bound) -> None:
+                assert np.all(abs(found - exact) <= b)
+
+            exchanged(job, check)
+            same_bits(job, [found])
+    odd = np.array([np.inf, -np.inf, np.nan, 1.0, 0.0], np.float32)
+    found = collectives.batch_reduce(hs.ReduceOp.SUM, odd, wire)
+    np.testing.assert_array_equal(found, odd * np.float32(job.size))
+    counts = np.arange(5) + 2**40
+    found = collectives.batch_reduce(hs.ReduceOp.SUM, counts, wire)
+    np.testing.assert_array_equal(found, counts * job.size)
+
+
+def test_overflow_takes_no_rank_out_of_a_call(strategy: Any, job: Any) -> None:
+    # Warnings are errors here, and the user may have asked NumPy for them.
+    huge = np.full(100_000, np.finfo(np.float32).max)
+    with np.errstate(all="raise"):
+        for value in (huge, huge[:3], huge[:0]):
+            total = strategy.reduce("sum", value, axis=None)
+            assert np.all(np.isinf(total)) or job.size == 1
+        wide = np.full(5, 60000, np.float16)
+        assert np.all(np.isinf(strategy.reduce("sum", wide, axis=None))) or (
+            job.size == 1
+        )
+
+
+def test_wrong_outs_are_refused_and_the_others_learn_of_it(
+    strategy: Any, job: Any
+) -> None:
+    locked = np.empty(3)
+    locked.flags.writeable = False
+    wrong = [np.empty(4), np.empty(3, np.float32), locked, [0.0, 0.0, 0.0]]
+    for out in wrong:
+        given_out = out if job.rank == 0 else np.empty(3)
+        error = outcome(strategy.reduce, "sum", np.ones(3), None, out=given_out)
+        if job.rank == 0:
+            assert isinstance(error, ValueError), out
+            assert "as out" in str(error) or "structure" in str(error)
+        else:
+            assert isinstance(error, hs.ReplicaError)
+        assert_usable(strategy, job)
+    error = outcome(strategy.reduce, "sum", np.ones((2, 2)), 0, out=np.empty(2))
+    assert isinstance(error, ValueError)
+    assert_usable(strategy, job)
+
+
+def test_memory_stays_flat_over_many_reductions(strategy: Any, job: Any) -> None:
+    def resident() -> int:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    own = [np.ones(n, np.float32) for n in (1, 300, 20_000)]
+
+    def reductions(count: int) -> None:
+        for _ in range(count):
+            strategy.reduce("sum", own, axis=None)
+        handle = strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "start")
+        handle.wait()
+
+    whole = strategy.topology.num_workers == 1 and job.size <= 2
+    count = 10_000 if whole else 1000
+    reductions(count // 10)
+    before = resident()
+    reductions(count)
+    grown = max(job.allgather(resident() - before))
+    assert grown < 2 << 20
+
+
+def test_memory_barriers_of_other_processors_change_no_result(
+    make_strategy: Any, job: Any, monkeypatch: Any
+) -> None:
+    made = []
+
+    def arm(mpi: Any) -> Any:
+        made.append(original(mpi, "aarch64"))
+        return made[-1]
+
+    original = records._memory_barrier
+    monkeypatch.setattr(records, "_memory_barrier", arm)
+    with make_strategy(comm=job) as strategy:
+        assert_usable(strategy, job)
+        own = np.full(300_000, job.rank, np.int64)
+        total = strategy.reduce("sum", own, axis=None)
+        np.testing.assert_array_equal(total, job.size * (job.size - 1) // 2)
+    assert len(made) == (job.size > 1)
+    assert all(barrier is not None for _, barrier in made)
+
+
+def test_a_small_memory_file_system_gives_smaller_slots(
+    topology: Any, monkeypatch: Any
+) -> None:
+    comm, real = topology.worker_comm, os.posix_fallocate
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def reserve(handle: int, start: int, length: int) -> None:
+        if comm.rank == comm.size - 1 and length > 4 * page:
+            raise OSError(28, "No space left on device")
+        real(handle, start, length)
+
+    monkeypatch.setattr(segment.os, "posix_fallocate", reserve)
+    made = Segment(comm, 64, 12 * page)
+    assert made.part_bytes == 3 * page
+    assert len(made.buffer) == page + comm.size * 3 * page
+    made.close()
+
+
+@pytest.mark.slow
+def test_more_elements_than_an_int_counts(strategy: Any, job: Any) -> None:
+    own = np.full(2**31 + 5, job.rank + 1, np.int8)
+    total = strategy.reduce("sum", own, axis=None, out=own)
+    assert total is own
+    assert total[0] == total[-1] == job.size * (job.size + 1) // 2
+    assert int(total.min()) == int(total.max())
+
+
+def test_a_progress_thread_ends_reductions_while_the_program_computes(
+    make_strategy: Any, topology_layout: Any, job: Any, monkeypatch: Any
+) -> None:
+    if topology_layout.replicas_per_worker is None:
+        pytest.skip("between workers")
+    # The ranks share cores here; it is refused, unless they are said to be more.
+    error = outcome(make_strategy, comm=job, progress_thread=True)
+    cores = len(os.sched_getaffinity(0)) // min(
+        job.size, topology_layout.replicas_per_worker
+    )
+    assert isinstance(error, hs.TopologyError) == (cores < 2), error
+    assert error is None or "two cores" in str(error)
+    monkeypatch.setattr(progress.os, "sched_getaffinity", lambda _: set(range(64)))
+    with make_strategy(comm=job, progress_thread=True) as strategy:
+        own = np.full(5000, float(job.rank))
+        handles = [
+            strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "start")
+            for _ in range(3)
+        ]
+        deadline = time.monotonic() + 30
+        while not all(handle._done for handle in handles):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for handle in handles:
+            np.testing.assert_array_equal(
+                handle.wait(), np.full(5000, job.size * (job.size - 1) / 2)
+            )
+        assert_usable(strategy, job)
