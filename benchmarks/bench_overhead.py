@@ -11,13 +11,12 @@ a round is the longest of the ranks.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
 
 import click
 import numpy as np
 from report import row, write_json
+from timing import measure
 
 import hpcstrat as hs
 
@@ -45,7 +44,7 @@ def main(rounds: int, json_path: str | None) -> None:
         "hpcstrat header (barrier)": strategy.barrier,
         "hpcstrat run of an empty function": lambda: strategy.run(empty),
     }
-    times = _measure(comm, mpi, impls, rounds)
+    times = measure(comm, mpi, impls, rounds, rounds // 10)
     if topology.replica_id:
         return
     rows = [
@@ -67,25 +66,6 @@ def main(rounds: int, json_path: str | None) -> None:
         print(f"{name}: {seconds * 1e6:.2f} us above mpi4py, median of pairs")
     if json_path:
         write_json(json_path, mpi, rows, seconds_above_mpi4py=above)
-
-
-def _measure(
-    comm: object, mpi: object, impls: dict[str, Callable[[], object]], rounds: int
-) -> dict[str, np.ndarray]:
-    """Time all implementations in turn; return the longest time of any rank."""
-    times = {name: np.empty(rounds) for name in impls}
-    gc.disable()
-    for index in range(-rounds // 10, rounds):
-        for name, call in impls.items():
-            comm.Barrier()
-            start = time.perf_counter()
-            call()
-            if index >= 0:
-                times[name][index] = time.perf_counter() - start
-    gc.enable()
-    for values in times.values():
-        comm.Allreduce(mpi.IN_PLACE, values, op=mpi.MAX)
-    return times
 
 
 if __name__ == "__main__":

@@ -1,21 +1,46 @@
-"""What every benchmark writes: rows of figures with where they were measured."""
+"""What every benchmark writes: figures, where they were measured, and pictures."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
-__all__ = ["environment", "row", "write_json"]
+__all__ = [
+    "byte_ticks",
+    "describe",
+    "environment",
+    "output_options",
+    "parse_size",
+    "row",
+    "size_text",
+    "styles",
+    "table",
+    "write_json",
+]
+
+# The families of alternatives are told apart by color, so that their members can be by
+# line and marker. The colors are of Okabe and Ito's palette for the color-blind.
+_COLORS = {
+    "hpcstrat": "#0072b2",
+    "mpi4py": "#d55e00",
+    "torch": "#009e73",
+    "memcpy": "black",
+}
+_LINES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+_UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def row(
@@ -124,3 +149,208 @@ def write_json(path: str, mpi: Any, rows: list[dict[str, Any]], **more: Any) -> 
     """
     content = {"environment": environment(mpi), "rows": rows, **more}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options ``--json`` and ``--picture``.
+
+    Not collective.
+
+    Parameters
+    ----------
+    command : callable
+        Takes ``json_path`` and ``picture``.
+
+    Returns
+    -------
+    callable
+        The command, decorated.
+    """
+    command = click.option(
+        "--picture", callback=_checked_picture, help="Picture to draw: .png or .svg."
+    )(command)
+    return click.option("--json", "json_path", help="File for the figures.")(command)
+
+
+def _checked_picture(context: Any, option: Any, path: str | None) -> str | None:
+    """Refuse a picture before minutes are spent on its figures."""
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise click.BadParameter(
+            "expected matplotlib, found it missing; pip install 'hpcstrat[plot]', or "
+            "leave --picture out",
+            context,
+            option,
+        )
+    return path
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : str
+        Such as ``"4"``, ``"64KiB"`` or ``"1 MiB"``.
+
+    Returns
+    -------
+    int
+        Positive.
+
+    Raises
+    ------
+    click.BadParameter
+        If it is no size.
+    """
+    number = text.strip().rstrip("BKMGi").strip()
+    unit = text.strip()[len(number) :].strip() or "B"
+    if unit not in _UNITS or not number.isdigit() or int(number) == 0:
+        raise click.BadParameter(
+            f"expected sizes such as 4B, 64KiB or 1MiB, found {text!r}; separate them "
+            "by commas"
+        )
+    return int(number) << 10 * _UNITS.index(unit)
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size for people to read.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Number of bytes.
+
+    Returns
+    -------
+    str
+        Such as ``"64 KiB"``.
+    """
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}" if size < 1000 else f"{size:.0f} {_UNITS[unit]}"
+
+
+def describe(mpi: Any) -> str:
+    """Return a line that says where a benchmark runs.
+
+    Not collective.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+
+    Returns
+    -------
+    str
+        Ranks, MPI library, processor, cores of this rank, load.
+    """
+    where = environment(mpi)
+    library = " ".join(where["versions"]["mpi"].partition(",")[0].split())
+    machine = where["machine"]
+    size = mpi.COMM_WORLD.size
+    return (
+        f"{size} rank{'s' * (size > 1)}, {library}, hpcstrat {where['revision']}, "
+        f"{machine['processor']}, cores of rank 0: {machine['cores']}, load "
+        f"{machine['load']:.2f}"
+    )
+
+
+def table(
+    times: Mapping[str, Any],
+    base: str,
+    floor: str,
+    above: Callable[[str], str] | None = None,
+) -> str:
+    """Return the times of alternatives as aligned lines.
+
+    Not collective.
+
+    Parameters
+    ----------
+    times : mapping of str to ndarray of shape (rounds,)
+        Seconds, from `timing.measure`.
+    base : str
+        The name whose median is divided by the others'.
+    floor : str
+        The name by whose median the others' are divided.
+    above : callable, optional
+        Takes a name, and returns the one whose times are subtracted, round by round,
+        or an empty string.
+
+    Returns
+    -------
+    str
+        A heading, and a line for each name.
+    """
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    unit, scale = ("us", 1e6) if max(medians.values()) < 10e-3 else ("ms", 1e3)
+    cells = [["", f"median {unit}", "min", "max", "faster", f"x {floor}"]]
+    cells[0] += ["above pieces" if above else ""]
+    for name, values in times.items():
+        seconds = (medians[name], values.min(), values.max())
+        line = [name, *(f"{scale * t:.2f}" for t in seconds)]
+        line.append(f"{medians[base] / medians[name]:.2f}")
+        line.append(f"{medians[name] / medians[floor]:.2f}")
+        other = above(name) if above else ""
+        difference = np.median(values - times[other]) if other else 0.0
+        line.append(f"{scale * difference:+.2f}" if other else "")
+        cells.append(line)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, line, widths[1:])]).rstrip()
+        for name, *line in cells
+    ]
+    return "\n".join(lines)
+
+
+def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Choose how the lines of a picture are drawn.
+
+    Not collective.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of the alternatives; each starts with the library that it is of.
+
+    Returns
+    -------
+    dict of str to dict
+        Arguments of matplotlib's ``plot`` for each name.
+    """
+    seen: dict[str, int] = {}
+    chosen = {}
+    for name in names:
+        family = name.replace(",", " ").split()[0]
+        place = seen[family] = seen.get(family, -1) + 1
+        chosen[name] = {
+            "color": _COLORS.get(family, "gray"),
+            "linestyle": _LINES[place % len(_LINES)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 4,
+            "label": name,
+        }
+    return chosen
+
+
+def byte_ticks(axes: Any, sizes: Sequence[int]) -> None:
+    """Label a logarithmic axis of sizes in B, KiB and MiB.
+
+    Not collective.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Whose x axis.
+    sizes : sequence of int
+        The sizes in bytes.
+    """
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=45, ha="right")
+    axes.minorticks_off()

@@ -134,8 +134,7 @@ def plan_reduction(
     pieces = some if len(some) <= _MOST_KEPT_PIECES else None
     small = None
     if choice.small and len(some) == 1:
-        shapes = [a.shape for a in arrays]
-        small = SmallReduction(some[0], shapes, channel)
+        small = SmallReduction(some[0], signatures, channel)
     return ReductionPlan(call, signatures, results, divisor, choice, pieces, small)
 
 

@@ -237,7 +237,11 @@ class Collectives(Gathers):
             channel.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
-            planned.small(arrays, results, planned.divisor, call, timeout_seconds)
+            separate = outs is None or len(arrays) == 1
+            planned.small(
+                *(arrays, results, planned.divisor, call, timeout_seconds),
+                separate=separate,
+            )
             return results
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)

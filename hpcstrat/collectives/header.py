@@ -29,7 +29,7 @@ from hpcstrat.collectives.records import SegmentRecords, WireRecords
 from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.started import Started
 from hpcstrat.errors import CollectiveError
-from hpcstrat.topology import NUM_SLOTS, Topology
+from hpcstrat.topology import Topology
 from hpcstrat.tracing import get_logger
 
 __all__ = ["Channel", "ClosedChannel"]
@@ -41,7 +41,7 @@ _QUICK_LOOKS = 20
 _SPIN_SECONDS = 0.001
 _LONGEST_NAP_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
-_YIELDS = 50
+_LOOKS_BETWEEN_CLOCKS = 10
 _WARN_SECONDS = 60.0
 _LIMIT_SECONDS = 1800.0
 
@@ -87,8 +87,9 @@ class Channel:
         self.started: deque[Started] = deque()
         self._progress: ProgressThread | None = None
         self._lock = threading.RLock()
-        cores = len(os.sched_getaffinity(0))
-        self._spin_seconds = _SPIN_SECONDS if topology.worker_comm.size <= cores else 0
+        # Where ranks share cores, one that looks keeps the awaited one from running.
+        self._shares_cores = topology.worker_comm.size > topology.num_cores
+        self._quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
         """Return once every rank has announced the same call.
@@ -144,6 +145,7 @@ class Channel:
         else:
             # All have failed, perhaps at different points.
             self.run_index = max(self._comm.allgather(self.run_index))
+            self.slots.restart()
 
     def post_leave(self) -> None:
         """Announce that this rank ends the program; does not wait.
@@ -177,18 +179,6 @@ class Channel:
         except CollectiveError as error:
             return str(error)
         return ""
-
-    def next_slot(self) -> int:
-        """Return the slot to write into before the next header or step.
-
-        Not collective; started calls must have ended.
-
-        Returns
-        -------
-        int
-            0, 1 or 2.
-        """
-        return (self._steps.tick + 1) % NUM_SLOTS
 
     def step(self, call: Call) -> Any:
         """Tell this worker's ranks that this one has come to the next step of a call.
@@ -226,7 +216,7 @@ class Channel:
             If it does not come in time, or a process has died.
         """
         agreed = awaited.agreed
-        for _ in range(_QUICK_LOOKS):
+        for _ in range(self._quick_looks):
             if agreed():
                 return
         if not self._wait(awaited, call, None):
@@ -447,7 +437,7 @@ class Channel:
             records = self._records
             records.post(run, call.digest, flags)
             agreed: Callable[[], bool] = records.agreed
-            for _ in range(_QUICK_LOOKS):
+            for _ in range(self._quick_looks):
                 if agreed():
                     return True
             return self._wait(records, call, timeout_seconds)
@@ -463,11 +453,13 @@ class Channel:
             )
 
     def _wait(self, awaited: Any, call: Call, timeout_seconds: float | None) -> bool:
-        start = time.monotonic()
-        spin_until = start + self._spin_seconds
-        while time.monotonic() < spin_until:
-            if awaited.agreed():
-                return True
+        agreed, start = awaited.agreed, time.monotonic()
+        while time.monotonic() < start + _SPIN_SECONDS:
+            for _ in range(_LOOKS_BETWEEN_CLOCKS):
+                if agreed():
+                    return True
+                if self._shares_cores:
+                    os.sched_yield()
         turns, look_at, warn_at = 0, start + 1, start + _WARN_SECONDS
         limit = start + (timeout_seconds or _LIMIT_SECONDS)
         while True:
@@ -490,12 +482,8 @@ class Channel:
                     "raise timeout_seconds"
                 )
             self._comm.Iprobe()
+            time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
             turns += 1
-            if turns < _YIELDS:
-                os.sched_yield()
-            else:
-                nap = (turns - _YIELDS) * _NAP_STEP_SECONDS
-                time.sleep(min(nap, _LONGEST_NAP_SECONDS))
 
     def _check_alive(self, call: Call) -> None:
         dead = self.dead()
@@ -510,7 +498,8 @@ class Channel:
         announcement.site = call_site()
         announcement.run_index = self.run_index
         announcements: list[Announcement] = self._comm.allgather(announcement)
-        # From here on all ranks are at the same point again.
+        # From here on all ranks are at the same point again, and look at no data.
+        self.slots.restart()
         self.run_index = max(a.run_index for a in announcements)
         leavers = [a.rank for a in announcements if a.flags & LEFT]
         if leavers:
@@ -547,23 +536,6 @@ class ClosedChannel:
     @property
     def slots(self) -> Slots:
         """No shared memory."""
-        raise self._error("a call")
-
-    def next_slot(self) -> int:
-        """Refuse a call.
-
-        Not collective.
-
-        Returns
-        -------
-        int
-            Never.
-
-        Raises
-        ------
-        CollectiveError
-            Always.
-        """
         raise self._error("a call")
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:

@@ -79,21 +79,21 @@ def check_progress_thread(topology: Any) -> None:
     TopologyError
         If MPI was not started for threads, or a rank has no second core. On every rank.
     """
-    mpi, comm = topology.mpi, topology.worker_comm
-    own = os.sched_getaffinity(0)
+    mpi = topology.mpi
+    own = len(os.sched_getaffinity(0))
     # Ranks that are bound have their own cores; the others share them.
-    cores = len(set().union(*comm.allgather(own))) // comm.size
+    cores = min(own, topology.num_cores // topology.worker_comm.size)
     problem = ""
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         problem = (
-            "expected MPI with THREAD_MULTIPLE for a progress thread, found that it was "
-            "started with less; create this strategy first, or start MPI accordingly"
+            "expected MPI with THREAD_MULTIPLE for a progress thread, found it started "
+            "with less; create this strategy first, or start MPI accordingly"
         )
-    elif min(cores, len(own)) < 2:
+    elif cores < 2:
         problem = (
-            "expected two cores for each rank for a progress thread, found "
-            f"{min(cores, len(own))} on a rank; give each more cores, such as by srun "
-            "--cpus-per-task, or leave progress_thread out"
+            "expected two cores for each rank for a progress thread, found less; give "
+            "each more cores, such as by srun --cpus-per-task, or leave "
+            "progress_thread out"
         )
     problems = [p for p in topology.replica_comm.allgather(problem) if p]
     if problems:

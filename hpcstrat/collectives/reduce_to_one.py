@@ -52,16 +52,15 @@ def reduce_to_one(
         On every rank, if ``accumulate`` raises or returns another shape.
     """
     (piece,) = work.pieces
-    buffers = [np.empty(run.start + run.size, run.dtype) for run in piece]
-    for run, buffer in zip(piece, buffers, strict=True):
-        fill(run, work.sources, buffer)
+    flats = [np.empty(run.size, run.dtype) for run in piece]
+    for run, flat in zip(piece, flats, strict=True):
+        fill(run, work.sources, flat)
     yield None
-    for run, buffer in zip(piece, buffers, strict=True):
-        flat = buffer[run.start :]
+    for run, flat in zip(piece, flats, strict=True):
         _reduce(flat, channel.topology, root, accumulate)
         if work.divisor:
             quietly(np.divide, flat, work.divisor, flat)
-        drain(run, work.results, buffer)
+        drain(run, work.results, flat)
 
 
 def _reduce(

@@ -21,14 +21,14 @@ from hpcstrat.topology import Topology
 
 __all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory"]
 
-DIRECT_PIECE_BYTES = 256 << 10
-"""Size of a piece of two ranks: both, and the result, stay in a core's cache."""
+DIRECT_PIECE_BYTES = 512 << 10
+"""Size of a piece of two ranks: large enough for Python, small enough for a cache."""
 
 SCATTERED_PIECE_BYTES = 256 << 10
 """Size of a piece of three and more ranks."""
 
-SMALL_BYTES = 16 << 10
-"""Up to this size all ranks add all slots, instead of a segment each."""
+SMALL_BYTES = 128 << 10
+"""Three and more ranks add all slots themselves up to this size by their number."""
 
 MOST_DIRECT_RANKS = 8
 """Up to this number of ranks small messages are added by all of them."""
@@ -80,8 +80,11 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     """
     ranks = topology.worker_comm.size
     if topology.num_workers == 1:
-        if ranks <= MOST_DIRECT_RANKS or nbytes >= ranks * FROM_BYTES_PER_RANK:
-            return shared_memory(nbytes, topology, options)
+        choice = shared_memory(nbytes, topology, options)
+        # Where ranks share cores, a step costs a turn of each.
+        alone = ranks <= topology.num_cores
+        if choice.small or (alone and nbytes >= ranks * FROM_BYTES_PER_RANK):
+            return choice
     elif (
         topology.num_workers < topology.num_replicas
         and nbytes >= HIERARCHICAL_FROM_BYTES
@@ -139,7 +142,8 @@ def shared_memory(
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
         return Choice(reduce_directly, piece, nbytes <= piece // 2)
-    small = ranks <= MOST_DIRECT_RANKS and nbytes <= min(SMALL_BYTES, piece // 2)
+    most = min(SMALL_BYTES // ranks, piece // 2)
+    small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
     return Choice(reduce_scattered, piece, small)
 
 

@@ -22,8 +22,7 @@ from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.work import Work, fill, quietly
-from hpcstrat.packing import Piece, Run
-from hpcstrat.topology import NUM_SLOTS
+from hpcstrat.packing import Piece, Run, Signature
 from hpcstrat.typing import Array
 
 __all__ = ["SmallReduction", "reduce_directly", "reduce_scattered"]
@@ -49,39 +48,44 @@ def reduce_directly(work: Work, channel: Channel) -> Iterator[Any]:
         See `hpcstrat.collectives.work`.
     """
     slots, me = channel.slots, channel.topology.worker_comm.rank
-    slot = channel.next_slot()
     pieces = iter(work.pieces)
-    piece: Piece | None = next(pieces)
-    _fill(piece, work, slots, slot, me)
+    piece, place = _laid_out(next(pieces), work, slots, me)
     yield None
-    while piece is not None:
-        following, after = next(pieces, None), (slot + 1) % NUM_SLOTS
+    while piece:
         step = None
-        if following is not None:
-            _fill(following, work, slots, after, me)
+        following, after = _laid_out(next(pieces, ()), work, slots, me)
+        if following:
             step = channel.step(work.call)
-        for run in piece or ():
-            _add_all(run, work, slots, slot, me)
+        for run in piece:
+            _add_all(run, work, slots, slots.rows(run, place), me)
         if step is not None:
             yield step
-        piece, slot = following, after
+        piece, place = following, after
 
 
-def _fill(piece: Piece | None, work: Work, slots: Slots, slot: int, me: int) -> None:
-    for run in piece or ():
-        fill(run, work.sources, slots.of(run.dtype)[slot, me])
+def _laid_out(piece: Piece, work: Work, slots: Slots, me: int) -> tuple[Piece, int]:
+    """Copy a piece of this rank's values into the next place of its ring."""
+    if not piece:
+        return (), 0
+    end = max((run.start + run.size) * run.dtype.itemsize for run in piece)
+    place = slots.take(slots.place_bytes(end))
+    for run in piece:
+        fill(run, work.sources, slots.rows(run, place)[me])
+    return piece, place
 
 
-def _add_all(run: Run, work: Work, slots: Slots, slot: int, me: int) -> None:
+def _add_all(
+    run: Run, work: Work, slots: Slots, rows: Sequence[Array], me: int
+) -> None:
     """Add a run of all slots into the results."""
-    parts = slots.of(run.dtype)[slot]
     for index, start, stop, at in run.spans:
+        low = at - run.start
         result = work.results[index][start:stop]
         source = work.sources[index]
-        terms: list[Array] = list(parts[:, at : at + stop - start])
-        if source.dtype == run.dtype and len(terms) == 2:
-            # The own values again: where the result lies over them, it is one array
-            # less to go through the cache.
+        terms = [row[low : low + stop - start] for row in rows]
+        if len(terms) == 2 and source.dtype == run.dtype:
+            # The own values again: they are nearer than the slot, and where the result
+            # lies over them, it is one array less to go through the cache.
             terms[me] = source[start:stop]
         if result.dtype == run.dtype:
             add_in_order(terms, result)
@@ -109,13 +113,15 @@ def add_in_order(
     total : ndarray of shape (n,)
         Where the sum goes; may be one of the first two terms, or any other where there
         is a ``scratch``.
-    scratch : ndarray of shape (n,), optional
-        For the sums of the first terms.
+    scratch : ndarray, optional
+        For the sums of the first terms; at least as long.
     """
     if len(terms) == 1:
         if terms[0] is not total:
             quietly(np.copyto, total, terms[0])
         return
+    if scratch is not None:
+        scratch = scratch[: len(total)]
     last = len(terms) - 1
     partial = terms[0]
     for number in range(1, len(terms)):
@@ -150,25 +156,20 @@ def reduce_scattered(
     """
     topology, slots = channel.topology, channel.slots
     me, movers = topology.worker_comm.rank, topology.smallest_worker
-    slot = channel.next_slot()
     pieces = iter(work.pieces)
-    piece: Piece | None = next(pieces)
-    _fill(piece, work, slots, slot, me)
+    piece, place = _laid_out(next(pieces), work, slots, me)
     yield None
     if topology.num_workers > 1:
         # The header of several workers orders no memory.
         yield channel.step(work.call)
-    while piece is not None:
-        following, after = next(pieces, None), (slot + 1) % NUM_SLOTS
-        if following is not None:
-            _fill(following, work, slots, after, me)
+    while piece:
+        following, after = _laid_out(next(pieces, ()), work, slots, me)
         own = []
         for run in piece if me < movers else ():
             low, high = _segment(run, me, movers)
             if low < high:
-                terms = list(slots.of(run.dtype)[slot, :, low:high])
-                scratch = slots.scratch(run.dtype)[: high - low]
-                add_in_order(terms, terms[me], scratch)
+                terms = [row[low:high] for row in slots.rows(run, place)]
+                add_in_order(terms, terms[me], slots.scratch(run.dtype))
                 own.append(terms[me])
         if cross is not None and own:
             yield from cross(own)
@@ -177,36 +178,36 @@ def reduce_scattered(
                 quietly(np.divide, segment, work.divisor, segment)
         yield channel.step(work.call)
         for run in piece:
-            _copy_out(run, work, slots.of(run.dtype)[slot], movers)
-        piece, slot = following, after
+            _copy_out(run, work, slots.rows(run, place), movers)
+        piece, place = following, after
 
 
 def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:
     """Return where a rank's segment of a run begins and ends, in whole cache lines."""
     line = _CACHE_LINE_BYTES // run.dtype.itemsize
     length = -(-run.size // (movers * line)) * line
-    end = run.start + run.size
-    return (
-        min(run.start + number * length, end),
-        min(run.start + (number + 1) * length, end),
-    )
+    return min(number * length, run.size), min((number + 1) * length, run.size)
 
 
-def _copy_out(run: Run, work: Work, parts: Array, movers: int) -> None:
+def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
     """Copy the sums from the slots of the ranks that made them."""
     segments = [_segment(run, number, movers) for number in range(movers)]
     for index, start, stop, at in run.spans:
-        result, end = work.results[index], at + stop - start
-        shift = start - at
-        for number, (low, high) in enumerate(segments):
-            first, last = max(low, at), min(high, end)
+        result, begin = work.results[index], at - run.start
+        end, shift = begin + stop - start, start - begin
+        for (low, high), row in zip(segments, rows, strict=False):
+            first, last = max(low, begin), min(high, end)
             if first < last:
                 quietly(
                     np.copyto,
-                    result[first + shift : last + shift],
-                    parts[number, first:last],
-                    "unsafe",
+                    *(result[first + shift : last + shift], row[first:last], "unsafe"),
                 )
+
+
+# Of each array: its index, its memory in all ranks' rings, and whether this rank's own
+# values do instead of their copy there.
+_Views = list[tuple[int, list[Array], bool]]
+_MOST_VIEWS = 4096
 
 
 class SmallReduction:
@@ -218,27 +219,38 @@ class SmallReduction:
     ----------
     piece : Piece
         The only one; every array lies in it whole.
-    shapes : sequence of tuple of int
+    signatures : sequence of (dtype, shape)
         Of the arrays.
     channel : Channel
         Of the replicas.
     """
 
     def __init__(
-        self, piece: Piece, shapes: Sequence[tuple[int, ...]], channel: Channel
+        self, piece: Piece, signatures: Sequence[Signature], channel: Channel
     ) -> None:
         self._channel = channel
         self._rank = channel.topology.worker_comm.rank
-        # For each slot: the index of each array with its views of all ranks' slots.
-        self._views: list[list[tuple[int, list[Array]]]] = []
-        for slot in range(NUM_SLOTS):
-            views = []
-            for run in piece:
-                parts = channel.slots.of(run.dtype)[slot]
-                for index, _, stop, at in run.spans:
-                    rows = parts[:, at : at + stop]
-                    views.append((index, [row.reshape(shapes[index]) for row in rows]))
-            self._views.append(views)
+        self._piece = piece
+        self._signatures = signatures
+        nbytes = max((run.start + run.size) * run.dtype.itemsize for run in piece)
+        # Many small arrays take larger places, of which there are fewer.
+        views = len(signatures) * channel.topology.worker_comm.size
+        spread = channel.slots.slot_bytes * views // _MOST_VIEWS
+        place_bytes = channel.slots.place_bytes(max(nbytes, spread))
+        self._place_bytes = min(place_bytes, channel.slots.slot_bytes)
+        self._views: dict[int, _Views] = {}
+
+    def _make_views(self, place: int) -> _Views:
+        views = []
+        for run in self._piece:
+            rows = self._channel.slots.rows(run, place)
+            for index, _, stop, at in run.spans:
+                dtype, shape = self._signatures[index]
+                low = at - run.start
+                parts = [row[low : low + stop].reshape(shape) for row in rows]
+                views.append((index, parts, len(parts) == 2 and dtype == run.dtype))
+        self._views[place] = views
+        return views
 
     def __call__(
         self,
@@ -247,6 +259,8 @@ class SmallReduction:
         divisor: int,
         call: Call,
         timeout_seconds: float | None,
+        *,
+        separate: bool,
     ) -> None:
         """Reduce.
 
@@ -264,18 +278,27 @@ class SmallReduction:
             The call.
         timeout_seconds : float, optional
             How long to wait for late ranks.
+        separate : bool
+            Whether no result lies over another array.
         """
         copyto, add, me = np.copyto, np.add, self._rank
         channel = self._channel
-        views = self._views[channel.next_slot()]
-        for index, parts in views:
+        place = channel.slots.take(self._place_bytes)
+        views = self._views.get(place) or self._make_views(place)
+        for index, parts, _ in views:
             quietly(copyto, parts[me], arrays[index], "unsafe")
         channel.agree(call, timeout_seconds)
-        for index, parts in views:
+        for index, parts, near in views:
             result = total = results[index]
             if total.dtype != parts[0].dtype:
                 total = np.empty_like(parts[0])
-            quietly(add, parts[0], parts[1], total)
+            if near and separate:
+                first, second = arrays[index], parts[1 - me]
+                if me:
+                    first, second = second, first
+                quietly(add, first, second, total)
+            else:
+                quietly(add, parts[0], parts[1], total)
             for part in parts[2:]:
                 quietly(add, total, part, total)
             if divisor:

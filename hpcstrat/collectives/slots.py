@@ -1,9 +1,19 @@
-"""The slots of a worker's ranks in its shared segment, as arrays of any type.
+"""The shared memory in which the ranks of a worker lay out their values.
 
-Each rank has three, used in turn: what a rank writes for step ``n`` goes into slot
-``n mod 3``. It has then seen that all ranks have come to step ``n - 1``, which they do
-after their last look at what was written for step ``n - 3``, and at results that lie in
-the slots of step ``n - 3`` and are copied out after step ``n - 2``.
+Each rank's part of the segment is a ring: the data of each step takes the next place in
+it. All ranks of a worker take places of equal sizes in equal order, and so know where
+the others' data lies.
+
+A place is written while others may still look at those of the two steps before: what
+was laid out for step ``n - 1``, and results in the places of step ``n - 2``. Sizes are
+powers of two, and places begin at multiples of their size, so that three places in a
+row never reach over more than three of the four largest places of a ring. All that lies
+before has been left: a rank comes to step ``n - 1`` only after its last look at the
+place of step ``n - 3``.
+
+The ring is larger than a core's cache on purpose. A place that another core has read
+stays in its cache, and writing there means to have each line thrown out first: in a
+ring of a few small places the copies took up to four times as long.
 """
 
 from __future__ import annotations
@@ -12,14 +22,18 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.topology import NUM_SLOTS, Topology
+from hpcstrat.packing import Run
+from hpcstrat.topology import SLOTS_IN_RING, Topology
 from hpcstrat.typing import Array
 
 __all__ = ["Slots"]
 
+_MOST_ROWS = 512
+_SMALLEST_PLACE_BYTES = 4096
+
 
 class Slots:
-    """Arrays over the slots.
+    """The rings of a worker's ranks.
 
     Parameters
     ----------
@@ -29,21 +43,68 @@ class Slots:
     Attributes
     ----------
     slot_bytes : int
-        Size of a slot.
+        Size of the largest place.
     """
 
     def __init__(self, topology: Topology) -> None:
         segment, size = topology.segment, topology.worker_comm.size
         parts = np.frombuffer(segment.buffer, np.uint8, offset=segment.common_bytes)
-        parts = parts.reshape(size, segment.part_bytes)
         self.slot_bytes = topology.slot_bytes
-        used = parts[:, : NUM_SLOTS * self.slot_bytes]
-        self._bytes = used.reshape(size, NUM_SLOTS, self.slot_bytes).transpose(1, 0, 2)
+        self._ring_bytes = topology.slot_bytes * SLOTS_IN_RING
+        self._bytes = parts.reshape(size, segment.part_bytes)[:, : self._ring_bytes]
+        self._next = 0
         self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
+        self._rows: dict[Any, list[Array]] = {}
+
+    def place_bytes(self, nbytes: int) -> int:
+        """Return the size of a place for some bytes: a power of two.
+
+        Not collective.
+
+        Parameters
+        ----------
+        nbytes : int
+            At most ``slot_bytes``.
+
+        Returns
+        -------
+        int
+            At least a page.
+        """
+        return max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
+
+    def take(self, place_bytes: int) -> int:
+        """Return the next place of all ranks' rings.
+
+        Logically collective over ``topology.worker_comm``.
+
+        Parameters
+        ----------
+        place_bytes : int
+            From `place_bytes`.
+
+        Returns
+        -------
+        int
+            Where it begins in each ring, in bytes; a multiple of its size.
+        """
+        start = (self._next + place_bytes - 1) // place_bytes * place_bytes
+        if start >= self._ring_bytes:
+            start = 0
+        self._next = start + place_bytes
+        return start
+
+    def restart(self) -> None:
+        """Begin at the start of the rings again, when all places have been left.
+
+        Logically collective over ``topology.worker_comm``: after calls that differed
+        between ranks.
+        """
+        self._next = 0
 
     def of(self, dtype: np.dtype[Any]) -> Array:
-        """Return all slots as arrays of a type.
+        """Return the rings as arrays of a type.
 
         Not collective.
 
@@ -54,13 +115,40 @@ class Slots:
 
         Returns
         -------
-        ndarray of shape (3, ranks of the worker, slot_bytes // itemsize)
+        ndarray of shape (ranks of the worker, elements of a ring)
             Shared memory, writable.
         """
         typed = self._typed.get(dtype)
         if typed is None:
             typed = self._typed[dtype] = self._bytes.view(dtype)
         return typed
+
+    def rows(self, run: Run, place: int) -> list[Array]:
+        """Return the memory of a run.
+
+        Not collective.
+
+        Parameters
+        ----------
+        run : Run
+            Of a piece.
+        place : int
+            Of the piece, from `take`.
+
+        Returns
+        -------
+        list of ndarray of shape (run.size,)
+            For each rank of the worker.
+        """
+        key = run.dtype, place, run.start, run.size
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) >= _MOST_ROWS:
+                self._rows.clear()
+            start = place // run.dtype.itemsize + run.start
+            rows = list(self.of(run.dtype)[:, start : start + run.size])
+            self._rows[key] = rows
+        return rows
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return memory of this rank alone, which the next caller overwrites.

@@ -76,13 +76,18 @@ def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
         Which elements.
     sources : sequence of ndarray of shape (n,)
         All arrays of the work.
-    buffer : ndarray of shape (m,)
-        A piece, of the run's type.
+    buffer : ndarray of shape (run.size,)
+        Of the run's type.
     """
+    if len(run.spans) == 1:
+        index, start, stop, _ = run.spans[0]
+        quietly(np.copyto, buffer, sources[index][start:stop], "unsafe")
+        return
     for index, start, stop, at in run.spans:
+        low = at - run.start
         quietly(
             np.copyto,
-            *(buffer[at : at + stop - start], sources[index][start:stop], "unsafe"),
+            *(buffer[low : low + stop - start], sources[index][start:stop], "unsafe"),
         )
 
 
@@ -97,11 +102,12 @@ def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
         Which elements.
     results : sequence of ndarray of shape (n,)
         All results of the work.
-    buffer : ndarray of shape (m,)
-        A piece, of the run's type.
+    buffer : ndarray of shape (run.size,)
+        Of the run's type.
     """
     for index, start, stop, at in run.spans:
+        low = at - run.start
         quietly(
             np.copyto,
-            *(results[index][start:stop], buffer[at : at + stop - start], "unsafe"),
+            *(results[index][start:stop], buffer[low : low + stop - start], "unsafe"),
         )

@@ -231,7 +231,7 @@ def _started_end_in_order(
             handles[min(number, len(handles) - 1)].test()
         found = {n: handles[n].wait() for n in waits if n < len(handles)}
 
-        def check(found: Any = found) -> None:
+        def check(found: Any = found, handles: Any = handles) -> None:
             for number, size in enumerate(sizes):
                 wanted = expected(
                     [

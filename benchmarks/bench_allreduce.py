@@ -1,0 +1,398 @@
+"""The all-reduce from 4 B to 256 MiB, beside what a user would otherwise call.
+
+Run it on two ranks of a quiet machine with two cores::
+
+    mpirun -n 2 python benchmarks/bench_allreduce.py --json FILE --picture FILE
+
+Compared are hpcstrat's ``all_reduce`` (in place, into ``out=``, and with a result that
+the next one replaces, as in a training loop), mpi4py's ``Allreduce`` (whole, and in its
+best piece size, which a short trial finds for each size), torch's gloo where torch is
+installed and all ranks are on one machine, and a copy of the buffer by all ranks at
+once. Each sum is checked before it is timed; ``timing.py`` says how times are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+from buffers import fill, in_pieces, require_sum
+from gloo import start_gloo
+from report import (
+    byte_ticks,
+    describe,
+    output_options,
+    parse_size,
+    row,
+    size_text,
+    styles,
+    table,
+    write_json,
+)
+from timing import measure_for
+
+import hpcstrat as hs
+
+SIZES = ",".join(size_text(4**k).replace(" ", "") for k in range(1, 15))
+PIECES = [1 << k for k in range(16, 23)]
+
+WHOLE = "mpi4py, whole"
+BEST = "mpi4py, pieces"
+BEST_IN_PLACE = "mpi4py, pieces in place"
+FLOOR = "memcpy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line; ``main`` describes the options."""
+
+    sizes: list[int]
+    dtype: str
+    seconds: float
+    hot: bool
+    json_path: str | None
+    picture: str | None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way to sum a buffer.
+
+    Parameters
+    ----------
+    call : callable
+        Without arguments.
+    result : callable
+        Returns the array in which the sum is after ``call``.
+    """
+
+    call: Callable[[], object]
+    result: Callable[[], Any]
+
+
+class Case:
+    """The buffers of one size, and the ways to sum them.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas; the case is used in its replica context.
+    nbytes : int
+        Size of a buffer.
+    options : Options
+        The command line.
+    """
+
+    def __init__(
+        self, strategy: hs.MultiWorkerMirroredStrategy, nbytes: int, options: Options
+    ):
+        self.options = options
+        dtype = np.dtype(options.dtype)
+        self.comm = strategy.topology.replica_comm
+        self.mpi = strategy.topology.mpi
+        length = max(nbytes // dtype.itemsize, 1)
+        self.own, self.total, self.inplace = (np.empty(length, dtype) for _ in range(3))
+        self.kept: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Write zeros, which touches all pages, and can be summed in place for ever.
+
+        Not collective.
+        """
+        for array in (self.own, self.total, self.inplace):
+            array.fill(0)
+
+    def by_hpcstrat(self) -> dict[str, Alternative]:
+        """Return hpcstrat's ways to sum.
+
+        Not collective.
+        """
+        own, total, inplace = self.own, self.total, self.inplace
+        all_reduce = hs.get_replica_context().all_reduce
+
+        def allocate() -> None:
+            self.kept = all_reduce("sum", own)
+
+        return {
+            "hpcstrat, in place": Alternative(
+                lambda: all_reduce("sum", inplace, out=inplace), lambda: inplace
+            ),
+            "hpcstrat, out=": Alternative(
+                lambda: all_reduce("sum", own, out=total), lambda: total
+            ),
+            "hpcstrat, allocating": Alternative(allocate, lambda: self.kept),
+        }
+
+    def by_mpi4py(self) -> dict[str, Alternative]:
+        """Return mpi4py's ways to sum a buffer by one call.
+
+        Not collective.
+        """
+        own, total, inplace, comm = self.own, self.total, self.inplace, self.comm
+        in_place = self.mpi.IN_PLACE
+        return {
+            WHOLE: Alternative(lambda: comm.Allreduce(own, total), lambda: total),
+            "mpi4py, whole in place": Alternative(
+                lambda: comm.Allreduce(in_place, inplace), lambda: inplace
+            ),
+        }
+
+    def by_gloo(self, gloo: Any) -> dict[str, Alternative]:
+        """Return gloo's way to sum, where there is gloo.
+
+        Not collective.
+        """
+        if gloo is None:
+            return {}
+        import torch
+
+        tensor = torch.from_numpy(self.inplace)
+        return {
+            "torch gloo, in place": Alternative(
+                lambda: gloo.all_reduce(tensor), lambda: self.inplace
+            )
+        }
+
+    def measure(self, calls: Any, share: float, least: int = 7) -> dict[Any, Any]:
+        """Time some calls, for a share of the time of one size.
+
+        Collective over all replicas.
+        """
+        seconds, hot = self.options.seconds * share, self.options.hot
+        return measure_for(self.comm, self.mpi, calls, seconds, least=least, hot=hot)
+
+    def best_pieces(self) -> tuple[str, dict[str, Alternative]]:
+        """Try mpi4py's ``Allreduce`` in pieces; return which are best, and the calls.
+
+        Collective over all replicas.
+        """
+        nbytes = self.own.nbytes
+        pieces = [p for p in PIECES if p < nbytes] + [nbytes]
+        best, found = [], {}
+        for name, send, receive in (
+            (BEST, self.own, self.total),
+            (BEST_IN_PLACE, self.mpi.IN_PLACE, self.inplace),
+        ):
+            calls = {p: in_pieces(self.comm, send, receive, p) for p in pieces}
+            times = self.measure(calls, 1 / 8, least=5)
+            # All ranks choose the same, because they have the same times.
+            piece = min(pieces, key=lambda p, times=times: float(np.median(times[p])))
+            best.append("whole" if piece == nbytes else size_text(piece))
+            found[name] = Alternative(calls[piece], lambda array=receive: array)
+        return f"{best[0]}, in place {best[1]}", found
+
+    def check(self, ways: dict[str, Alternative]) -> None:
+        """Sum once by each of the ways, and demand that the sum is right.
+
+        Collective over all replicas.
+        """
+        for name, way in ways.items():
+            fill(self.own, self.comm.rank)
+            fill(self.inplace, self.comm.rank)
+            self.total.fill(0)
+            way.call()
+            require_sum(name, way.result(), self.comm.size)
+        self.clear()
+
+    def run(self, gloo: Any) -> tuple[str, dict[str, Any]]:
+        """Check and time everything.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        gloo : module or None
+            ``torch.distributed``, ready for use.
+
+        Returns
+        -------
+        pieces : str
+            What mpi4py's best pieces are.
+        times : dict of str to ndarray of shape (rounds,)
+            From `timing.measure`.
+        """
+        pieces, best = self.best_pieces()
+        ways = {**self.by_hpcstrat(), **self.by_mpi4py(), **best}
+        self.check(ways)
+        calls = {name: way.call for name, way in ways.items()}
+        calls[FLOOR] = lambda: np.copyto(self.total, self.own)
+        times = self.measure(calls, 1)
+        # In rounds of its own: after it, the others were measured to take up to 1.7
+        # times as long, because it leaves the caches to them without their code.
+        slow = self.by_gloo(gloo)
+        self.check(slow)
+        calls = {name: way.call for name, way in slow.items()}
+        if calls:
+            times |= self.measure(calls, 1 / 4)
+        return pieces, times
+
+
+def same_place(name: str) -> str:
+    """Return mpi4py's pieces that are in place, or not, as an alternative is.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        The alternative.
+
+    Returns
+    -------
+    str
+        The other's name; none for gloo, which has rounds of its own.
+    """
+    if name.startswith("torch"):
+        return ""
+    return BEST_IN_PLACE if name.endswith("in place") else BEST
+
+
+def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
+    """Draw times, and their ratios to mpi4py's whole ``Allreduce``.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    times : dict of int to dict of str to ndarray of shape (rounds,)
+        For each size in bytes, from `timing.measure`.
+    title : str
+        What was measured where.
+    """
+    from matplotlib.figure import Figure
+
+    sizes = list(times)
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    seconds, ratio = figure.subplots(2, 1, sharex=True)
+    names = list(times[sizes[0]])
+    for name, style in styles(names).items():
+        medians = np.array([np.median(times[size][name]) for size in sizes])
+        whole = np.array([np.median(times[size][WHOLE]) for size in sizes])
+        seconds.plot(sizes, medians * 1e6, **style)
+        # Slower than this is off the picture, which would else show little of the rest.
+        shown = medians / whole < 30
+        ratio.plot(np.array(sizes)[shown], (medians / whole)[shown], **style)
+    seconds.set(yscale="log", ylabel="time of an all-reduce in us")
+    ratio.set(
+        yscale="log",
+        xlabel="size of each rank's buffer",
+        ylabel="time relative to mpi4py's whole Allreduce",
+    )
+    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+    low, high = ratio.get_ylim()
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    ratio.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ratio.axhline(1, color="gray", linewidth=0.8, zorder=0)
+    byte_ticks(ratio, sizes)
+    for axes in (seconds, ratio):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    figure.legend(
+        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=3
+    )
+    figure.savefig(path, dpi=120)
+
+
+def measure_sizes(
+    strategy: hs.MultiWorkerMirroredStrategy, options: Options
+) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """Measure and print one size after the other.
+
+    Collective over all replicas; in replica context.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+    options : Options
+        The command line.
+
+    Returns
+    -------
+    times : dict of int to dict of str to ndarray of shape (rounds,)
+        For each size.
+    pieces : dict of int to str
+        For each size, mpi4py's best pieces.
+    """
+    gloo = start_gloo(strategy)
+    times, pieces = {}, {}
+    for size in options.sizes:
+        case = Case(strategy, size, options)
+        nbytes = case.own.nbytes
+        pieces[nbytes], times[nbytes] = case.run(gloo)
+        rounds = len(times[nbytes][FLOOR])
+        hs.print_once(
+            f"\n{size_text(nbytes)}, {rounds} rounds; mpi4py's best pieces: "
+            f"{pieces[nbytes]}\n{table(times[nbytes], WHOLE, FLOOR, same_place)}"
+        )
+    if gloo is not None:
+        gloo.destroy_process_group()
+    return times, pieces
+
+
+def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
+    return [parse_size(word) for word in text.split(",")]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--sizes", default=SIZES, callback=_parse_sizes, help="Of a buffer.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float64", "int32", "int64"]),
+    default="float32",
+)
+@click.option("--seconds", default=5.0, help="How long to measure each size.")
+@click.option(
+    "--hot", is_flag=True, help="Call once, untimed, right before each timed call."
+)
+@output_options
+def main(**words: Any) -> None:
+    """Measure the all-reduce of hpcstrat, mpi4py and torch's gloo."""
+    options = Options(**words)
+    strategy = hs.MultiWorkerMirroredStrategy()
+    mpi = strategy.topology.mpi
+    what = f"all_reduce of {options.dtype}{', hot' * options.hot}"
+    where = describe(mpi)
+    hs.print_once(
+        f"{what}, {where}\nfaster: than {WHOLE}; above pieces: median of differences "
+        "to mpi4py's best pieces, in place or not, in the same round"
+    )
+    # In the replica function from end to end: bench_overhead.py has the cost of `run`.
+    times, pieces = strategy.local_value(
+        strategy.run(measure_sizes, args=(strategy, options))
+    )
+    if strategy.topology.replica_id:
+        return
+    if options.json_path:
+        rows = [
+            row(what, name, mpi.COMM_WORLD.size, nbytes, values)
+            for nbytes, by_name in times.items()
+            for name, values in by_name.items()
+        ]
+        write_json(
+            options.json_path,
+            mpi,
+            rows,
+            best_pieces={size_text(size): name for size, name in pieces.items()},
+            rounds={size_text(size): len(t[FLOOR]) for size, t in times.items()},
+            median_seconds_above_best_pieces={
+                size_text(size): {
+                    name: float(np.median(values - by_name[same_place(name)]))
+                    for name, values in by_name.items()
+                    if same_place(name)
+                }
+                for size, by_name in times.items()
+            },
+        )
+    if options.picture:
+        draw(options.picture, times, f"{what}\n{where}")
+
+
+if __name__ == "__main__":
+    main()

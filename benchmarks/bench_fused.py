@@ -1,0 +1,280 @@
+"""The gradients of ResNet-50 in one call: 161 arrays, 25.6 million float32.
+
+Run it on two ranks of a quiet machine with two cores::
+
+    mpirun -n 2 python benchmarks/bench_fused.py --json FILE --picture FILE
+
+Compared are hpcstrat's ``all_reduce`` of the list of arrays (in place, into ``out=``,
+and with a result that the next one replaces, as in a training loop), mpi4py's
+``Allreduce`` of each array, the same of one buffer that the arrays are copied into and
+out of, whole and in pieces of 1 MiB, and a copy of as many bytes by all ranks at once.
+Each sum is checked before it is timed; ``timing.py`` says how times are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+import numpy as np
+from buffers import fill, in_pieces, require_sum
+from report import describe, output_options, row, styles, table, write_json
+from timing import measure_for
+
+import hpcstrat as hs
+
+PIECE = 1 << 20
+PACKED = "mpi4py, packed"
+FLOOR = "memcpy"
+
+Call = Callable[[], object]
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of ResNet-50's parameters.
+
+    Not collective. He et al., Deep Residual Learning for Image Recognition, CVPR 2016,
+    doi:10.1109/CVPR.2016.90, Table 1; as usual with a stride in the 3 x 3 convolutions,
+    which changes no shape, and 1,000 classes.
+
+    Returns
+    -------
+    list of tuple of int
+        In the order in which they act; of each normalization, its scale and shift.
+    """
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(num_out: int, num_in: int, width: int) -> None:
+        shapes.extend([(num_out, num_in, width, width), (num_out,), (num_out,)])
+
+    convolution(64, 3, 7)
+    num_in = 64
+    for stage, num_blocks in enumerate([3, 4, 6, 3]):
+        narrow = 64 << stage
+        wide = 4 * narrow
+        for block in range(num_blocks):
+            convolution(narrow, num_in, 1)
+            convolution(narrow, narrow, 3)
+            convolution(wide, narrow, 1)
+            if block == 0:
+                # The shortcut has as many channels as the block's result.
+                convolution(wide, num_in, 1)
+            num_in = wide
+    shapes.extend([(1000, num_in), (1000,)])
+    assert len(shapes) == 161
+    assert sum(map(math.prod, shapes)) == 25_557_032
+    return shapes
+
+
+class Case:
+    """The gradients of one step, and the ways to sum them.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas; the case is used in its replica context.
+    """
+
+    def __init__(self, strategy: hs.MultiWorkerMirroredStrategy):
+        self.comm = strategy.topology.replica_comm
+        self.mpi = strategy.topology.mpi
+        shapes = resnet50_shapes()
+        self.own, self.total, self.inplace = (
+            [np.empty(shape, np.float32) for shape in shapes] for _ in range(3)
+        )
+        self.kept: list[Any] = []
+        self.packed, self.packed_total = (
+            np.empty(sum(map(math.prod, shapes)), np.float32) for _ in range(2)
+        )
+        ends = np.cumsum([array.size for array in self.own])[:-1]
+        self.views, self.total_views = (
+            [
+                part.reshape(shape)
+                for part, shape in zip(np.split(flat, ends), shapes, strict=True)
+            ]
+            for flat in (self.packed, self.packed_total)
+        )
+        self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return int(self.packed.nbytes)
+
+    def clear(self) -> None:
+        """Write zeros, which touches all pages, and can be summed in place for ever.
+
+        Not collective.
+        """
+        for array in [*self.own, *self.total, *self.inplace]:
+            array.fill(0)
+        self.packed.fill(0)
+        self.packed_total.fill(0)
+
+    def by_hpcstrat(self) -> dict[str, tuple[Call, Call]]:
+        """Return hpcstrat's ways to sum: how, and where the sums are then.
+
+        Not collective.
+        """
+        all_reduce = hs.get_replica_context().all_reduce
+        own, total, inplace = self.own, self.total, self.inplace
+
+        def allocate() -> None:
+            self.kept = all_reduce("sum", own)
+
+        return {
+            "hpcstrat, in place": (
+                lambda: all_reduce("sum", inplace, out=inplace),
+                lambda: inplace,
+            ),
+            "hpcstrat, out=": (
+                lambda: all_reduce("sum", own, out=total),
+                lambda: total,
+            ),
+            "hpcstrat, allocating": (allocate, lambda: self.kept),
+        }
+
+    def by_mpi4py(self) -> dict[str, tuple[Call, Call]]:
+        """Return mpi4py's ways to sum: how, and where the sums are then.
+
+        Not collective.
+        """
+        comm, in_place = self.comm, self.mpi.IN_PLACE
+        packed, packed_total = self.packed, self.packed_total
+
+        def each() -> None:
+            for own, total in zip(self.own, self.total, strict=True):
+                comm.Allreduce(own, total)
+
+        def each_in_place() -> None:
+            for array in self.inplace:
+                comm.Allreduce(in_place, array)
+
+        def by_way_of(all_reduce: Call, views: list[Any]) -> Call:
+            def pack_and_unpack() -> None:
+                for own, view in zip(self.own, self.views, strict=True):
+                    np.copyto(view, own)
+                all_reduce()
+                for view, total in zip(views, self.total, strict=True):
+                    np.copyto(total, view)
+
+            return pack_and_unpack
+
+        packings = {
+            PACKED: by_way_of(
+                lambda: comm.Allreduce(packed, packed_total), self.total_views
+            ),
+            "mpi4py, packed in place": by_way_of(
+                lambda: comm.Allreduce(in_place, packed), self.views
+            ),
+            "mpi4py, packed in place, 1 MiB pieces": by_way_of(
+                in_pieces(comm, in_place, packed, PIECE), self.views
+            ),
+        }
+        return {
+            "mpi4py, each array": (each, lambda: self.total),
+            "mpi4py, each array in place": (each_in_place, lambda: self.inplace),
+            **{name: (call, lambda: self.total) for name, call in packings.items()},
+        }
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Check and time everything.
+
+        Collective over all replicas; in replica context.
+
+        Parameters
+        ----------
+        seconds : float
+            For how long.
+
+        Returns
+        -------
+        dict of str to ndarray of shape (rounds,)
+            From `timing.measure`.
+        """
+        ways = {**self.by_hpcstrat(), **self.by_mpi4py()}
+        for name, (call, result) in ways.items():
+            for array in [*self.own, *self.inplace]:
+                fill(array, self.comm.rank)
+            for array in self.total:
+                array.fill(0)
+            call()
+            for index, array in enumerate(result()):
+                require_sum(f"{name}, array {index}", array, self.comm.size)
+        self.clear()
+        calls = {name: call for name, (call, _) in ways.items()}
+        calls[FLOOR] = lambda: np.copyto(self.packed_total, self.packed)
+        return measure_for(self.comm, self.mpi, calls, seconds)
+
+
+def draw(path: str, times: dict[str, Any], title: str) -> None:
+    """Draw a bar for each alternative, with the range of its times.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    times : dict of str to ndarray of shape (rounds,)
+        Seconds, from `timing.measure`.
+    title : str
+        What was measured where.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    colors = styles(list(times))
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    floor = medians[FLOOR]
+    for place, (name, values) in enumerate(times.items()):
+        axes.barh(place, medians[name] * 1e3, color=colors[name]["color"], height=0.6)
+        # A few interrupted rounds would stretch the axis to the whole range.
+        ends = np.percentile(values, [25, 75]) * 1e3
+        axes.plot(ends, [place, place], color="darkgray", linewidth=3)
+    axes.axvline(floor * 1e3, color="black", linestyle=":", linewidth=1)
+    axes.set_xlim(0, max(medians.values()) * 1e3 * 1.3)
+    axes.set_xlabel("median time in ms; gray: from the lower to the upper quartile")
+    places = range(len(times))
+    axes.set_yticks(places, list(times))
+    axes.invert_yaxis()
+    right = axes.secondary_yaxis("right")
+    texts = [f"{t * 1e3:.1f} ms, {t / floor:.2f} x {FLOOR}" for t in medians.values()]
+    right.set_yticks(places, texts)
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--seconds", default=30.0, help="How long to measure.")
+@output_options
+def main(seconds: float, json_path: str | None, picture: str | None) -> None:
+    """Measure the fused all-reduce of ResNet-50's gradients."""
+    strategy = hs.MultiWorkerMirroredStrategy()
+    mpi = strategy.topology.mpi
+    case = Case(strategy)
+    what = "gradients of ResNet-50"
+    where = describe(mpi)
+    times = strategy.local_value(strategy.run(case.run, args=(seconds,)))
+    if strategy.topology.replica_id:
+        return
+    print(
+        f"{what}: {len(case.own)} arrays, {case.nbytes:,} bytes; {where}\n"
+        f"{len(times[FLOOR])} rounds; faster: than {PACKED}\n"
+        + table(times, PACKED, FLOOR)
+    )
+    if json_path:
+        size = mpi.COMM_WORLD.size
+        rows = [
+            row(what, name, size, case.nbytes, values) for name, values in times.items()
+        ]
+        write_json(json_path, mpi, rows, rounds=len(times[FLOOR]))
+    if picture:
+        draw(picture, times, f"{what}\n{where}")
+
+
+if __name__ == "__main__":
+    main()

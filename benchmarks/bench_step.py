@@ -1,0 +1,245 @@
+"""A whole training step, beside the same step written by hand on mpi4py.
+
+Run it on two ranks of a quiet machine with two cores, one thread each::
+
+    export OMP_NUM_THREADS=1
+    mpirun -n 2 python benchmarks/bench_step.py --json FILE --picture FILE
+
+The step: a network with one hidden layer computes losses and gradients of its replica's
+rows, into arrays that are kept; the gradients are summed over the replicas; stochastic
+gradient descent with momentum updates the weights in place; the loss is summed, too.
+hpcstrat does it by ``strategy.run``, ``apply_gradients`` and ``strategy.reduce``. By
+hand it is done twice: as it is usually written, where the gradients are packed into one
+buffer for one ``Allreduce``, and in the fastest form that we know, where they are
+computed right in that buffer, which is summed in pieces of 1 MiB. All are given the
+same rows, in alternating steps of one process, and must end with the same weights and
+losses, up to rounding. The difference of two is the median of the differences of steps
+of the same round; ``timing.py`` says how times are taken.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+from report import (
+    byte_ticks,
+    describe,
+    output_options,
+    row,
+    size_text,
+    styles,
+    table,
+    write_json,
+)
+from timing import measure_for
+from trainers import NUM_FEATURES, ByHand, Ours, Trainer, require_equal
+
+import hpcstrat as hs
+
+# Each step takes the next batch of these, so that the rows are not always in the cache.
+NUM_BATCHES = 8
+
+OURS = "hpcstrat"
+PACKED = "mpi4py, packed"
+FASTEST = "mpi4py, fastest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line; ``main`` describes the options."""
+
+    widths: list[int]
+    rows: int
+    seconds: float
+    json_path: str | None
+    picture: str | None
+
+
+def measure_width(
+    strategy: hs.MultiWorkerMirroredStrategy, width: int, options: Options
+) -> tuple[int, dict[str, Any]]:
+    """Train and time networks of one width.
+
+    Collective over all replicas.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+    width : int
+        Number of hidden units.
+    options : Options
+        The command line.
+
+    Returns
+    -------
+    nbytes : int
+        Of the gradients.
+    times : dict of str to ndarray of shape (rounds,)
+        From `timing.measure`.
+    """
+    topology = strategy.topology
+    generator = np.random.default_rng([1, topology.replica_id])
+    shape = (options.rows, NUM_FEATURES)
+    batches = [generator.standard_normal(shape, np.float32) for _ in range(NUM_BATCHES)]
+    trainers: dict[str, Trainer] = {
+        OURS: Ours(strategy, width, batches),
+        PACKED: ByHand(strategy, width, batches, fastest=False),
+        FASTEST: ByHand(strategy, width, batches, fastest=True),
+    }
+    times = measure_for(
+        topology.replica_comm, topology.mpi, trainers, options.seconds, least=15
+    )
+    require_equal(trainers, OURS)
+    return sum(array.nbytes for array in trainers[OURS].parameters()), times
+
+
+def differences(times: dict[str, Any]) -> dict[str, Any]:
+    """Return how much longer hpcstrat's step takes than those by hand.
+
+    Not collective.
+
+    Parameters
+    ----------
+    times : dict of str to ndarray of shape (rounds,)
+        From `timing.measure`.
+
+    Returns
+    -------
+    dict of str to ndarray of shape (3,)
+        Lower quartile, median and upper quartile of the differences in seconds.
+    """
+    return {
+        name: np.percentile(times[OURS] - times[name], [25, 50, 75])
+        for name in (PACKED, FASTEST)
+    }
+
+
+def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
+    """Draw the times of steps, and the differences with their quartiles.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    times : dict of int to dict of str to ndarray of shape (rounds,)
+        For each size of the gradients in bytes.
+    title : str
+        What was measured where.
+    """
+    from matplotlib.figure import Figure
+
+    sizes = list(times)
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    steps, above = figure.subplots(2, 1, sharex=True)
+    chosen = styles([OURS, PACKED, FASTEST])
+    for name, style in chosen.items():
+        medians = [float(np.median(times[size][name])) * 1e3 for size in sizes]
+        steps.plot(sizes, medians, **style)
+    steps.set(yscale="log", ylabel="median time of a step in ms")
+    for name in (PACKED, FASTEST):
+        low, median, high = (
+            np.array([differences(times[size])[name] for size in sizes]).T * 1e6
+        )
+        above.plot(sizes, median, **chosen[name])
+        ranges = np.array([median - low, high - median])
+        color = chosen[name]["color"]
+        above.errorbar(sizes, median, ranges, fmt="none", ecolor=color, capsize=4)
+    above.axhline(0, color="gray", linewidth=0.8, zorder=0)
+    above.axhline(20, color="gray", linewidth=0.8, linestyle=":", zorder=0)
+    above.set_yscale("symlog", linthresh=100, linscale=2)
+    above.set(
+        xlabel="size of the gradients",
+        ylabel="hpcstrat above the other in us, with quartiles\n"
+        "linear up to 100, dotted line at 20",
+    )
+    byte_ticks(above, sizes)
+    for axes in (steps, above):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    figure.legend(
+        *steps.get_legend_handles_labels(), loc="outside lower center", ncols=3
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _parse_widths(context: Any, option: Any, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise click.BadParameter(
+            f"expected positive integers between commas, found {text!r}",
+            context,
+            option,
+        )
+    return [int(word) for word in words]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--widths",
+    default="2,8,32,128,512,2048,8192,20000",
+    callback=_parse_widths,
+    help="Numbers of hidden units, at 2,052 bytes of gradients each.",
+)
+@click.option("--rows", default=16, help="Rows of a batch on each replica.")
+@click.option("--seconds", default=10.0, help="How long to measure each width.")
+@output_options
+def main(**words: Any) -> None:
+    """Measure a training step of hpcstrat and of mpi4py by hand."""
+    options = Options(**words)
+    strategy = hs.MultiWorkerMirroredStrategy()
+    mpi = strategy.topology.mpi
+    what = f"training step, {options.rows} rows per replica"
+    where = describe(mpi)
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    hs.print_once(f"{what}, {where}; OMP_NUM_THREADS: {threads}")
+    if threads != "1":
+        hs.print_once("set OMP_NUM_THREADS=1: threads of NumPy disturb the other rank")
+    times = {}
+    for width in options.widths:
+        nbytes, by_name = measure_width(strategy, width, options)
+        times[nbytes] = by_name
+        lines = [
+            f"{OURS} above {name}: {median * 1e6:+.1f} us, quartiles "
+            f"{low * 1e6:+.1f} and {high * 1e6:+.1f}"
+            for name, (low, median, high) in differences(by_name).items()
+        ]
+        hs.print_once(
+            f"\n{size_text(nbytes)} of gradients, {len(by_name[OURS])} steps; faster: "
+            f"than {PACKED}\n{table(by_name, PACKED, FASTEST)}\n" + "\n".join(lines)
+        )
+    if strategy.topology.replica_id:
+        return
+    if options.json_path:
+        rows = [
+            row(what, name, mpi.COMM_WORLD.size, nbytes, values)
+            for nbytes, by_name in times.items()
+            for name, values in by_name.items()
+        ]
+        quartiles = {
+            size_text(nbytes): {
+                name: dict(zip(("lower", "median", "upper"), values, strict=True))
+                for name, values in differences(by_name).items()
+            }
+            for nbytes, by_name in times.items()
+        }
+        write_json(
+            options.json_path,
+            mpi,
+            rows,
+            threads=threads,
+            rounds={size_text(size): len(t[OURS]) for size, t in times.items()},
+            seconds_of_hpcstrat_above=quartiles,
+        )
+    if options.picture:
+        draw(options.picture, times, f"{what}\n{where}")
+
+
+if __name__ == "__main__":
+    main()

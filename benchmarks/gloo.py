@@ -1,0 +1,59 @@
+"""torch's gloo as an alternative to measure, where torch is installed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import hpcstrat as hs
+
+__all__ = ["start_gloo"]
+
+
+def start_gloo(strategy: hs.MultiWorkerMirroredStrategy) -> Any:
+    """Make torch's gloo ready on the loopback interface, and say how.
+
+    Collective over all replicas.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+
+    Returns
+    -------
+    module or None
+        ``torch.distributed``; None without torch, or with several machines.
+    """
+    comm = strategy.topology.replica_comm
+    try:
+        import torch
+        from torch import distributed
+    except ImportError:
+        torch = None
+    one_machine = strategy.topology.worker_comm.size == comm.size
+    if not comm.allreduce(
+        torch is not None and one_machine, op=strategy.topology.mpi.LAND
+    ):
+        hs.print_once("torch gloo: left out, no torch, or several machines")
+        return None
+    num_threads = max(len(os.sched_getaffinity(0)) // comm.size, 1)
+    torch.set_num_threads(num_threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    host, store = "127.0.0.1", None
+    if comm.rank == 0:
+        # The system picks a free port.
+        store = distributed.TCPStore(
+            host, 0, comm.size, is_master=True, wait_for_workers=False
+        )
+    port = comm.bcast(store and store.port)
+    if store is None:
+        store = distributed.TCPStore(host, port, comm.size, is_master=False)
+    distributed.init_process_group(
+        "gloo", store=store, rank=comm.rank, world_size=comm.size
+    )
+    hs.print_once(
+        f"torch gloo: torch {torch.__version__}, world size {comm.size}, interface lo, "
+        f"{torch.get_num_threads()} threads per rank"
+    )
+    return distributed
