@@ -115,7 +115,10 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     bool
         True for the two half types.
     """
-    return dtype.name in ("float16", "bfloat16")
+    if dtype.num < _FIRST_FOREIGN_TYPE:
+        return dtype.char == "e"
+    # The name is slow to find.
+    return dtype.name == "bfloat16"
 
 
 def to_reducible(value: ArrayLike) -> Array:

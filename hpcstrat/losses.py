@@ -66,7 +66,7 @@ def compute_average_loss(
     size = global_batch_size
     if size is None:
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
-    number = as_array(size)
+    number = np.int64(size) if type(size) is int and size < 1 << 63 else as_array(size)
     if number.ndim or number.dtype.kind not in "iu" or number <= 0:
         raise ValueError(
             f"expected a positive integer as global_batch_size, found {size!r}; pass "

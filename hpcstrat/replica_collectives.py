@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -114,6 +115,9 @@ class Collectives(Gathers):
         if type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
+        if type(trees) is list and out is None and _all_plain(trees):
+            request = op, what, _list_structure(len(trees))
+            return self._reduce(request, trees, options, None)
         try:
             leaves, structure = flatten(trees)
             sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
@@ -315,6 +319,15 @@ class Collectives(Gathers):
         if op is ReduceOp.MEAN:
             values = values / self.size
         return IndexedSlices(values, indices, rows.dense_shape)
+
+
+def _all_plain(leaves: list[Any]) -> bool:
+    return all(type(leaf) is np.ndarray and leaf.dtype.isnative for leaf in leaves)
+
+
+@functools.cache
+def _list_structure(length: int) -> Any:
+    return flatten([0] * length)[1]
 
 
 def _is_plain(array: Array) -> bool:

@@ -21,8 +21,10 @@ from hpcstrat.optimizers.gradients import (
     zero_gradient,
 )
 from hpcstrat.optimizers.parameters import LearningRate, Step, require_range
+from hpcstrat.optimizers.routine import Routine, Target
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.options import ReduceOp, VariableAggregation
+from hpcstrat.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
@@ -108,6 +110,7 @@ class Optimizer(ABC):
         self._buffers: dict[np.dtype[Any], Array] = {}
         self._labels: dict[tuple[Any, ...], str] = {}
         self._noted: set[str] = set()
+        self._routine: Routine | None = None
 
     @abstractmethod
     def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
@@ -151,20 +154,32 @@ class Optimizer(ABC):
                 "expected apply_gradients in replica context, found cross-replica "
                 "context; call it inside the function that strategy.run runs"
             )
-        collectives = get_strategy().collectives
+        strategy = get_strategy()
+        collectives = strategy.collectives
         try:
-            pairs = self._accumulation.add(_checked(collectives, grads_and_vars))
-            if pairs is not None:
-                self._apply(collectives, pairs)
+            given = list(grads_and_vars)
+            routine = self._routine
+            if routine is not None and not routine.fits(strategy, given):
+                routine = None
+            checked = _checked(given) if routine is None else given
+        except Exception as error:
+            self._accumulation.restart()
+            collectives.fail("apply_gradients", error)
+            raise
+        try:
+            pairs = self._accumulation.add(checked)
+            if pairs is None:
+                return False
+            self._apply(collectives, pairs, routine)
         except Exception:
             self._accumulation.restart()
             raise
-        if pairs is None:
-            return False
         self._accumulation.restart()
         return True
 
-    def _apply(self, collectives: Any, pairs: Pairs) -> None:
+    def _apply(
+        self, collectives: Collectives, pairs: Pairs, routine: Routine | None
+    ) -> None:
         try:
             rate = self.learning_rate
             if callable(rate):
@@ -177,32 +192,58 @@ class Optimizer(ABC):
         if self._fills:
             pairs = self._filled(collectives, pairs)
             _require_gradients(pairs)
-        present = [(g, v) for g, v in pairs if g is not None]
-        reduced = collectives.batch_reduce(
-            self._op, [gradient for gradient, _ in present], self._label(pairs)
+        label = self._label(pairs) if routine is None else routine.label
+        gradients = [g for g, _ in pairs if g is not None]
+        reduced = collectives.batch_reduce(self._op, gradients, label)
+        if routine is None:
+            reduced = [
+                merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
+            ]
+        if self._op is ReduceOp.MEAN or self._limit is not None:
+            self._condition(reduced)
+        number = int(self.iterations.component) + 1
+        targets = (
+            [
+                self._target(variable)
+                for gradient, variable in pairs
+                if gradient is not None
+            ]
+            if routine is None
+            else routine.targets
         )
-        gradients = [
-            merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
-        ]
+        for gradient, (step, state) in zip(reduced, targets, strict=True):
+            step.rate, step.number = rate, number
+            wholes = [variable.component for variable in state]
+            if type(gradient) is np.ndarray:
+                self._update(step, gradient, *wholes)
+            else:
+                self._update_rows(step, gradient, wholes)
+        self.iterations.component[...] = number
+        if routine is None:
+            # Another step of the kind need not be checked and named again.
+            dense = all(type(gradient) is np.ndarray for gradient, _ in pairs)
+            plain = dense and not self._fills and self._accumulation.steps == 1
+            strategy = get_strategy()
+            self._routine = Routine(strategy, pairs, label, targets) if plain else None
+
+    def _condition(self, gradients: Sequence[Gradient]) -> None:
+        """Scale and clip combined gradients, in place."""
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
         if self._op is ReduceOp.MEAN:
             scale(arrays, 1 / self._accumulation.steps)
         if self._limit is not None:
             clip_to_norm(arrays, self._limit)
-        number = int(self.iterations.component) + 1
-        for gradient, (_, variable) in zip(gradients, present, strict=True):
-            self._update_variable(Step(rate, number, variable.name), gradient, variable)
-        self.iterations.component[...] = number
 
-    def _update_variable(
-        self, step: Step, gradient: Gradient, variable: Variable
+    def _target(self, variable: Variable) -> Target:
+        """Return a variable, and its state; collective the first time."""
+        kinds = self._state.items()
+        state = [variable, *[self._slots.get(k, variable, i) for k, i in kinds]]
+        return Step(0.0, 0, variable.name), state
+
+    def _update_rows(
+        self, step: Step, gradient: IndexedSlices, wholes: list[Array]
     ) -> None:
-        wholes = [variable.component]
-        for kind, initial in self._state.items():
-            wholes.append(self._slots.get(kind, variable, initial).component)
-        if not isinstance(gradient, IndexedSlices):
-            self._update(step, gradient, *wholes)
-        elif not self._by_rows:
+        if not self._by_rows:
             self._update(step, gradient.to_dense(), *wholes)
         else:
             parts = [whole[gradient.indices] for whole in wholes]
@@ -325,20 +366,13 @@ class Optimizer(ABC):
         self._slots.deferred[name] = value
 
 
-def _checked(collectives: Any, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
-    try:
-        pairs = [
-            (
-                None if gradient is None else checked_gradient(gradient, variable),
-                variable,
-            )
-            for gradient, variable in grads_and_vars
-        ]
-        require_names(variable for _, variable in pairs)
-        _require_owner(variable for _, variable in pairs)
-    except Exception as error:
-        collectives.fail("apply_gradients", error)
-        raise
+def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
+    pairs = [
+        (None if gradient is None else checked_gradient(gradient, variable), variable)
+        for gradient, variable in grads_and_vars
+    ]
+    require_names(variable for _, variable in pairs)
+    _require_owner(variable for _, variable in pairs)
     return pairs
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 from hpcstrat.options import VariableAggregation
 
@@ -22,7 +23,8 @@ class CommonOptions(TypedDict, total=False):
     missing_gradients: Literal["error", "zeros"]
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)
+class Step:
     """One update of one variable.
 
     Parameters
