@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,32 @@ class Recycler:
         start = -block.ctypes.data % _ALIGNMENT_BYTES
         array = block[start : start + nbytes].view(dtype).reshape(shape)
         return array
+
+    def arrays(
+        self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
+    ) -> list[Array]:
+        """Return arrays with any content.
+
+        Not collective.
+
+        Parameters
+        ----------
+        kinds : sequence of (tuple of int, dtype)
+            Shape and type of each.
+
+        Returns
+        -------
+        list of ndarray
+            As from `empty`.
+        """
+        arrays = []
+        for shape, dtype in kinds:
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes < _SMALLEST_BYTES:
+                arrays.append(np.empty(shape, dtype))
+            else:
+                arrays.append(self.empty(shape, dtype))
+        return arrays
 
     def _block(self, nbytes: int) -> Array:
         blocks = self._blocks.setdefault(nbytes, [])

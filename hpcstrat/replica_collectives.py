@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat.arrays import to_reducible
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.started import Started
-from hpcstrat.collectives.work import Work, quietly
+from hpcstrat.collectives.work import Work, assign, quietly
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.gathers import Gathers
 from hpcstrat.indexed_slices import IndexedSlices
@@ -215,8 +215,7 @@ class Collectives(Gathers):
             planned = self._plans[key] = self._plan(request, arrays, options)
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None:
-            empty = self._recycler.empty
-            return planned, [empty(shape, dtype) for shape, dtype in planned.results]
+            return planned, self._recycler.arrays(planned.results)
         for out, result in zip(outs, planned.results, strict=True):
             if (
                 type(out) is not np.ndarray
@@ -285,7 +284,7 @@ class Collectives(Gathers):
             yield from choice.algorithm(work, channel)
         elif channel is None:
             for source, flat in zip(sources, flats, strict=True):
-                quietly(np.copyto, flat, source, "unsafe")
+                quietly(assign, flat, ..., source)
         for result, flat in zip(results, flats, strict=True):
             if not _is_plain(result):
                 result[...] = flat.reshape(result.shape)
@@ -322,7 +321,10 @@ class Collectives(Gathers):
 
 
 def _all_plain(leaves: list[Any]) -> bool:
-    return all(type(leaf) is np.ndarray and leaf.dtype.isnative for leaf in leaves)
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
+            return False
+    return True
 
 
 @functools.cache

@@ -22,7 +22,7 @@ check() {
 }
 
 mapfile -t sources < <(find hpcstrat -name '*.py' | sort)
-mapfile -t scripts < <(find .ci jobs benchmarks \
+mapfile -t scripts < <(find .ci jobs benchmarks tests/cluster \
     \( -name '*.sh' -o -name '*.sbatch' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
 
 check "ruff check" ruff check --quiet .

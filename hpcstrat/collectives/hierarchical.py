@@ -20,7 +20,7 @@ import numpy as np
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.shared_memory import reduce_scattered
 from hpcstrat.collectives.started import Message
-from hpcstrat.collectives.work import Work, quietly
+from hpcstrat.collectives.work import Work, assign, quietly
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_hierarchically"]
@@ -139,7 +139,7 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
     message[:_EXPONENT_BYTES].view(np.int64)[0] = exponent
     scaled = quietly(np.ldexp, values, exponent)
-    quietly(np.copyto, message[_EXPONENT_BYTES:].view(wire_dtype), scaled, "unsafe")
+    quietly(assign, message[_EXPONENT_BYTES:].view(wire_dtype), ..., scaled)
     return message
 
 

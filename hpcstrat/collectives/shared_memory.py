@@ -21,7 +21,7 @@ import numpy as np
 from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.slots import Slots
-from hpcstrat.collectives.work import Work, fill, quietly
+from hpcstrat.collectives.work import Work, assign, fill, quietly
 from hpcstrat.packing import Piece, Run, Signature
 from hpcstrat.typing import Array
 
@@ -96,7 +96,7 @@ def _add_all(
             add_in_order(terms, total)
             if work.divisor:
                 quietly(np.divide, total, work.divisor, total)
-            quietly(np.copyto, result, total, "unsafe")
+            quietly(assign, result, ..., total)
 
 
 def add_in_order(
@@ -118,7 +118,7 @@ def add_in_order(
     """
     if len(terms) == 1:
         if terms[0] is not total:
-            quietly(np.copyto, total, terms[0])
+            quietly(assign, total, ..., terms[0])
         return
     if scratch is not None:
         scratch = scratch[: len(total)]
@@ -198,10 +198,8 @@ def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
         for (low, high), row in zip(segments, rows, strict=False):
             first, last = max(low, begin), min(high, end)
             if first < last:
-                quietly(
-                    np.copyto,
-                    *(result[first + shift : last + shift], row[first:last], "unsafe"),
-                )
+                part = result[first + shift : last + shift]
+                quietly(assign, part, ..., row[first:last])
 
 
 # Of each array: its index, its memory in all ranks' rings, and whether this rank's own
@@ -281,27 +279,27 @@ class SmallReduction:
         separate : bool
             Whether no result lies over another array.
         """
-        copyto, add, me = np.copyto, np.add, self._rank
-        channel = self._channel
+        add, me, channel = np.add, self._rank, self._channel
         place = channel.slots.take(self._place_bytes)
         views = self._views.get(place) or self._make_views(place)
         for index, parts, _ in views:
-            quietly(copyto, parts[me], arrays[index], "unsafe")
+            quietly(assign, parts[me], ..., arrays[index])
         channel.agree(call, timeout_seconds)
         for index, parts, near in views:
             result = total = results[index]
             if total.dtype != parts[0].dtype:
                 total = np.empty_like(parts[0])
             if near and separate:
-                first, second = arrays[index], parts[1 - me]
+                own, other = arrays[index], parts[1 - me]
                 if me:
-                    first, second = second, first
-                quietly(add, first, second, total)
+                    quietly(add, other, own, total)
+                else:
+                    quietly(add, own, other, total)
             else:
                 quietly(add, parts[0], parts[1], total)
-            for part in parts[2:]:
-                quietly(add, total, part, total)
+                for part in parts[2:]:
+                    quietly(add, total, part, total)
             if divisor:
                 quietly(np.divide, total, divisor, total)
             if total is not result:
-                quietly(copyto, result, total, "unsafe")
+                quietly(assign, result, ..., total)

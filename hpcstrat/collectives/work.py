@@ -9,6 +9,7 @@ results, which may be the sources themselves.
 from __future__ import annotations
 
 import contextvars
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from hpcstrat.collectives.header import Channel
 from hpcstrat.packing import Piece, Run
 from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "Work", "drain", "fill", "quietly"]
+__all__ = ["Algorithm", "Work", "assign", "drain", "fill", "quietly"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ quietly = _quiet.run
 ``numpy.errstate``. The function must not call Python code."""
 
 
+assign: Any = operator.setitem
+"""For ``quietly(assign, array, ..., values)``: faster than ``numpy.copyto``."""
+
+
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
     """Copy a run of the sources into a buffer.
 
@@ -81,14 +86,12 @@ def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
     """
     if len(run.spans) == 1:
         index, start, stop, _ = run.spans[0]
-        quietly(np.copyto, buffer, sources[index][start:stop], "unsafe")
+        quietly(assign, buffer, ..., sources[index][start:stop])
         return
     for index, start, stop, at in run.spans:
         low = at - run.start
-        quietly(
-            np.copyto,
-            *(buffer[low : low + stop - start], sources[index][start:stop], "unsafe"),
-        )
+        part = buffer[low : low + stop - start]
+        quietly(assign, part, ..., sources[index][start:stop])
 
 
 def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
@@ -107,7 +110,5 @@ def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
     """
     for index, start, stop, at in run.spans:
         low = at - run.start
-        quietly(
-            np.copyto,
-            *(results[index][start:stop], buffer[low : low + stop - start], "unsafe"),
-        )
+        part = buffer[low : low + stop - start]
+        quietly(assign, results[index][start:stop], ..., part)

@@ -1,0 +1,387 @@
+"""The all-reduce between hosts joined by a slow wire, and what crosses the wire.
+
+Run it as root; no launcher is needed, an MPI library is::
+
+    python benchmarks/bench_hosts.py --json FILE --picture FILE
+
+It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``, which joins
+namespaces by a network of a limited rate, runs itself there, and takes them down. The
+ranks are dealt to the hosts in turn, which is the worst placement for an algorithm that
+does not know of hosts. Every way to sum is checked before it is timed; ``timing.py``
+says how times are taken. The bytes are those that left each host's interface, headers
+and acknowledgements included. A host must send ``2 (hosts - 1) / hosts`` times the
+buffer, as if it were one rank (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002).
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from report import (
+    byte_ticks,
+    describe,
+    environment,
+    output_options,
+    parse_size,
+    row,
+    size_text,
+    styles,
+    write_json,
+)
+from timing import measure_for
+
+import hpcstrat as hs
+from hpcstrat import testing
+
+HIERARCHICAL = "hpcstrat, hierarchical"
+HALF = "hpcstrat, hierarchical, float16 on the wire"
+FLAT = "mpi4py, Allreduce"
+MAKE: dict[str, Callable[[], dict[str, Any]]] = {
+    "hpcstrat, default": dict,
+    HIERARCHICAL: lambda: {"cross_device_ops": hs.HierarchicalCopyAllReduce()},
+    HALF: lambda: {
+        "cross_device_ops": hs.HierarchicalCopyAllReduce(),
+        "communication_options": hs.CommunicationOptions(wire_dtype="float16"),
+    },
+    "hpcstrat, MpiAllReduce": lambda: {"cross_device_ops": hs.MpiAllReduce()},
+}
+# Reductions whose bytes are counted together, so that the barriers around them, and
+# the confirmations of TCP that come late, count for little.
+COUNTED_BYTES = 8 << 20
+MOST_COUNTED = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for one size.
+
+    Parameters
+    ----------
+    least : int
+        Bytes that each host must send in full precision.
+    times : dict of str to ndarray of shape (rounds,)
+        Seconds, from `timing.measure`.
+    sent : dict of str to list of float
+        Bytes that each host has sent for a reduction.
+    """
+
+    least: int
+    times: dict[str, Any]
+    sent: dict[str, list[float]]
+
+    def share(self, name: str) -> float:
+        """Return the most that a host has sent, relative to what it must.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            The alternative.
+
+        Returns
+        -------
+        float
+            1 if it sends what any algorithm must in full precision.
+        """
+        return max(self.sent[name]) / self.least
+
+
+class Case:
+    """The buffers of one size, and the ways to sum them.
+
+    Parameters
+    ----------
+    strategies : dict of str to hpcstrat strategy
+        Over all ranks, by name.
+    nbytes : int
+        Size of a buffer.
+    """
+
+    def __init__(self, strategies: dict[str, Any], nbytes: int) -> None:
+        self.topology = next(iter(strategies.values())).topology
+        self.comm, self.mpi = self.topology.replica_comm, self.topology.mpi
+        # Small integers: their sums are exact, also in float16.
+        numbers = np.arange(nbytes // 4) % 7
+        self.own = (numbers + self.comm.rank).astype(np.float32)
+        self.expected = sum(numbers + rank for rank in range(self.comm.size))
+        self.total = np.empty_like(self.own)
+        self.calls: dict[str, Callable[[], object]] = {
+            name: lambda strategy=strategy: strategy.reduce(
+                "sum", self.own, axis=None, out=self.total
+            )
+            for name, strategy in strategies.items()
+        }
+        self.calls[FLAT] = lambda: self.comm.Allreduce(self.own, self.total)
+
+    def check(self) -> None:
+        """Sum once by each of the ways, and demand that the sum is right.
+
+        Collective over all replicas.
+        """
+        for name, call in self.calls.items():
+            self.total.fill(0)
+            call()
+            if not np.array_equal(self.total, self.expected):
+                raise ArithmeticError(
+                    f"expected the exact sum of {self.own.size} numbers by {name}, "
+                    "found another; do not use its times"
+                )
+
+    def sent_bytes(self, call: Callable[[], object]) -> list[float]:
+        """Count what each host sends for a reduction.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        call : callable
+            Makes the reduction, after one that has made the connections.
+
+        Returns
+        -------
+        list of float
+            Bytes by host, the mean of several reductions.
+        """
+        counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+        count = min(max(COUNTED_BYTES // self.own.nbytes, 1), MOST_COUNTED)
+        self.comm.Barrier()
+        before = int(counter.read_text())
+        # Nobody of this host sends before all of it have read.
+        self.topology.worker_comm.Barrier()
+        for _ in range(count):
+            call()
+        # What other hosts wait for has been sent when all have ended.
+        self.comm.Barrier()
+        sent = (int(counter.read_text()) - before) / count
+        by_host = dict(self.comm.allgather((self.topology.worker_id, sent)))
+        return [by_host[worker] for worker in sorted(by_host)]
+
+    def run(self, seconds: float) -> Found:
+        """Check, count and time everything.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        seconds : float
+            How long to time.
+
+        Returns
+        -------
+        Found
+            The same on all ranks.
+        """
+        self.check()
+        sent = {name: self.sent_bytes(call) for name, call in self.calls.items()}
+        times = measure_for(self.comm, self.mpi, self.calls, seconds, least=5)
+        hosts = self.topology.num_workers
+        return Found(2 * (hosts - 1) * self.own.nbytes // hosts, times, sent)
+
+
+def table(found: Found) -> str:
+    """Return what was found for one size as aligned lines.
+
+    Not collective.
+
+    Parameters
+    ----------
+    found : Found
+        Times and bytes.
+
+    Returns
+    -------
+    str
+        A heading, and a line for each alternative.
+    """
+    cells = [["", "median ms", "min", "max", "faster", "KiB sent by hosts", "x least"]]
+    flat = np.median(found.times[FLAT])
+    for name, values in found.times.items():
+        seconds = (np.median(values), values.min(), values.max())
+        line = [name, *(f"{t * 1e3:.2f}" for t in seconds)]
+        line.append(f"{flat / seconds[0]:.2f}")
+        line.append(" ".join(f"{sent / 1024:.1f}" for sent in found.sent[name]))
+        line.append(f"{found.share(name):.3f}")
+        cells.append(line)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, line, widths[1:])])
+        for name, *line in cells
+    )
+
+
+def draw(path: str, all_found: dict[int, Found], title: str) -> None:
+    """Draw the times, and the bytes that the hosts have sent.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    all_found : dict of int to Found
+        For each size in bytes.
+    title : str
+        What was measured where.
+    """
+    from matplotlib.figure import Figure
+
+    sizes = list(all_found)
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    seconds, share = figure.subplots(2, 1, sharex=True)
+    for name, style in styles(list(all_found[sizes[0]].times)).items():
+        medians = [np.median(found.times[name]) * 1e3 for found in all_found.values()]
+        seconds.plot(sizes, medians, **style)
+        shares = [found.share(name) for found in all_found.values()]
+        share.plot(sizes, shares, **style)
+    seconds.set(yscale="log", ylabel="time of an all-reduce in ms")
+    share.set_yscale("log", base=2)
+    share.set(
+        xlabel="size of each rank's buffer",
+        ylabel="bytes sent by a host, relative to\nwhat it must in full precision",
+    )
+    low, high = share.get_ylim()
+    ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if low <= t <= high]
+    share.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    share.axhline(1, color="gray", linewidth=0.8, zorder=0)
+    byte_ticks(share, sizes)
+    for axes in (seconds, share):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    figure.legend(
+        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=2
+    )
+    figure.savefig(path, dpi=120)
+
+
+def measure(options: dict[str, Any]) -> None:
+    """Measure in this job, whose ranks are on several hosts.
+
+    Collective over all ranks of the job.
+
+    Parameters
+    ----------
+    options : dict
+        The command line.
+    """
+    with ExitStack() as stack:
+        strategies = {
+            name: stack.enter_context(hs.MultiWorkerMirroredStrategy(**make()))
+            for name, make in MAKE.items()
+        }
+        topology = next(iter(strategies.values())).topology
+        mpi = topology.mpi
+        hosts = topology.num_workers
+        what = (
+            f"all_reduce of float32, {hosts} hosts x {topology.worker_comm.size} ranks "
+            f"dealt in turn, {options['rate'] or 'no limit'} from each host"
+        )
+        where = describe(mpi)
+        hs.print_once(
+            f"{what}\n{where}\nfaster: than {FLAT}; least: what a host must send in "
+            "full precision"
+        )
+        all_found = {}
+        for nbytes in options["sizes"]:
+            found = all_found[nbytes] = Case(strategies, nbytes).run(options["seconds"])
+            rounds = len(found.times[FLAT])
+            hs.print_once(
+                f"\n{size_text(nbytes)}, {rounds} rounds; least: "
+                f"{found.least / 1024:.1f} KiB\n{table(found)}"
+            )
+        if topology.replica_id:
+            return
+        if options["json_path"]:
+            _write(options, what, mpi, all_found)
+        if options["picture"]:
+            draw(options["picture"], all_found, f"{what}\n{where}")
+
+
+def _write(
+    options: dict[str, Any], what: str, mpi: Any, all_found: dict[int, Found]
+) -> None:
+    rows = [
+        row(what, name, mpi.COMM_WORLD.size, nbytes, values)
+        | {
+            "rounds": len(values),
+            "sent_bytes_of_each_host": found.sent[name],
+            "least_sent_bytes": found.least // (2 if name == HALF else 1),
+        }
+        for nbytes, found in all_found.items()
+        for name, values in found.times.items()
+    ]
+    where = environment(mpi) | {"command": options["on_hosts"]}
+    write_json(options["json_path"], mpi, rows, environment=where)
+
+
+def launch(num_hosts: int, ranks_per_host: int, rate: str) -> int:
+    """Make the hosts, run this program there, and take them down.
+
+    Not collective.
+
+    Parameters
+    ----------
+    num_hosts, ranks_per_host : int
+        How many.
+    rate : str
+        Limit of what each host sends; empty for none.
+
+    Returns
+    -------
+    int
+        Exit code of the job.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.cluster.hosts import Hosts, HostsUnavailable
+
+    command = f"python {shlex.join(sys.argv)}"
+    program = [sys.executable, __file__, *sys.argv[1:], "--on-hosts", command]
+    ranks = [ranks_per_host] * num_hosts
+    try:
+        with Hosts(num_hosts, rate) as hosts:
+            launcher = hosts.launcher(ranks, round_robin=True)
+            words = [*testing.launch_command(sum(ranks), launcher), *program]
+            return subprocess.run(words, check=False).returncode
+    except HostsUnavailable as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
+    return [max(parse_size(word), 4) for word in text.split(",")]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--hosts", "num_hosts", default=2, help="Number of hosts.")
+@click.option("--ranks-per-host", default=4, help="Ranks on each of them.")
+@click.option(
+    "--rate", default="100mbit", help="Limit of what each host sends; '' for none."
+)
+@click.option(
+    "--sizes",
+    default="4KiB,64KiB,1MiB,4MiB",
+    callback=_parse_sizes,
+    help="Of a buffer.",
+)
+@click.option("--seconds", default=20.0, help="How long to measure each size.")
+@click.option("--on-hosts", hidden=True, help="Set in the job itself: the command.")
+@output_options
+def main(**options: Any) -> None:
+    """Measure the all-reduce between pretend hosts; needs root."""
+    if options["on_hosts"]:
+        measure(options)
+    else:
+        names = ("num_hosts", "ranks_per_host", "rate")
+        sys.exit(launch(*(options[name] for name in names)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several hosts: tests over network namespaces of this machine; they need root."""

@@ -1,0 +1,33 @@
+"""Pretend hosts for the tests, which are skipped with the reason where none can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from hpcstrat.errors import HpcstratError
+from hpcstrat.testing.launcher import find_launcher
+from tests.cluster.hosts import Hosts, HostsUnavailable
+
+
+@pytest.fixture(scope="session")
+def make_hosts() -> Iterator[Callable[..., Hosts]]:
+    """Yield a function that makes `Hosts`; all are taken down after the tests."""
+    with ExitStack() as stack:
+
+        def make(num_hosts: int = 2, rate: str = "") -> Hosts:
+            try:
+                find_launcher()
+                return stack.enter_context(Hosts(num_hosts, rate))
+            except (HostsUnavailable, HpcstratError) as exc:
+                pytest.skip(str(exc))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def hosts(make_hosts: Callable[..., Hosts]) -> Hosts:
+    """Return two hosts without a limit; tests leave no process on them."""
+    return make_hosts(2)

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Take the pretend hosts of hosts_up.sh down, or do something to one of them:
+#
+#   hosts_down.sh                take the hosts of HPCHOSTS_RUN (/run/hpchosts) down, with
+#                                all their processes; nothing happens where none are up
+#   hosts_down.sh HOST [off]     switch a host off: all its processes get SIGKILL at once
+#   hosts_down.sh HOST freeze    stop a host's processes
+#   hosts_down.sh HOST thaw      let them go on
+#   hosts_down.sh HOST cut       pull the host's network cable; not with DELAY_US
+#   hosts_down.sh HOST join      plug it in again
+#   hosts_down.sh --stale        take all hosts down whose owner has ended
+#   hosts_down.sh --after-owner  wait for the end of the owner first
+set -euo pipefail
+PATH="$PATH:/usr/sbin:/sbin"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source-path=SCRIPTDIR source=processes.sh
+source "$here/processes.sh"
+run="${HPCHOSTS_RUN:-/run/hpchosts}"
+
+# take_down FOLDER: end all that was started there, and nothing else.
+take_down() {
+    local folder="$1" slot="" group link lock
+    [[ -d $folder ]] || return 0
+    # The owner's end may bring two of these here at the same time.
+    exec {lock}<"$folder" || return 0
+    flock "$lock"
+    if [[ -e $folder/slot ]]; then slot="$(<"$folder/slot")"; fi
+    if mountpoint -q "$folder/cgroup2"; then
+        group="$folder/cgroup2/hpchosts.$slot"
+        if [[ -n $slot && -d $group ]]; then
+            echo 1 >"$group/cgroup.kill"
+            wait_for 10 grep -q "populated 0" "$group/cgroup.events" || {
+                echo "hosts_down.sh: processes of $folder do not end" >&2
+                return 1
+            }
+            rmdir "$group"/*/ "$group"
+        fi
+        umount -l "$folder/cgroup2" || return 1
+    fi
+    if [[ -n $slot ]]; then
+        # The kernel removes the links of a dead host too, but only some time later.
+        for link in "/sys/class/net/hpc$slot."* "/sys/class/net/hpcsw$slot"; do
+            [[ ! -e $link ]] || ip link del "${link##*/}" 2>/dev/null || true
+        done
+    fi
+    rm -rf --one-file-system "$folder"
+    exec {lock}<&-
+}
+
+take_stale_down() {
+    local folder
+    for folder in /run/hpchosts*/; do
+        folder="${folder%/}"
+        [[ ! -s $folder/owner ]] || runs "$folder/owner" || take_down "$folder"
+    done
+}
+
+after_owner() {
+    while runs "$run/owner"; do sleep 1; done
+    [[ ! -e $run/owner ]] || take_down "$run"
+}
+
+# act HOST ACTION
+act() {
+    local group="$run/groups/$1" link
+    [[ -d $group ]] || {
+        echo "hosts_down.sh: no host $1 is up in $run" >&2
+        return 1
+    }
+    link="hpc$(<"$run/slot").${1#node}"
+    case "$2" in
+        off) echo 1 >"$group/cgroup.kill" ;;
+        freeze) echo 1 >"$group/cgroup.freeze" ;;
+        thaw) echo 0 >"$group/cgroup.freeze" ;;
+        cut) ip link set "$link" down ;;
+        join) ip link set "$link" up ;;
+        *)
+            echo "hosts_down.sh: expected off, freeze, thaw, cut or join, found $2" >&2
+            return 2
+            ;;
+    esac
+}
+
+case "${1:-}" in
+    "") take_down "$run" ;;
+    --stale) take_stale_down ;;
+    --after-owner) after_owner ;;
+    *) act "$1" "${2:-off}" ;;
+esac
