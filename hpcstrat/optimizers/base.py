@@ -161,29 +161,27 @@ class Optimizer(ABC):
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
-            checked = _checked(given) if routine is None else given
+            checked = [] if routine is not None else _checked(given)
         except Exception as error:
             self._accumulation.restart()
             collectives.fail("apply_gradients", error)
             raise
         try:
+            if routine is not None:
+                self._combine_and_update(collectives, given, routine)
+                return True
             pairs = self._accumulation.add(checked)
             if pairs is None:
                 return False
-            self._apply(collectives, pairs, routine)
+            self._apply(collectives, pairs)
         except Exception:
             self._accumulation.restart()
             raise
         self._accumulation.restart()
         return True
 
-    def _apply(
-        self, collectives: Collectives, pairs: Pairs, routine: Routine | None
-    ) -> None:
+    def _apply(self, collectives: Collectives, pairs: Pairs) -> None:
         try:
-            rate = self.learning_rate
-            if callable(rate):
-                rate = rate(int(self.iterations.component))
             if not self._fills:
                 _require_gradients(pairs)
         except Exception as error:
@@ -192,39 +190,43 @@ class Optimizer(ABC):
         if self._fills:
             pairs = self._filled(collectives, pairs)
             _require_gradients(pairs)
-        label = self._label(pairs) if routine is None else routine.label
-        gradients = [g for g, _ in pairs if g is not None]
-        reduced = collectives.batch_reduce(self._op, gradients, label)
-        if routine is None:
+        present = [(g, v) for g, v in pairs if g is not None]
+        routine = Routine(get_strategy(), present, self._label(pairs))
+        self._combine_and_update(collectives, present, routine)
+        # Another step of the kind need not be checked and named again.
+        dense = all(type(gradient) is np.ndarray for gradient, _ in pairs)
+        plain = dense and not self._fills and self._accumulation.steps == 1
+        self._routine = routine if plain else None
+
+    def _combine_and_update(
+        self, collectives: Collectives, pairs: Pairs, routine: Routine
+    ) -> None:
+        rate = self.learning_rate
+        if callable(rate):
+            try:
+                rate = rate(int(self.iterations.component))
+            except Exception as error:
+                collectives.fail("apply_gradients", error)
+                raise
+        reduced = collectives.batch_reduce(
+            self._op, [gradient for gradient, _ in pairs], routine.label
+        )
+        if not routine.targets:
+            # The first step makes the state, after the first agreement of the ranks.
+            routine.targets = [self._target(variable) for _, variable in pairs]
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
         if self._op is ReduceOp.MEAN or self._limit is not None:
             self._condition(reduced)
         number = int(self.iterations.component) + 1
-        targets = (
-            [
-                self._target(variable)
-                for gradient, variable in pairs
-                if gradient is not None
-            ]
-            if routine is None
-            else routine.targets
-        )
-        for gradient, (step, state) in zip(reduced, targets, strict=True):
+        for gradient, (step, wholes) in zip(reduced, routine.targets, strict=True):
             step.rate, step.number = rate, number
-            wholes = [variable.component for variable in state]
             if type(gradient) is np.ndarray:
                 self._update(step, gradient, *wholes)
             else:
                 self._update_rows(step, gradient, wholes)
         self.iterations.component[...] = number
-        if routine is None:
-            # Another step of the kind need not be checked and named again.
-            dense = all(type(gradient) is np.ndarray for gradient, _ in pairs)
-            plain = dense and not self._fills and self._accumulation.steps == 1
-            strategy = get_strategy()
-            self._routine = Routine(strategy, pairs, label, targets) if plain else None
 
     def _condition(self, gradients: Sequence[Gradient]) -> None:
         """Scale and clip combined gradients, in place."""
@@ -235,10 +237,10 @@ class Optimizer(ABC):
             clip_to_norm(arrays, self._limit)
 
     def _target(self, variable: Variable) -> Target:
-        """Return a variable, and its state; collective the first time."""
+        """Return the arrays of a variable and its state, which is made if need be."""
         kinds = self._state.items()
-        state = [variable, *[self._slots.get(k, variable, i) for k, i in kinds]]
-        return Step(0.0, 0, variable.name), state
+        state = [self._slots.get(k, variable, i).component for k, i in kinds]
+        return Step(0.0, 0, variable.name), [variable.component, *state]
 
     def _update_rows(
         self, step: Step, gradient: IndexedSlices, wholes: list[Array]

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.optimizers.parameters import Step
+from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["Routine", "Target"]
 
-Target = tuple[Step, list[Variable]]
+Target = tuple[Step, list[Array]]
 
 
 class Routine:
@@ -26,8 +27,14 @@ class Routine:
         As checked.
     label : str
         Name of the call.
-    targets : list of (Step, list of Variable)
-        For each gradient, what to tell the update rule; the variable, and its state.
+
+    Attributes
+    ----------
+    label : str
+        Name of the call.
+    targets : list of (Step, list of ndarray)
+        For each gradient, what to tell the update rule; the arrays of the variable and
+        its state, which stay the same for good. Empty before the first step.
     """
 
     def __init__(
@@ -35,12 +42,11 @@ class Routine:
         strategy: Any,
         pairs: Sequence[tuple[Any, Variable]],
         label: str,
-        targets: list[Target],
     ) -> None:
         self._strategy = strategy
         self._expected = [(v, v.dtype, v.shape) for _, v in pairs]
         self.label = label
-        self.targets = targets
+        self.targets: list[Target] = []
 
     def fits(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """Return whether another step is like this one, so that its checks hold.
