@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.collectives.call import describe_call
+from hpcstrat.collectives.closed import ClosedChannel
 from hpcstrat.collectives.flat import all_gather_bytes, broadcast
-from hpcstrat.collectives.header import Channel, ClosedChannel
+from hpcstrat.collectives.header import Channel
 
 __all__ = ["ObjectCollectives"]
 

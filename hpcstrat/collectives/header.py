@@ -7,17 +7,12 @@ itself would give wrong numbers or wait for ever. A rank that has failed, or lea
 program, announces that in the same way.
 
 `hpcstrat.collectives.records` says where the records lie.
-
-While a rank waits it spins for a moment, then gives the processor away and drives MPI's
-progress, so that signals are served and late ranks can be named.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,22 +23,15 @@ from hpcstrat.collectives.progress import ProgressThread, check_progress_thread
 from hpcstrat.collectives.records import SegmentRecords, WireRecords
 from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.started import Started
+from hpcstrat.collectives.waiting import Waiter, late_ranks
 from hpcstrat.errors import CollectiveError
 from hpcstrat.topology import Topology
-from hpcstrat.tracing import get_logger
 
-__all__ = ["Channel", "ClosedChannel"]
+__all__ = ["Channel"]
 
 _FAILING = describe_call("failure")
 _LEAVING = describe_call("leaving the program")
 _ANNOUNCED = "_hpcstrat_announced"
-_QUICK_LOOKS = 20
-_SPIN_SECONDS = 0.001
-_LONGEST_NAP_SECONDS = 0.001
-_NAP_STEP_SECONDS = 2e-5
-_LOOKS_BETWEEN_CLOCKS = 10
-_WARN_SECONDS = 60.0
-_LIMIT_SECONDS = 1800.0
 
 
 class Channel:
@@ -87,9 +75,7 @@ class Channel:
         self.started: deque[Started] = deque()
         self._progress: ProgressThread | None = None
         self._lock = threading.RLock()
-        # Where ranks share cores, one that looks keeps the awaited one from running.
-        self._shares_cores = topology.worker_comm.size > topology.num_cores
-        self._quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
+        self._waiter = Waiter(topology, self._comm, self._steps)
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
         """Return once every rank has announced the same call.
@@ -201,7 +187,7 @@ class Channel:
     def wait(self, awaited: Any, call: Call) -> None:
         """Wait for a step, or a message.
 
-        Collective as what is awaited.
+        Collective over ``topology.replica_comm``; for a step, over its worker's ranks.
 
         Parameters
         ----------
@@ -216,10 +202,10 @@ class Channel:
             If it does not come in time, or a process has died.
         """
         agreed = awaited.agreed
-        for _ in range(self._quick_looks):
+        for _ in range(self._waiter.quick_looks):
             if agreed():
                 return
-        if not self._wait(awaited, call, None):
+        if not self._waiter.wait(awaited, call, None):
             raise CollectiveError(
                 f"expected every rank in the same step of {call.text}, found "
                 "another call's; end the program on every rank"
@@ -346,7 +332,7 @@ class Channel:
             On every rank, if any announced something else, or left the program.
         """
         with self.moving(call):
-            agreed = self._wait(self._records, call, timeout_seconds)
+            agreed = self._waiter.wait(self._records, call, timeout_seconds)
         if not agreed:
             self._raise_disagreement(Announcement(self._rank, 0, call.text))
 
@@ -360,7 +346,7 @@ class Channel:
         str
             Such as ``ranks [1, 3]``.
         """
-        return _late(self._records)
+        return late_ranks(self._records)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come to the current call.
@@ -437,10 +423,10 @@ class Channel:
             records = self._records
             records.post(run, call.digest, flags)
             agreed: Callable[[], bool] = records.agreed
-            for _ in range(self._quick_looks):
+            for _ in range(self._waiter.quick_looks):
                 if agreed():
                     return True
-            return self._wait(records, call, timeout_seconds)
+            return self._waiter.wait(records, call, timeout_seconds)
         except BaseException:
             self.broken = f"{call.text} was interrupted on this rank"
             raise
@@ -450,48 +436,6 @@ class Channel:
             raise CollectiveError(
                 f"expected a working strategy for {call.text}, found that "
                 f"{self.broken or 'it is closed'}; end the program on every rank"
-            )
-
-    def _wait(self, awaited: Any, call: Call, timeout_seconds: float | None) -> bool:
-        agreed, start = awaited.agreed, time.monotonic()
-        while time.monotonic() < start + _SPIN_SECONDS:
-            for _ in range(_LOOKS_BETWEEN_CLOCKS):
-                if agreed():
-                    return True
-                if self._shares_cores:
-                    os.sched_yield()
-        turns, look_at, warn_at = 0, start + 1, start + _WARN_SECONDS
-        limit = start + (timeout_seconds or _LIMIT_SECONDS)
-        while True:
-            if not awaited.missing():
-                return bool(awaited.agreed())
-            now = time.monotonic()
-            if now > look_at:
-                look_at = now + 1
-                self._check_alive(call)
-            if now > warn_at:
-                warn_at = now + 10 * _WARN_SECONDS
-                get_logger().warning(
-                    "rank %d has waited %.0f s in %s (%s) for %s",
-                    *(self._rank, now - start, call.text, call_site(), _late(awaited)),
-                )
-            if now > limit:
-                raise CollectiveError(
-                    f"expected all ranks in {call.text} within {limit - start:g} s, "
-                    f"found that {_late(awaited)} did not come; see what they do, or "
-                    "raise timeout_seconds"
-                )
-            self._comm.Iprobe()
-            time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
-            turns += 1
-
-    def _check_alive(self, call: Call) -> None:
-        dead = self.dead()
-        if dead:
-            raise CollectiveError(
-                f"expected all ranks in {call.text}, found that the processes of ranks "
-                f"{dead} have died; look for their last output",
-                dead,
             )
 
     def _raise_disagreement(self, announcement: Announcement) -> None:
@@ -509,86 +453,9 @@ class Channel:
         raise disagreement
 
 
-def _late(awaited: Any) -> str:
-    late = awaited.missing()
-    return "other ranks" if late == [-1] else f"ranks {late}"
-
-
 def _reason(error: BaseException) -> str:
     """Describe an error, whose class may be a program's own and faulty."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
-
-
-class ClosedChannel:
-    """Stands for the channel of a strategy that is closed."""
-
-    run_index = 0
-    started: tuple[Started, ...] = ()
-
-    @property
-    def topology(self) -> Topology:
-        """No topology."""
-        raise self._error("a call")
-
-    @property
-    def slots(self) -> Slots:
-        """No shared memory."""
-        raise self._error("a call")
-
-    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
-        """Refuse a call.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            What was to be done.
-        timeout_seconds : float, optional
-            Not used.
-
-        Raises
-        ------
-        CollectiveError
-            Always.
-        """
-        raise self._error(call.text)
-
-    def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Surround nothing: there is no call.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            Not used.
-
-        Returns
-        -------
-        context manager
-            Does nothing.
-        """
-        return contextlib.nullcontext()
-
-    def fail(self, what: str, error: BaseException) -> None:
-        """Tell nobody: there is nobody left.
-
-        Not collective.
-
-        Parameters
-        ----------
-        what : str
-            Not used.
-        error : BaseException
-            Not used.
-        """
-
-    def _error(self, what: str) -> CollectiveError:
-        return CollectiveError(
-            f"expected an open strategy for {what}, found one that is closed; create a "
-            "new one"
-        )
