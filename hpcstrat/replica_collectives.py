@@ -279,7 +279,9 @@ class Collectives(Gathers):
         ]
         if channel is not None and choice is not None:
             work = Work(
-                *(planned.call, planned.cut(), sources, flats, planned.divisor), waits
+                *(planned.call, planned.cut(), sources, flats, choice.piece_bytes),
+                divisor=planned.divisor,
+                waits=waits,
             )
             yield from choice.algorithm(work, channel)
         elif channel is None:

@@ -31,9 +31,9 @@ _CACHE_LINE_BYTES = 64
 
 
 def reduce_directly(work: Work, channel: Channel) -> Iterator[Any]:
-    """Sum by the direct form: every rank adds all slots itself.
+    """Sum by the direct form: each of two ranks adds the other's values to its own.
 
-    Collective over ``topology.worker_comm``, which is all replicas.
+    Collective over ``topology.worker_comm``, which is all replicas, and two.
 
     Parameters
     ----------
@@ -48,54 +48,57 @@ def reduce_directly(work: Work, channel: Channel) -> Iterator[Any]:
         See `hpcstrat.collectives.work`.
     """
     slots, me = channel.slots, channel.topology.worker_comm.rank
+    place_bytes = slots.place_bytes(work.piece_bytes)
     pieces = iter(work.pieces)
-    piece, place = _laid_out(next(pieces), work, slots, me)
+    piece, place = next(pieces), slots.take(place_bytes)
+    _lay_out(piece, place, work, slots, me)
     yield None
     while piece:
-        step = None
-        following, after = _laid_out(next(pieces, ()), work, slots, me)
+        following, after, step = next(pieces, ()), 0, None
         if following:
+            after = slots.take(place_bytes)
+            _lay_out(following, after, work, slots, me)
             step = channel.step(work.call)
         for run in piece:
-            _add_all(run, work, slots, slots.rows(run, place), me)
+            rows = slots.rows(run, place)
+            index, start, stop, _ = run.spans[0]
+            result, source = work.results[index], work.sources[index]
+            if len(run.spans) == 1 and source.dtype == result.dtype == run.dtype:
+                # The own values again: they are nearer than the place, and where the
+                # result lies over them, it is one array less in the cache.
+                own, total = source[start:stop], result[start:stop]
+                if me:
+                    quietly(np.add, rows[0], own, total)
+                else:
+                    quietly(np.add, own, rows[1], total)
+                if work.divisor:
+                    quietly(np.divide, total, work.divisor, total)
+            else:
+                _add_spans(run, work, slots, rows)
         if step is not None:
             yield step
         piece, place = following, after
 
 
-def _laid_out(piece: Piece, work: Work, slots: Slots, me: int) -> tuple[Piece, int]:
-    """Copy a piece of this rank's values into the next place of its ring."""
-    if not piece:
-        return (), 0
-    end = max((run.start + run.size) * run.dtype.itemsize for run in piece)
-    place = slots.take(slots.place_bytes(end))
+def _lay_out(piece: Piece, place: int, work: Work, slots: Slots, me: int) -> None:
+    """Copy a piece of this rank's values into a place of its ring."""
     for run in piece:
         fill(run, work.sources, slots.rows(run, place)[me])
-    return piece, place
 
 
-def _add_all(
-    run: Run, work: Work, slots: Slots, rows: Sequence[Array], me: int
-) -> None:
-    """Add a run of all slots into the results."""
+def _add_spans(run: Run, work: Work, slots: Slots, rows: Sequence[Array]) -> None:
+    """Add a run of all places into the results."""
     for index, start, stop, at in run.spans:
         low = at - run.start
         result = work.results[index][start:stop]
-        source = work.sources[index]
         terms = [row[low : low + stop - start] for row in rows]
-        if len(terms) == 2 and source.dtype == run.dtype:
-            # The own values again: they are nearer than the slot, and where the result
-            # lies over them, it is one array less to go through the cache.
-            terms[me] = source[start:stop]
-        if result.dtype == run.dtype:
-            add_in_order(terms, result)
-            if work.divisor:
-                quietly(np.divide, result, work.divisor, result)
-        else:
+        total = result
+        if result.dtype != run.dtype:
             total = slots.scratch(run.dtype)[: stop - start]
-            add_in_order(terms, total)
-            if work.divisor:
-                quietly(np.divide, total, work.divisor, total)
+        add_in_order(terms, total)
+        if work.divisor:
+            quietly(np.divide, total, work.divisor, total)
+        if total is not result:
             quietly(assign, result, ..., total)
 
 
@@ -156,14 +159,19 @@ def reduce_scattered(
     """
     topology, slots = channel.topology, channel.slots
     me, movers = topology.worker_comm.rank, topology.smallest_worker
+    place_bytes = slots.place_bytes(work.piece_bytes)
     pieces = iter(work.pieces)
-    piece, place = _laid_out(next(pieces), work, slots, me)
+    piece, place = next(pieces), slots.take(place_bytes)
+    _lay_out(piece, place, work, slots, me)
     yield None
     if topology.num_workers > 1:
         # The header of several workers orders no memory.
         yield channel.step(work.call)
     while piece:
-        following, after = _laid_out(next(pieces, ()), work, slots, me)
+        following, after = next(pieces, ()), 0
+        if following:
+            after = slots.take(place_bytes)
+            _lay_out(following, after, work, slots, me)
         own = []
         for run in piece if me < movers else ():
             low, high = _segment(run, me, movers)

@@ -39,6 +39,8 @@ class Work:
     results : sequence of ndarray of shape (n,)
         Where the results go: contiguous, of the types of the results; each is the
         memory of its source, or overlaps with none.
+    piece_bytes : int
+        Most bytes of a piece.
     divisor : int
         By what to divide the sums; 0 for sums.
     waits : bool
@@ -49,6 +51,7 @@ class Work:
     pieces: Iterable[Piece]
     sources: Sequence[Array]
     results: Sequence[Array]
+    piece_bytes: int
     divisor: int = 0
     waits: bool = True
 
