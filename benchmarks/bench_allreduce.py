@@ -221,8 +221,7 @@ class Case:
         calls = {name: way.call for name, way in ways.items()}
         calls[FLOOR] = lambda: np.copyto(self.total, self.own)
         times = self.measure(calls, 1)
-        # In rounds of its own: after it, the others were measured to take up to 1.7
-        # times as long, because it leaves the caches to them without their code.
+        # In rounds of its own: right after it, others were seen to take longer.
         slow = self.by_gloo(gloo)
         self.check(slow)
         calls = {name: way.call for name, way in slow.items()}

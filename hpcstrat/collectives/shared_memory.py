@@ -242,8 +242,7 @@ class SmallReduction:
         # Many small arrays take larger places, of which there are fewer.
         views = len(signatures) * channel.topology.worker_comm.size
         spread = channel.slots.slot_bytes * views // _MOST_VIEWS
-        place_bytes = channel.slots.place_bytes(max(nbytes, spread))
-        self._place_bytes = min(place_bytes, channel.slots.slot_bytes)
+        self._place_bytes = channel.slots.place_bytes(max(nbytes, spread))
         self._views: dict[int, _Views] = {}
 
     def _make_views(self, place: int) -> _Views:

@@ -29,7 +29,8 @@ from hpcstrat.typing import Array
 __all__ = ["Slots"]
 
 _MOST_ROWS = 512
-_SMALLEST_PLACE_BYTES = 4096
+# Small calls keep views of each place: there are to be few.
+_SMALLEST_PLACE_BYTES = 32 << 10
 
 
 class Slots:
@@ -70,9 +71,10 @@ class Slots:
         Returns
         -------
         int
-            At least a page.
+            At least ``nbytes``, at most ``slot_bytes``.
         """
-        return max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
+        wanted = max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
+        return min(wanted, self.slot_bytes)
 
     def take(self, place_bytes: int) -> int:
         """Return the next place of all ranks' rings.
