@@ -28,7 +28,7 @@ from hpcstrat.typing import Array, Tree
 
 __all__ = ["Collectives"]
 
-_MOST_PLANS = 4096
+_MOST_PLANS = 1024
 
 # Operation, name of the call, and what holds the arrays; None for a single array.
 _Request = tuple[ReduceOp, str, Any]

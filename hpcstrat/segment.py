@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Segment"]
 
 _FOLDER = "/dev/shm"
+# Linux 5.14; the module mmap has no name for it.
+_MADV_POPULATE_WRITE = 23
 
 
 class Segment:
@@ -35,16 +37,19 @@ class Segment:
     part_bytes : int
         Size of each rank's own part, a multiple of the page size; halved until all
         parts fit the file system, down to one page.
+    room_bytes : int
+        How far each part may grow, see `grow`; at least ``part_bytes``.
     folder : str
         A memory file system.
 
     Attributes
     ----------
-    buffer : memoryview of shape (common_bytes + size * part_bytes,)
+    buffer : memoryview of shape (common_bytes + size * room_bytes,)
         The bytes, writable: what is common, rounded up to whole pages, then the parts
         in the order of the ranks. They stay readable after a peer's death.
-    common_bytes, part_bytes : int
-        The sizes, as they came out.
+    common_bytes, part_bytes, room_bytes : int
+        The sizes, as they came out. Only the first ``part_bytes`` of each
+        ``room_bytes`` may be used.
     """
 
     def __init__(
@@ -53,12 +58,16 @@ class Segment:
         common_bytes: int,
         part_bytes: int = 0,
         *,
+        room_bytes: int = 0,
         folder: str = _FOLDER,
     ) -> None:
+        self._handle = -1
+        self._comm = comm
         self._map: mmap.mmap | None = None
         self._window: Any = None
         self.common_bytes = common_bytes + -common_bytes % mmap.PAGESIZE
         self.part_bytes = part_bytes
+        self.room_bytes = max(part_bytes, room_bytes)
         while self._map is None:
             try:
                 self._map = self._open_file(comm, folder)
@@ -68,29 +77,67 @@ class Segment:
                 if self.part_bytes <= mmap.PAGESIZE:
                     break
                 self.part_bytes = self.part_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+                self.room_bytes = self.part_bytes
         if self._map is not None:
             self.buffer = memoryview(self._map)
         else:
+            self.room_bytes = self.part_bytes
             size = self.common_bytes + comm.size * self.part_bytes
             self.buffer = self._open_window(comm, size)
 
     def _open_file(self, comm: MPI.Intracomm, folder: str) -> mmap.mmap | None:
         """Map a new file on all ranks, or on none for lack of memory."""
-        nbytes = self.common_bytes + comm.size * self.part_bytes
+        nbytes = self.common_bytes + comm.size * self.room_bytes
         path = comm.bcast(_create(nbytes, folder) if comm.rank == 0 else None, root=0)
         if not path:
             raise FileNotFoundError(folder)
         mapped = None
-        own = self.common_bytes + comm.rank * self.part_bytes
+        own = self.common_bytes + comm.rank * self.room_bytes
         first = 0 if comm.rank == 0 else own
+        handle = -1
         with contextlib.suppress(OSError):
-            mapped = _attach(path, nbytes, first, own + self.part_bytes)
+            handle = os.open(path, os.O_RDWR)
+            mapped = _map(handle, nbytes, first, own + self.part_bytes)
         everywhere = all(comm.allgather(mapped is not None))
         if comm.rank == 0:
             os.unlink(path)
+        if everywhere and self.room_bytes > self.part_bytes:
+            self._handle = handle
+        elif handle >= 0:
+            os.close(handle)
         if mapped is not None and not everywhere:
             mapped.close()
         return mapped if everywhere else None
+
+    def grow(self) -> bool:
+        """Let all parts take all their room, or none, for lack of memory.
+
+        Collective over the communicator it was made with.
+
+        Returns
+        -------
+        bool
+            Whether they have grown.
+        """
+        grown = self._handle >= 0
+        if grown:
+            own = self.common_bytes + self._comm.rank * self.room_bytes
+            try:
+                # Reserved by its own rank, memory lies near its core.
+                os.posix_fallocate(
+                    self._handle,
+                    own + self.part_bytes,
+                    self.room_bytes - self.part_bytes,
+                )
+            except OSError:
+                grown = False
+        grown = all(self._comm.allgather(grown))
+        if grown and self._map is not None:
+            self.part_bytes = self.room_bytes
+            # Page faults now, not in the first reductions. Older kernels cannot.
+            with contextlib.suppress(OSError):
+                self._map.madvise(_MADV_POPULATE_WRITE)
+        return grown
 
     def _open_window(self, comm: MPI.Intracomm, nbytes: int) -> memoryview:
         from mpi4py import MPI
@@ -115,6 +162,9 @@ class Segment:
             if self._map is not None:
                 self._map.close()
         self._map = None
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
         if self._window is not None:
             self._window.Free()
             self._window = None
@@ -137,15 +187,11 @@ def _create(nbytes: int, folder: str) -> str:
     return path
 
 
-def _attach(path: str, nbytes: int, start: int, end: int) -> mmap.mmap:
+def _map(handle: int, nbytes: int, start: int, end: int) -> mmap.mmap:
     """Map the file; reserve a range of it, which then lies near this rank's core."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        if os.fstat(handle).st_size != nbytes:
-            raise OSError(f"expected {nbytes} bytes in {path}")
-        # Reserving finds a full file system here, not as SIGBUS at the first store.
-        if end > start:
-            os.posix_fallocate(handle, start, end - start)
-        return mmap.mmap(handle, nbytes)
-    finally:
-        os.close(handle)
+    if os.fstat(handle).st_size != nbytes:
+        raise OSError(f"expected a file of {nbytes} bytes")
+    # Reserving finds a full file system here, not as SIGBUS at the first store.
+    if end > start:
+        os.posix_fallocate(handle, start, end - start)
+    return mmap.mmap(handle, nbytes)

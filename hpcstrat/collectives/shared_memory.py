@@ -213,7 +213,7 @@ def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
 # Of each array: its index, its memory in all ranks' rings, and whether this rank's own
 # values do instead of their copy there.
 _Views = list[tuple[int, list[Array], bool]]
-_MOST_VIEWS = 4096
+_MOST_VIEWS = 1024
 
 
 class SmallReduction:
@@ -241,7 +241,7 @@ class SmallReduction:
         nbytes = max((run.start + run.size) * run.dtype.itemsize for run in piece)
         # Many small arrays take larger places, of which there are fewer.
         views = len(signatures) * channel.topology.worker_comm.size
-        spread = channel.slots.slot_bytes * views // _MOST_VIEWS
+        spread = channel.slots.ring_bytes * views // _MOST_VIEWS
         self._place_bytes = channel.slots.place_bytes(max(nbytes, spread))
         self._views: dict[int, _Views] = {}
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat import segment
-from hpcstrat.collectives import progress, records, select
+from hpcstrat.collectives import progress, records, select, slots
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.segment import Segment
 from tests.mpi.ranks.check_reductions import assert_usable, outcome
@@ -455,6 +455,39 @@ def test_a_small_memory_file_system_gives_smaller_slots(
     assert made.part_bytes == 3 * page
     assert len(made.buffer) == page + comm.size * 3 * page
     made.close()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
+    make_strategy: Any, job: Any, monkeypatch: Any, full: bool
+) -> None:
+    real, small = os.posix_fallocate, 2 << 20
+
+    def reserve(handle: int, start: int, length: int) -> None:
+        if full and length > small and job.rank == job.size - 1:
+            raise OSError(28, "No space left on device")
+        real(handle, start, length)
+
+    monkeypatch.setattr(slots, "_are_apart", lambda *_: True)
+    monkeypatch.setattr(segment.os, "posix_fallocate", reserve)
+    with make_strategy(comm=job) as strategy:
+        topology = strategy.topology
+        if strategy.collectives.channel is None:
+            return
+        ring = strategy.collectives.channel.slots.ring_bytes
+        ranks = topology.worker_comm.size
+        if ranks == 1 or ranks > topology.num_cores:
+            assert ring == 4 * topology.slot_bytes
+        elif not full:
+            assert ring == 1 << ((128 << 20) // ranks).bit_length() - 1
+        elif topology.num_workers == 1:
+            assert ring == 4 * topology.slot_bytes
+        # More than the ring holds, in places of several sizes.
+        own = np.full(5_000_000, float(job.rank))
+        for size in (1, 5_000_000, 3, 100_000, 40_000):
+            for _ in range(3):
+                total = strategy.reduce("sum", own[:size], axis=None)
+                assert total.min() == total.max() == job.size * (job.size - 1) / 2
 
 
 @pytest.mark.slow
