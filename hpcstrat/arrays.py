@@ -146,7 +146,7 @@ def to_reducible(value: ArrayLike) -> Array:
             "expected an array without a mask, found a masked array, whose mask a sum "
             "over replicas would ignore; fill it first"
         )
-    array = value if type(value) is np.ndarray else as_array(value)
+    array = value if type(value) is np.ndarray else np.asarray(as_array(value))
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.num < _FIRST_FOREIGN_TYPE:
         return array if dtype.isnative else array.astype(dtype.newbyteorder("="))

@@ -261,4 +261,4 @@ class ReductionToOneDevice(CrossDeviceOps):
             reduce_to_one, root=self._root, accumulate=self._accumulate
         )
         # Runs of other types begin at multiples of 64 bytes.
-        return Choice(algorithm, nbytes + (64 << 10))
+        return Choice(algorithm, nbytes + (64 << 10), starts=False)

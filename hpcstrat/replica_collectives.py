@@ -192,6 +192,13 @@ class Collectives(Gathers):
             raise
         request = op, what, structure
         planned, results = self._prepared(request, arrays, options, outs)
+        if planned.choice is not None and not planned.choice.starts:
+            refusal = ValueError(
+                "expected an algorithm that can be started and awaited later, found "
+                f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
+            )
+            self.fail(what, refusal)
+            raise refusal
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
         steps = self._steps(planned, arrays, results, waits=False)
@@ -246,10 +253,14 @@ class Collectives(Gathers):
                 separate=separate,
             )
             return results
-        if outs is not None:
-            arrays = copied_where_overwritten(arrays, outs)
-        steps = self._steps(planned, arrays, results, waits=True)
-        next(steps)
+        try:
+            if outs is not None:
+                arrays = copied_where_overwritten(arrays, outs)
+            steps = self._steps(planned, arrays, results, waits=True)
+            next(steps)
+        except Exception as error:
+            self.fail(request[1], error)
+            raise
         if channel is not None:
             channel.agree(call, timeout_seconds)
             with channel.moving(call):
@@ -310,7 +321,7 @@ class Collectives(Gathers):
                 structure=structure,
                 options=options,
             )
-        except ValueError as error:
+        except Exception as error:
             self.fail(what, error)
             raise
 

@@ -29,6 +29,23 @@ class ClosedChannel:
         """No shared memory."""
         raise self._error("a call")
 
+    def start(self, started: Started) -> None:
+        """Refuse a call.
+
+        Not collective.
+
+        Parameters
+        ----------
+        started : Started
+            What was to be done.
+
+        Raises
+        ------
+        CollectiveError
+            Always.
+        """
+        raise self._error(started.call.text)
+
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
         """Refuse a call.
 

@@ -43,6 +43,8 @@ class Announcement:
         File and line.
     run_index : int
         How often the rank has entered ``run``.
+    pending : int
+        How many of the rank's started calls have not ended.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Announcement:
     kind: Any = None
     site: str = ""
     run_index: int = 0
+    pending: int = 0
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:
@@ -89,6 +92,12 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
             [a.rank for a in left],
         )
     if len({a.text for a in announcements}) == 1:
+        if len({a.run_index for a in announcements}) == 1:
+            return CollectiveError(
+                "expected all ranks at the same point of the program, found that "
+                f"{calls}, but that a rank was interrupted in an earlier call, or "
+                "left it out; make the same calls on every rank"
+            )
         runs = ", ".join(f"rank {a.rank}: {a.run_index}" for a in announcements)
         return CollectiveError(
             f"expected all ranks at the same point of the program, found that {calls}, "

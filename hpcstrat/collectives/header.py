@@ -27,11 +27,15 @@ from hpcstrat.collectives.waiting import Waiter, late_ranks
 from hpcstrat.errors import CollectiveError
 from hpcstrat.topology import Topology
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "EveryRankError"]
 
 _FAILING = describe_call("failure")
 _LEAVING = describe_call("leaving the program")
 _ANNOUNCED = "_hpcstrat_announced"
+
+
+class EveryRankError(Exception):
+    """A ValueError in the exchange of data that every rank raises in the same place."""
 
 
 class Channel:
@@ -134,9 +138,9 @@ class Channel:
             self.slots.restart()
 
     def post_leave(self) -> None:
-        """Announce that this rank ends the program; does not wait.
+        """Announce that this rank ends the program; waits for started calls only.
 
-        Not collective.
+        Collective over ``topology.replica_comm`` where there are started calls.
         """
         with contextlib.suppress(Exception):
             self.drain()
@@ -181,7 +185,7 @@ class Channel:
         SegmentRecords
             For `wait`: to be done when all have come.
         """
-        self._steps.post(0, call.digest, 0)
+        self._steps.post(0, call.digest ^ self.slots.next, 0)
         return self._steps
 
     def wait(self, awaited: Any, call: Call) -> None:
@@ -234,8 +238,11 @@ class Channel:
         Not collective.
         """
         with self._lock:
-            while self.started and self.started[0].advance(waits=False):
-                self.started.popleft()
+            while self.started:
+                first = self.started[0]
+                if not first.advance(waits=False):
+                    return
+                self._forget(first)
 
     def drain(self, last: Started | None = None) -> None:
         """Wait for the end of started calls, whose handles keep their errors.
@@ -249,9 +256,16 @@ class Channel:
         """
         with self._lock:
             while self.started:
-                self.started[0].advance(waits=True)
-                if self.started.popleft() is last:
+                first = self.started[0]
+                first.advance(waits=True)
+                self._forget(first)
+                if first is last:
                     return
+
+    def _forget(self, ended: Started) -> None:
+        """Take an ended call off the queue, which an error may have emptied."""
+        if self.started and self.started[0] is ended:
+            self.started.popleft()
 
     def use_progress_thread(self) -> None:
         """Take started calls further in a thread from now on.
@@ -281,8 +295,9 @@ class Channel:
         run : int
             ``run_index`` when it was started.
         """
+        self._refuse_if_broken(call)
         self._sequence += 1
-        self._records.post(run, call.digest, 0)
+        self._records.post(run, self._marked(call), 0)
 
     def header_came(self, call: Call) -> bool:
         """Look whether all ranks have announced the call of `post_header`.
@@ -383,6 +398,7 @@ class Channel:
             if self._progress is not None:
                 self._progress.end()
             self.closed = True
+            self.slots.close()
             self._steps.close()
             self._comm.Free()
 
@@ -391,8 +407,8 @@ class Channel:
         """Surround the exchange of data that follows `agree`.
 
         Not collective. An error in it leaves the other ranks in the call: no further
-        call can be made, and the end of this rank ends the job. ValueError is what
-        algorithms raise on every rank alike.
+        call can be made, and the end of this rank ends the job, unless it is an
+        EveryRankError, which becomes a ValueError.
 
         Parameters
         ----------
@@ -406,11 +422,23 @@ class Channel:
         """
         try:
             yield
-        except ValueError:
-            raise
+        except EveryRankError as error:
+            raise ValueError(*error.args) from error.__cause__
         except BaseException:
-            self.broken = f"{call.text} was interrupted on this rank"
+            self.interrupted(call)
             raise
+
+    def interrupted(self, call: Call) -> None:
+        """Take note that this rank has left a call half-made.
+
+        Not collective.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+        """
+        self.broken = f"{call.text} was interrupted on this rank"
 
     def _announce(
         self, run: int, call: Call, flags: int, timeout_seconds: float | None
@@ -418,18 +446,29 @@ class Channel:
         self._refuse_if_broken(call)
         if self.started:
             self.drain()
+            self._refuse_if_broken(call)
         try:
             self._sequence += 1
             records = self._records
-            records.post(run, call.digest, flags)
+            records.post(run, self._marked(call), flags)
             agreed: Callable[[], bool] = records.agreed
             for _ in range(self._waiter.quick_looks):
                 if agreed():
                     return True
             return self._waiter.wait(records, call, timeout_seconds)
         except BaseException:
-            self.broken = f"{call.text} was interrupted on this rank"
+            self.interrupted(call)
             raise
+
+    def _marked(self, call: Call) -> int:
+        """Return what ranks compare: the call, and the place of its data.
+
+        An interrupt before a header leaves a rank's ring a place ahead.
+        """
+        if self._records is self._steps:
+            return call.digest ^ self.slots.next
+        # Each worker has its own rings; its steps compare them.
+        return call.digest
 
     def _refuse_if_broken(self, call: Call) -> None:
         if self.broken or self.closed:
@@ -441,6 +480,7 @@ class Channel:
     def _raise_disagreement(self, announcement: Announcement) -> None:
         announcement.site = call_site()
         announcement.run_index = self.run_index
+        announcement.pending = len(self.started)
         announcements: list[Announcement] = self._comm.allgather(announcement)
         # From here on all ranks are at the same point again, and look at no data.
         self.slots.restart()
@@ -449,6 +489,9 @@ class Channel:
         if leavers:
             self.broken = f"ranks {leavers} have left the program"
         disagreement = explain(announcements)
+        if max(a.pending for a in announcements) > 1 and not self.broken:
+            # Nobody knows which of them the others have started, or will start.
+            self.broken = f"several started calls were under way when {disagreement}"
         setattr(disagreement, _ANNOUNCED, (id(self), self._sequence))
         raise disagreement
 

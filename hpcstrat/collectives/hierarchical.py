@@ -21,6 +21,7 @@ from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.shared_memory import reduce_scattered
 from hpcstrat.collectives.started import Message
 from hpcstrat.collectives.work import Work, assign, quietly
+from hpcstrat.packing import Run
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_hierarchically"]
@@ -61,11 +62,14 @@ def _cross(
     work: Work,
     channel: Channel,
     wire_dtype: np.dtype[Any] | None,
-    segments: list[Array],
+    segments: list[tuple[Run, Array]],
 ) -> Iterator[Any]:
     """Sum segments over the workers, in place."""
-    for segment in segments:
-        if wire_dtype is not None and segment.dtype.char in "fd":
+    for run, segment in segments:
+        # The mean of integers is summed in float64.
+        source = work.sources[run.spans[0][0]].dtype
+        exact = source.kind in "iu" or segment.dtype.char not in "fd"
+        if wire_dtype is not None and not exact:
             yield from _all_reduce_halves(segment, work, channel, wire_dtype)
         else:
             yield from _all_reduce(segment, work, channel)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.collectives.flat import PIECE_BYTES, broadcast
-from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.header import Channel, EveryRankError
 from hpcstrat.collectives.work import Work, drain, fill, quietly
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
@@ -79,7 +79,7 @@ def _reduce(
         if accumulate is None:
             total = next(parts).copy()
             for part in parts:
-                total += part
+                quietly(np.add, total, part, total)
             flat[:] = total
         else:
             # The list is complete before user code runs, so that its error leaves no
@@ -92,7 +92,7 @@ def _reduce(
     if accumulate is not None:
         error = comm.bcast(error, root=root)
         if error is not None:
-            raise ValueError(
+            raise EveryRankError(
                 f"expected accumulation_fn to combine {topology.num_replicas} arrays "
                 f"of shape {flat.shape}, found {error}; see replica {root}"
             )

@@ -52,11 +52,14 @@ class Choice:
         Most bytes of a piece.
     small : bool
         Whether `SmallReduction` does it.
+    starts : bool
+        Whether it can be started, and awaited later.
     """
 
     algorithm: Algorithm
     piece_bytes: int
     small: bool = False
+    starts: bool = True
 
 
 def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:

@@ -136,7 +136,7 @@ def add_in_order(
 def reduce_scattered(
     work: Work,
     channel: Channel,
-    cross: Callable[[list[Array]], Iterator[Any]] | None = None,
+    cross: Callable[[list[tuple[Run, Array]]], Iterator[Any]] | None = None,
 ) -> Iterator[Any]:
     """Sum by segments: each rank sums one segment of a piece over all slots.
 
@@ -178,11 +178,11 @@ def reduce_scattered(
             if low < high:
                 terms = [row[low:high] for row in slots.rows(run, place)]
                 add_in_order(terms, terms[me], slots.scratch(run.dtype))
-                own.append(terms[me])
+                own.append((run, terms[me]))
         if cross is not None and own:
             yield from cross(own)
         if work.divisor:
-            for segment in own:
+            for _, segment in own:
                 quietly(np.divide, segment, work.divisor, segment)
         yield channel.step(work.call)
         for run in piece:
@@ -210,8 +210,8 @@ def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
                 quietly(assign, part, ..., row[first:last])
 
 
-# Of each array: its index, its memory in all ranks' rings, and whether this rank's own
-# values do instead of their copy there.
+# Of each array: its index, its memory in all ranks' rings, and whether it has the type
+# in which it is added.
 _Views = list[tuple[int, list[Array], bool]]
 _MOST_VIEWS = 1024
 
@@ -243,7 +243,6 @@ class SmallReduction:
         views = len(signatures) * channel.topology.worker_comm.size
         spread = channel.slots.ring_bytes * views // _MOST_VIEWS
         self._place_bytes = channel.slots.place_bytes(max(nbytes, spread))
-        self._views: dict[int, _Views] = {}
 
     def _make_views(self, place: int) -> _Views:
         views = []
@@ -253,8 +252,9 @@ class SmallReduction:
                 dtype, shape = self._signatures[index]
                 low = at - run.start
                 parts = [row[low : low + stop].reshape(shape) for row in rows]
-                views.append((index, parts, len(parts) == 2 and dtype == run.dtype))
-        self._views[place] = views
+                views.append((index, parts, dtype == run.dtype))
+        count = len(views) * len(views[0][1])
+        self._channel.slots.keep((self, place), views, count)
         return views
 
     def __call__(
@@ -284,29 +284,44 @@ class SmallReduction:
         timeout_seconds : float, optional
             How long to wait for late ranks.
         separate : bool
-            Whether no result lies over another array.
+            Whether no result lies over another array. All values are in the rings
+            before the first result is written, and so are right in any case; this
+            rank's own are nearer.
         """
-        add, me, channel = np.add, self._rank, self._channel
+        me, channel = self._rank, self._channel
         place = channel.slots.take(self._place_bytes)
-        views = self._views.get(place) or self._make_views(place)
-        for index, parts, _ in views:
-            quietly(assign, parts[me], ..., arrays[index])
-        channel.agree(call, timeout_seconds)
-        for index, parts, near in views:
-            result = total = results[index]
-            if total.dtype != parts[0].dtype:
-                total = np.empty_like(parts[0])
-            if near and separate:
-                own, other = arrays[index], parts[1 - me]
-                if me:
-                    quietly(add, other, own, total)
-                else:
-                    quietly(add, own, other, total)
+        views = channel.slots.kept.get((self, place)) or self._make_views(place)
+        for index, parts, same in views:
+            if same:
+                parts[me][...] = arrays[index]
             else:
-                quietly(add, parts[0], parts[1], total)
-                for part in parts[2:]:
-                    quietly(add, total, part, total)
-            if divisor:
-                quietly(np.divide, total, divisor, total)
-            if total is not result:
-                quietly(assign, result, ..., total)
+                quietly(assign, parts[me], ..., arrays[index])
+        channel.agree(call, timeout_seconds)
+        try:
+            for index, parts, same in views:
+                own = arrays[index] if same and separate else None
+                _add_small(parts, results[index], divisor, me, own)
+        except BaseException:
+            channel.interrupted(call)
+            raise
+
+
+def _add_small(
+    parts: Sequence[Array], result: Array, divisor: int, me: int, own: Array | None
+) -> None:
+    """Add the parts of all ranks, one of which may be near: ``own``."""
+    total = result
+    if total.dtype != parts[0].dtype:
+        total = np.empty_like(parts[0])
+    if own is None or len(parts) > 2:
+        quietly(np.add, parts[0], parts[1], total)
+        for part in parts[2:]:
+            quietly(np.add, total, part, total)
+    elif me:
+        quietly(np.add, parts[0], own, total)
+    else:
+        quietly(np.add, own, parts[1], total)
+    if divisor:
+        quietly(np.divide, total, divisor, total)
+    if total is not result:
+        quietly(assign, result, ..., total)

@@ -34,6 +34,7 @@ from hpcstrat.typing import Array
 __all__ = ["Slots"]
 
 _MOST_ROWS = 512
+_MOST_KEPT = 1 << 15
 _PROBES = 12
 _PROBE_BYTES = 64 << 10
 # Writing took 4 times as long as in private memory on cores that share a cache, and 14
@@ -57,6 +58,10 @@ class Slots:
         Size of the largest place.
     ring_bytes : int
         Size of a ring.
+    next : int
+        Where the next place may begin; the same on all ranks of a worker.
+    kept : dict
+        Views that callers have made, see `keep`.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -70,7 +75,9 @@ class Slots:
             if max(comm.allgather(apart)) and segment.grow():
                 self.ring_bytes = segment.part_bytes
         self._bytes = parts[:, : self.ring_bytes]
-        self._next = 0
+        self.next = 0
+        self.kept: dict[Any, Any] = {}
+        self._num_kept = 0
         self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
         self._rows: dict[Any, list[Array]] = {}
@@ -108,10 +115,10 @@ class Slots:
         int
             Where it begins in each ring, in bytes; a multiple of its size.
         """
-        start = (self._next + place_bytes - 1) // place_bytes * place_bytes
+        start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
             start = 0
-        self._next = start + place_bytes
+        self.next = start + place_bytes
         return start
 
     def restart(self) -> None:
@@ -120,7 +127,37 @@ class Slots:
         Logically collective over ``topology.worker_comm``: after calls that differed
         between ranks.
         """
-        self._next = 0
+        self.next = 0
+
+    def keep(self, key: Any, views: Any, count: int) -> None:
+        """Keep views for the next time, as long as there are not too many in all.
+
+        Not collective.
+
+        Parameters
+        ----------
+        key : hashable
+            Under which they are found in ``kept``.
+        views : object
+            What to keep.
+        count : int
+            How many arrays that is.
+        """
+        self._num_kept += count
+        if self._num_kept > _MOST_KEPT:
+            self.kept.clear()
+            self._num_kept = count
+        self.kept[key] = views
+
+    def close(self) -> None:
+        """Let go of the memory.
+
+        Not collective.
+        """
+        self.kept.clear()
+        self._typed.clear()
+        self._rows.clear()
+        self._bytes = np.empty((0, 0), np.uint8)
 
     def of(self, dtype: np.dtype[Any]) -> Array:
         """Return the rings as arrays of a type.

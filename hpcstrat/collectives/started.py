@@ -134,11 +134,27 @@ class Started:
             while not self._done:
                 if not self._advance(waits):
                     return False
-        except Exception as error:
+        except BaseException as error:
             # The rank that waits for it raises this, in the same place as the others.
+            self.end(error)
+            if not isinstance(error, Exception):
+                self._channel.interrupted(self.call)
+                raise
+        return True
+
+    def end(self, error: BaseException) -> None:
+        """Let `wait` raise an error; for the channel.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Why there will be no result.
+        """
+        if not self._done:
             self._error = error
             self._done = True
-        return True
 
     def _post(self, waits: bool) -> bool:
         del waits

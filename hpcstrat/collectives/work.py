@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,15 +59,41 @@ class Work:
 
 Algorithm = Callable[[Work, Channel], Iterator[Any]]
 
-# A sum that overflows to infinity is a value like any other: with warnings as errors,
-# or numpy.seterr, it would take one rank out of a call that the others are in.
-_quiet = contextvars.Context()
-_quiet.run(np.seterr, all="ignore")
+
+class _Quiet(threading.local):
+    """A context of each thread in which NumPy gives no floating-point warnings.
+
+    A sum that overflows to infinity is a value like any other: with warnings as errors,
+    or numpy.seterr, it would take one rank out of a call that the others are in.
+    """
+
+    def __init__(self) -> None:
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        self.run = context.run
 
 
-quietly = _quiet.run
-"""Call a function of NumPy without its floating-point warnings: much faster than
-``numpy.errstate``. The function must not call Python code."""
+_quiet = _Quiet()
+
+
+def quietly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of NumPy without its floating-point warnings.
+
+    Not collective. Much faster than ``numpy.errstate``.
+
+    Parameters
+    ----------
+    function : callable
+        Calls no Python code.
+    *args : object
+        Its arguments.
+
+    Returns
+    -------
+    object
+        What it returns.
+    """
+    return _quiet.run(function, *args)
 
 
 assign: Any = operator.setitem

@@ -112,6 +112,10 @@ class Optimizer(ABC):
         self._noted: set[str] = set()
         self._routine: Routine | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: not the arrays of these variables."""
+        return {**self.__dict__, "_routine": None}
+
     @abstractmethod
     def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
         """Update a value and its state, in the order of ``_state``, in place.

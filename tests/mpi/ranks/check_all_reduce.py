@@ -8,9 +8,11 @@ shrinks the same examples on all ranks.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat import segment
+from hpcstrat import topology as topology_module
 from hpcstrat.collectives import progress, records, select, slots
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.segment import Segment
@@ -214,6 +217,8 @@ def _started_end_in_order(
     strategy: Any, job: Any, *, sizes: Any, waits: Any, tests: Any, blocking: int
 ) -> None:
     for name, ops in algorithms(strategy).items():
+        if name == "to one":
+            continue
         options = hs.CommunicationOptions(bytes_per_pack=1024)
         collectives = Collectives(strategy.collectives.channel, ops, options)
         handles = []
@@ -262,14 +267,14 @@ def test_started_reductions_that_nobody_waits_for_are_finished(
     np.testing.assert_array_equal(own, np.full(70_000, job.size * (job.size - 1) / 2))
 
 
-def test_a_mismatch_of_started_reductions_is_raised_by_wait(
+def test_a_mismatch_of_a_started_reduction_is_raised_by_wait(
     strategy: Any, job: Any
 ) -> None:
     def step() -> Any:
         context = hs.get_replica_context()
         first = context.start_all_reduce("sum", np.ones(2 + (job.rank == 1)))
-        second = context.start_all_reduce("sum", np.ones(2))
-        return [outcome(first.wait), second.wait()]
+        error = outcome(first.wait)
+        return error, context.start_all_reduce("sum", np.ones(2)).wait()
 
     error, total = strategy.local_value(strategy.run(step))
     if job.size > 1:
@@ -277,6 +282,131 @@ def test_a_mismatch_of_started_reductions_is_raised_by_wait(
         assert "start_all_reduce" in str(error)
     np.testing.assert_array_equal(total, np.full(2, job.size))
     assert_usable(strategy, job)
+
+
+def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        return
+    with make_strategy(comm=job, on_error="raise") as strategy:
+
+        def step() -> Any:
+            if job.rank == 0:
+                # The others have started theirs by now.
+                time.sleep(0.2)
+                raise ArithmeticError("bad batch")
+            context = hs.get_replica_context()
+            started = [context.start_all_reduce("sum", np.ones(2)) for _ in range(2)]
+            raise outcome(started[1].wait)
+
+        error = outcome(strategy.run, step)
+        kind = hs.CollectiveError if job.rank else ArithmeticError
+        assert isinstance(error, kind), error
+        # No sum after it can be wrong, because there is none.
+        error = outcome(strategy.reduce, "sum", np.ones(2))
+        assert isinstance(error, hs.CollectiveError)
+        assert "several started calls" in str(error)
+        channel = strategy.collectives.channel
+        assert not channel.started
+        channel.broken = ""
+        channel.slots.restart()
+
+
+def test_an_interrupt_before_a_call_is_noticed_in_the_next(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        return
+    with make_strategy(comm=job) as strategy:
+        slots = strategy.collectives.channel.slots
+        if job.rank == 0 and strategy.topology.num_workers == 1:
+            # What an interrupt leaves behind that comes after the place is taken.
+            slots.take(slots.place_bytes(1))
+            error = outcome(strategy.reduce, "sum", np.ones(3), None)
+        else:
+            error = outcome(strategy.reduce, "sum", np.ones(3), None)
+        if strategy.topology.num_workers == 1:
+            assert isinstance(error, hs.CollectiveError)
+            assert "interrupted" in str(error)
+        assert_usable(strategy, job)
+
+
+def test_an_interrupted_started_reduction_gives_no_result(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        return
+    with make_strategy(comm=job) as strategy:
+        channel = strategy.collectives.channel
+        started = strategy.collectives.start_reduce(hs.ReduceOp.SUM, np.ones(9), "x")
+        np.testing.assert_array_equal(started.wait(), np.full(9, job.size))
+
+        def interrupted(waits: bool) -> bool:
+            raise KeyboardInterrupt
+
+        started._done, started._advance = False, interrupted
+        with pytest.raises(KeyboardInterrupt):
+            started.advance(waits=True)
+        with pytest.raises(KeyboardInterrupt):
+            started.wait()
+        assert "interrupted" in channel.broken
+        channel.broken = ""
+
+
+def test_an_algorithm_that_blocks_is_not_started(make_strategy: Any, job: Any) -> None:
+    with make_strategy(cross_device_ops=hs.ReductionToOneDevice()) as strategy:
+        start = strategy.collectives.start_reduce
+        error = outcome(start, hs.ReduceOp.SUM, np.ones(3), "start")
+        assert isinstance(error, ValueError) == (job.size > 1)
+        assert_usable(strategy, job)
+
+
+def test_slots_smaller_than_a_page_hold_their_data_apart(
+    make_strategy: Any, job: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(topology_module, "_slot_bytes", lambda _: 1024)
+    monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
+    with make_strategy(comm=job) as strategy:
+        for size in (1, 100, 5000, 3, 700):
+            for number in range(4):
+                own = np.full(size, number + job.rank, np.int32)
+                total = strategy.reduce("sum", own, axis=None)
+                wanted = job.size * number + job.size * (job.size - 1) // 2
+                np.testing.assert_array_equal(total, np.full(size, wanted))
+
+
+def test_closed_strategies_give_their_memory_back(make_strategy: Any, job: Any) -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps", encoding="ascii") as file:
+            return sum("/dev/shm/hpcstrat" in line for line in file)
+
+    gc.collect()
+    before = mapped()
+    gc.disable()
+    for _ in range(3):
+        with make_strategy(comm=job) as strategy:
+            strategy.reduce("sum", [np.ones(3), np.ones(100_000)], axis=None)
+            strategy.reduce("sum", np.ones(3), axis=None)
+    after = mapped()
+    gc.enable()
+    assert after == before
+
+
+def test_matrices_are_arrays_and_threads_have_contexts_of_their_own(
+    strategy: Any, job: Any
+) -> None:
+    whole = strategy.reduce("sum", np.ones((300, 300)).view(np.matrix), axis=None)
+    np.testing.assert_array_equal(whole, np.full((300, 300), job.size))
+
+    def alone() -> Any:
+        collectives = Collectives(None)
+        ones = np.ones(2_000_000)
+        return collectives.batch_reduce(hs.ReduceOp.SUM, ones, "alone").sum()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(alone) for _ in range(6)]
+        assert [future.result() for future in found] == [2e6] * 6
 
 
 def test_sums_of_one_worker_are_those_in_the_order_of_the_ranks(
@@ -362,6 +492,8 @@ def test_half_precision_between_workers_keeps_its_bound(
     counts = np.arange(5) + 2**40
     found = collectives.batch_reduce(hs.ReduceOp.SUM, counts, wire)
     np.testing.assert_array_equal(found, counts * job.size)
+    found = collectives.batch_reduce(hs.ReduceOp.MEAN, counts, wire)
+    np.testing.assert_array_equal(found, counts)
 
 
 def test_overflow_takes_no_rank_out_of_a_call(strategy: Any, job: Any) -> None:
