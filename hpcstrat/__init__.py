@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hpcstrat.options import VariableAggregation as VariableAggregation
     from hpcstrat.options import VariableSynchronization as VariableSynchronization
     from hpcstrat.randomness import RandomStreams as RandomStreams
+    from hpcstrat.settings import Settings as Settings
     from hpcstrat.strategies import MirroredStrategy as MirroredStrategy
     from hpcstrat.strategies import MultiWorkerMirroredStrategy as _MultiWorker
     from hpcstrat.strategies import OneDeviceStrategy as OneDeviceStrategy
@@ -120,6 +121,7 @@ _NAMES = {
         "VariableSynchronization",
     ),
     "randomness": ("RandomStreams",),
+    "settings": ("Settings",),
     "strategies": (
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",

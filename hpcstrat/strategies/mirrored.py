@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.errors import TopologyError
+from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import parse_device
 from hpcstrat.strategies.mpi import MpiStrategy
 
@@ -31,6 +32,8 @@ class MirroredStrategy(MpiStrategy):
         The ranks, which must share a node; default: all of the job.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
+    settings : Settings, optional
+        How the strategy watches over its ranks.
 
     Attributes
     ----------
@@ -52,10 +55,14 @@ class MirroredStrategy(MpiStrategy):
         *,
         comm: MPI.Intracomm | None = None,
         on_error: str = "abort",
+        settings: Settings | None = None,
     ) -> None:
         names = None if devices is None else [parse_device(name) for name in devices]
         super().__init__(
-            comm=comm, cross_device_ops=cross_device_ops, on_error=on_error
+            comm=comm,
+            cross_device_ops=cross_device_ops,
+            on_error=on_error,
+            settings=settings,
         )
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:

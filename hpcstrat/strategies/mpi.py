@@ -11,6 +11,7 @@ from hpcstrat.errors import TopologyError
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.safety import exits
+from hpcstrat.settings import Settings
 from hpcstrat.strategies.base import Strategy, check_on_error
 from hpcstrat.topology import Topology, start_mpi
 
@@ -23,8 +24,9 @@ __all__ = ["MpiStrategy"]
 class _Connection:
     """A topology with its channel, and how many strategies use them."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, settings: Settings) -> None:
         self.topology = topology
+        self.settings = settings
         self.channel = Channel(topology) if topology.num_replicas > 1 else None
         self.users = 0
         if self.channel is not None:
@@ -45,6 +47,21 @@ class _Connection:
 # Strategies over all ranks share a topology, so that calls of two strategies in
 # different order are noticed like any other mismatch.
 _connections: dict[Any, _Connection] = {}
+
+
+def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
+    """Return replica 0's settings, or raise its error on all replicas."""
+    found: Settings | Exception | None = None
+    if topology.replica_id == 0:
+        try:
+            found = given.resolved()
+        except (TypeError, ValueError) as error:
+            found = error
+    found = topology.replica_comm.bcast(found)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found
 
 
 def _agree_on_creation(kind: str) -> None:
@@ -76,6 +93,15 @@ class MpiStrategy(Strategy):
         See `Strategy`.
     progress_thread : bool
         Take started reductions further in a thread.
+    settings : Settings, optional
+        How the strategy watches over its ranks; what is not given comes from the
+        environment.
+
+    Raises
+    ------
+    ValueError
+        If the environment has a ``HPCSTRAT_`` variable that is unknown, or another
+        strategy over the same ranks is open with other settings. On every rank.
     """
 
     def __init__(
@@ -88,6 +114,7 @@ class MpiStrategy(Strategy):
         device: str = "CPU:0",
         on_error: str = "abort",
         progress_thread: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         check_on_error(on_error)
         start_mpi(threads=progress_thread)
@@ -98,10 +125,20 @@ class MpiStrategy(Strategy):
         self._key: Any = replicas_per_worker if comm is None else object()
         connection = _connections.get(self._key)
         if connection is None:
-            connection = _Connection(
-                Topology(comm, replicas_per_worker=replicas_per_worker)
-            )
+            topology = Topology(comm, replicas_per_worker=replicas_per_worker)
+            try:
+                agreed = _agree_on_settings(topology, settings or Settings())
+            except Exception:
+                topology.close()
+                raise
+            connection = _Connection(topology, agreed)
             _connections[self._key] = connection
+        elif settings is not None and settings.differ_from(connection.settings):
+            raise ValueError(
+                f"expected the settings of the strategies that are open, "
+                f"{connection.settings}, found {settings}; close them first, or give "
+                "the settings to the first"
+            )
         connection.users += 1
         if progress_thread and connection.channel is not None:
             try:
@@ -117,6 +154,11 @@ class MpiStrategy(Strategy):
         super().__init__(
             collectives, connection.topology.replica_id, device, on_error=on_error
         )
+
+    @property
+    def settings(self) -> Settings:
+        """How this strategy watches over its ranks; the same on every replica."""
+        return self._connection.settings
 
     @property
     def topology(self) -> Topology:

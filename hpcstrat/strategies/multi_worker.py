@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.options import CommunicationOptions
+from hpcstrat.settings import Settings
 from hpcstrat.strategies.mpi import MpiStrategy
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         workers travel while the program computes without calling the library. Needs a
         second core for each rank, and ``MPI_THREAD_MULTIPLE``, with which the first
         strategy of a program starts MPI when asked for this.
+    settings : Settings, optional
+        How the strategy watches over its ranks.
 
     Raises
     ------
@@ -57,6 +60,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
         on_error: str = "abort",
         progress_thread: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         if hasattr(cluster_resolver, "Get_size"):
             raise TypeError(
@@ -70,6 +74,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             communication_options=communication_options,
             on_error=on_error,
             progress_thread=progress_thread,
+            settings=settings,
         )
         self._cluster_resolver = cluster_resolver
         self.device = f"CPU:{self.topology.worker_comm.rank}"

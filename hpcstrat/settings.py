@@ -1,0 +1,181 @@
+"""Settings of the checks and records that are always on: by option, or by environment.
+
+What a program gives as `Settings` comes first, then the environment (``HPCSTRAT_`` and
+the name in capitals) of replica 0, then the default. Replica 0's settings hold for the
+whole job: launchers often give other nodes another environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+__all__ = ["PREFIX", "Settings"]
+
+PREFIX = "HPCSTRAT_"
+"""What the names of all variables of the environment begin with."""
+
+# Of our own test suite, and of hpcstrat.testing.
+_NOT_SETTINGS = f"{PREFIX}TEST"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def _setting(default: Any, *, choices: tuple[str, ...] = (), least: float = 0) -> Any:
+    """Return a field that is None until `Settings.resolved` fills it."""
+    metadata = {"default": default, "choices": choices, "least": least}
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a strategy watches over its ranks.
+
+    Parameters
+    ----------
+    watchdog : bool, optional
+        Whether a thread of each rank says which ranks are late, and what they do.
+        Default: True.
+    warn_seconds : float, optional
+        After how many seconds of waiting it says so. Default: 60.
+    limit_seconds : float, optional
+        After how many seconds of waiting the job ends. Default: 1800.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of its range, or unknown.
+    """
+
+    watchdog: bool | None = _setting(True)
+    warn_seconds: float | None = _setting(60.0, least=0.01)
+    limit_seconds: float | None = _setting(1800.0, least=0.01)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                checked = _checked(field, value, field.name)
+                object.__setattr__(self, field.name, checked)
+
+    def resolved(self, environment: Mapping[str, str] | None = None) -> Self:
+        """Fill what is None from the environment, or by its default.
+
+        Not collective.
+
+        Parameters
+        ----------
+        environment : mapping of str to str, optional
+            Default: this process's.
+
+        Returns
+        -------
+        Settings
+            Without None.
+
+        Raises
+        ------
+        ValueError
+            If a variable that begins with ``HPCSTRAT_`` has an unknown name, or a value
+            that does not fit.
+        """
+        environment = os.environ if environment is None else environment
+        fields = {PREFIX + f.name.upper(): f for f in dataclasses.fields(self)}
+        given = {
+            name: text
+            for name, text in environment.items()
+            if name.startswith(PREFIX) and not name.startswith(_NOT_SETTINGS)
+        }
+        for name in given:
+            if name not in fields:
+                raise ValueError(
+                    f"expected {PREFIX}* to name a setting, found {name}; "
+                    f"{_advice(name, list(fields))}"
+                )
+        values = {
+            field.name: _parsed(field, given[name], name)
+            if name in given
+            else field.metadata["default"]
+            for name, field in fields.items()
+            if getattr(self, field.name) is None
+        }
+        return dataclasses.replace(self, **values)
+
+    def differ_from(self, others: Self) -> bool:
+        """Whether a value that is given here differs from another's.
+
+        Not collective.
+
+        Parameters
+        ----------
+        others : Settings
+            Without None.
+
+        Returns
+        -------
+        bool
+            False where all that is given is the same there.
+        """
+        names = (field.name for field in dataclasses.fields(self))
+        return any(getattr(self, n) not in (None, getattr(others, n)) for n in names)
+
+
+def _advice(name: str, known: list[str]) -> str:
+    ends = [other.removeprefix(PREFIX) for other in known]
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.6)
+    if close:
+        return f"write {PREFIX}{close[0]}, or unset it"
+    return f"unset it, or choose one of {', '.join(known)}"
+
+
+def _parsed(field: Any, text: str, name: str) -> Any:
+    """Return the value of a variable of the environment."""
+    default, word = field.metadata["default"], text.strip()
+    value: Any = word
+    if isinstance(default, bool):
+        if word.lower() not in _TRUE + _FALSE:
+            raise ValueError(
+                f"expected {name} to be 1 or 0, found {text!r}; choose one"
+            )
+        value = word.lower() in _TRUE
+    elif isinstance(default, (int, float)):
+        try:
+            value = type(default)(word)
+        except ValueError:
+            kind = "a whole number" if isinstance(default, int) else "a number"
+            raise ValueError(
+                f"expected {name} to be {kind}, found {text!r}; change or unset it"
+            ) from None
+    return _checked(field, value, name)
+
+
+def _checked(field: Any, value: Any, name: str) -> Any:
+    """Return the value as its setting's type, if it is in range."""
+    default, choices = field.metadata["default"], field.metadata["choices"]
+    kind = type(default)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise TypeError(
+            f"expected {name} of type {kind.__name__}, found {value!r}; change it"
+        )
+    if choices:
+        value = value.lower()
+        if value not in choices:
+            words = ", ".join(repr(choice) for choice in choices)
+            raise ValueError(
+                f"expected {name} to be one of {words}, found {value!r}; choose one"
+            )
+    least = field.metadata["least"]
+    if kind in (int, float) and (not math.isfinite(value) or value < least):
+        raise ValueError(
+            f"expected {name} >= {least:g} and finite, found {value}; change it"
+        )
+    return value
