@@ -21,10 +21,19 @@ from hpcstrat.tracing import set_rank
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["RECORD_BYTES", "SLOTS_IN_RING", "Topology", "start_mpi"]
+__all__ = [
+    "RECORD_BYTES",
+    "SLOTS_IN_RING",
+    "STATUS_BYTES",
+    "Topology",
+    "start_mpi",
+]
 
 RECORD_BYTES = 64
 """Bytes of a rank's record in the worker's segment: one cache line."""
+
+STATUS_BYTES = 8192
+"""Bytes in which a rank tells its worker how it is doing, after all records."""
 
 SLOTS_IN_RING = 4
 """How many pieces of the largest size a replica's part of the segment holds."""
@@ -198,7 +207,7 @@ class Topology:
         self.smallest_worker: int = smallest
         self.segment = Segment(
             self.worker_comm,
-            2 * RECORD_BYTES * self.worker_comm.size,
+            (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
             SLOTS_IN_RING * _slot_bytes(largest),
             room_bytes=_room_bytes(self.worker_comm.size),
         )
@@ -233,6 +242,24 @@ class Topology:
         worker = node.Split(node.rank // replicas_per_worker, node.rank)
         node.Free()
         return worker
+
+    def status(self, index: int) -> memoryview:
+        """Return the memory in which a rank tells its worker how it is doing.
+
+        Not collective.
+
+        Parameters
+        ----------
+        index : int
+            A rank of ``worker_comm``; only that rank writes there.
+
+        Returns
+        -------
+        memoryview of STATUS_BYTES bytes
+            Zeros at first; to be released before `close`.
+        """
+        start = 2 * RECORD_BYTES * self.worker_comm.size + index * STATUS_BYTES
+        return self.segment.buffer[start : start + STATUS_BYTES]
 
     def close(self) -> None:
         """Free the communicators and the segment.
