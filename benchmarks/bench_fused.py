@@ -20,7 +20,7 @@ from typing import Any
 import click
 import numpy as np
 from buffers import fill, in_pieces, require_sum
-from report import describe, output_options, row, styles, table, write_json
+from report import describe, draw_bars, output_options, row, table, write_json
 from timing import measure_for
 
 import hpcstrat as hs
@@ -209,45 +209,6 @@ class Case:
         return measure_for(self.comm, self.mpi, calls, seconds)
 
 
-def draw(path: str, times: dict[str, Any], title: str) -> None:
-    """Draw a bar for each alternative, with the range of its times.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The picture; its suffix names the format.
-    times : dict of str to ndarray of shape (rounds,)
-        Seconds, from `timing.measure`.
-    title : str
-        What was measured where.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    colors = styles(list(times))
-    medians = {name: float(np.median(values)) for name, values in times.items()}
-    floor = medians[FLOOR]
-    for place, (name, values) in enumerate(times.items()):
-        axes.barh(place, medians[name] * 1e3, color=colors[name]["color"], height=0.6)
-        # A few interrupted rounds would stretch the axis to the whole range.
-        ends = np.percentile(values, [25, 75]) * 1e3
-        axes.plot(ends, [place, place], color="darkgray", linewidth=3)
-    axes.axvline(floor * 1e3, color="black", linestyle=":", linewidth=1)
-    axes.set_xlim(0, max(medians.values()) * 1e3 * 1.3)
-    axes.set_xlabel("median time in ms; gray: from the lower to the upper quartile")
-    places = range(len(times))
-    axes.set_yticks(places, list(times))
-    axes.invert_yaxis()
-    right = axes.secondary_yaxis("right")
-    texts = [f"{t * 1e3:.1f} ms, {t / floor:.2f} x {FLOOR}" for t in medians.values()]
-    right.set_yticks(places, texts)
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=120)
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--seconds", default=30.0, help="How long to measure.")
 @output_options
@@ -273,7 +234,7 @@ def main(seconds: float, json_path: str | None, picture: str | None) -> None:
         ]
         write_json(json_path, mpi, rows, rounds=len(times[FLOOR]))
     if picture:
-        draw(picture, times, f"{what}\n{where}")
+        draw_bars(picture, times, FLOOR, f"{what}\n{where}")
 
 
 if __name__ == "__main__":

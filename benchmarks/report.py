@@ -20,6 +20,7 @@ import numpy as np
 __all__ = [
     "byte_ticks",
     "describe",
+    "draw_bars",
     "environment",
     "output_options",
     "parse_size",
@@ -337,6 +338,47 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             "label": name,
         }
     return chosen
+
+
+def draw_bars(path: str, times: Mapping[str, Any], floor: str, title: str) -> None:
+    """Draw a bar for each alternative, with the range of its times.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    times : mapping of str to ndarray of shape (rounds,)
+        Seconds, from `timing.measure`.
+    floor : str
+        The name by whose median the others' are divided.
+    title : str
+        What was measured where.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(times)), layout="constrained")
+    axes = figure.subplots()
+    colors = styles(list(times))
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    for place, (name, values) in enumerate(times.items()):
+        axes.barh(place, medians[name] * 1e3, color=colors[name]["color"], height=0.6)
+        # A few interrupted rounds would stretch the axis to the whole range.
+        ends = np.percentile(values, [25, 75]) * 1e3
+        axes.plot(ends, [place, place], color="darkgray", linewidth=3)
+    axes.axvline(medians[floor] * 1e3, color="black", linestyle=":", linewidth=1)
+    axes.set_xlim(0, max(medians.values()) * 1e3 * 1.3)
+    axes.set_xlabel("median time in ms; gray: from the lower to the upper quartile")
+    places = range(len(times))
+    axes.set_yticks(places, list(times))
+    axes.invert_yaxis()
+    right = axes.secondary_yaxis("right")
+    ratios = {name: median / medians[floor] for name, median in medians.items()}
+    texts = [f"{medians[n] * 1e3:.1f} ms, {r:.2f} x {floor}" for n, r in ratios.items()]
+    right.set_yticks(places, texts)
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
 
 
 def byte_ticks(axes: Any, sizes: Sequence[int]) -> None:
