@@ -1,5 +1,6 @@
 """Checkpoints: one HDF5 file each, restored on any number of replicas."""
 
 from hpcstrat.checkpoint.manager import CheckpointManager
+from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "RestoreReport", "SaveStatistics"]

@@ -10,20 +10,29 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "COMMIT",
     "FORMAT",
     "FORMAT_VERSION",
     "RESERVED",
+    "TABLE",
     "Entry",
     "Header",
     "checkpoint_name",
     "list_checkpoints",
+    "named_dtype",
     "saved_dtype",
     "section_of",
     "step_of",
 ]
 
 FORMAT = "hpcstrat-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+TABLE = "hpcstrat/block_xxh3_64"
+"""Dataset with the hash of each block of the data."""
+
+COMMIT = "hpcstrat/commit"
+"""Dataset that is the commit record."""
+
 RESERVED = ("variables", "iterators", "rng", "python", "hpcstrat")
 """Groups with a meaning of their own; no object may have such a name."""
 
@@ -171,6 +180,29 @@ def section_of(state: dict[str, Any]) -> str:
         ``rng`` for random streams, ``iterators`` for data sets.
     """
     return "rng" if "bit_generator" in state else "iterators"
+
+
+def named_dtype(name: str) -> np.dtype[Any]:
+    """Return the type of a name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        NumPy's, or ``bfloat16``.
+
+    Returns
+    -------
+    dtype
+        In native byte order.
+    """
+    if name == "bfloat16":
+        import ml_dtypes
+
+        half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return half
+    return np.dtype(name)
 
 
 def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self, overload
 
-import numpy as np
-
+from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.checkpoint.folder import prepare
 from hpcstrat.checkpoint.layout import (
     Header,
     checkpoint_name,
     list_checkpoints,
     step_of,
 )
-from hpcstrat.checkpoint.matching import Match, match_entries
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.reader import read_header, read_values
-from hpcstrat.checkpoint.writer import (
-    flush,
-    keep_newest,
-    remove_abandoned,
-    write_checkpoint,
-)
+from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
+from hpcstrat.checkpoint.restorer import Restorer
+from hpcstrat.checkpoint.saving import Saver
+from hpcstrat.checkpoint.search import newest_path
+from hpcstrat.checkpoint.under_way import Order
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.errors import CheckpointError
 from hpcstrat.safety.divergence import check_mirrored
-from hpcstrat.tracing import get_logger
-from hpcstrat.typing import Array
+from hpcstrat.safety.recording import measure
+from hpcstrat.timeline import traced
 from hpcstrat.variables import read_all
 
 __all__ = ["CheckpointManager"]
+
+_ON_BUSY = ("wait", "skip")
 
 
 class CheckpointManager:
@@ -75,7 +76,6 @@ class CheckpointManager:
                 "keep all"
             )
         self.directory = os.path.abspath(os.fspath(directory))
-        self._max_to_keep = max_to_keep
         self._objects = Objects(objects)
         self._strategy = self._objects.strategy
         self._collectives = self._strategy.collectives
@@ -87,13 +87,41 @@ class CheckpointManager:
                 "use MultiWorkerMirroredStrategy, or pass independent=True and a "
                 "folder for each rank"
             )
-        self._on_first("creation of the folder of checkpoints", self._prepare)
+        self._saver = Saver(self._strategy, self.directory, max_to_keep)
+        self._pending: CheckpointError | None = None
+        self._restorer = Restorer(self._strategy, self.directory, self._objects)
+        what = "creation of the folder of checkpoints"
+        on_first(self._strategy, what, partial(prepare, self.directory))
 
-    def _prepare(self) -> None:
-        if not os.path.isdir(self.directory):
-            os.makedirs(self.directory, exist_ok=True)
-            flush(os.path.dirname(self.directory), os.O_RDONLY | os.O_DIRECTORY)
-        remove_abandoned(self.directory)
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it; after an error, which may be this rank's alone, do not wait."""
+        if kind is None:
+            self.close()
+
+    @property
+    def last_save(self) -> SaveStatistics | None:
+        """What the last save that is done has cost; None before.
+
+        Not collective. One in the background counts from the next `save` or `wait` on.
+        """
+        return self._saver.last
+
+    @property
+    def last_restore(self) -> RestoreReport | None:
+        """What the last restore did; None before.
+
+        Not collective.
+        """
+        return self._restorer.last
 
     @property
     def checkpoints(self) -> list[str]:
@@ -113,11 +141,44 @@ class CheckpointManager:
         str or None
             Its path; None where there is none.
         """
-        found = self._on_first("search for the newest checkpoint", self._newest)
-        return None if found is None else str(found[0])
+        self._settle()
 
-    def save(self, step: int | None = None, *, overwrite: bool = False) -> str:
-        """Save everything; on return it is on the disk.
+        newest = partial(newest_path, self.directory)
+        path: str | None = on_first(
+            self._strategy, "search for the newest checkpoint", newest
+        )
+        return path
+
+    @overload
+    def save(  # numpydoc ignore=GL08
+        self,
+        step: int | None = None,
+        *,
+        asynchronous: bool = False,
+        on_busy: Literal["wait"] = "wait",
+        overwrite: bool = False,
+    ) -> str: ...
+
+    @overload
+    def save(  # numpydoc ignore=GL08
+        self,
+        step: int | None = None,
+        *,
+        asynchronous: bool = False,
+        on_busy: str,
+        overwrite: bool = False,
+    ) -> str | None: ...
+
+    @traced("save", "checkpoint")
+    def save(
+        self,
+        step: int | None = None,
+        *,
+        asynchronous: bool = False,
+        on_busy: str = "wait",
+        overwrite: bool = False,
+    ) -> str | None:
+        """Save everything; on return it is on the disk, or a copy is in memory.
 
         Collective over the strategy's replicas.
 
@@ -126,25 +187,43 @@ class CheckpointManager:
         step : int, optional
             Number in the file's name; default: the optimizer's iterations, or one more
             than the newest checkpoint's.
+        asynchronous : bool
+            Whether to return as soon as this replica's share is copied; threads then
+            write it. What is saved may change at once. Without a further call, the
+            checkpoint appears when all replicas' shares are on the disk; `wait`,
+            `close` and the next `save` raise what went wrong.
+        on_busy : str
+            While an earlier save is still being written: ``"wait"`` for it, or
+            ``"skip"`` this one.
         overwrite : bool
             Whether a checkpoint of this step is replaced, and those of later steps are
             removed once this one is on the disk: after going back to an older one.
 
         Returns
         -------
-        str
-            Path of the checkpoint.
+        str or None
+            Path of the checkpoint; None where it was skipped.
 
         Raises
         ------
         CheckpointError
             On every rank: if the folder cannot be written, the disk is full, or there
             is a checkpoint of this step, or of a later one, which would be taken for
-            the newest. Nothing is left behind, and older checkpoints
-            are as before.
+            the newest; or if an earlier save in the background failed. Nothing is left
+            behind, and older checkpoints are as before.
         CollectiveError
             On every rank, if the copies of a mirrored variable have come to differ.
         """
+        began = time.perf_counter()
+        if on_busy not in _ON_BUSY:
+            error = ValueError(
+                f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
+            )
+            self._collectives.fail("save", error)
+            raise error
+        if on_busy == "skip" and self._saver.busy():
+            return None
+        self.wait()
         replaces = overwrite or step is None
         if step is None:
             step = self._next_step()
@@ -155,45 +234,62 @@ class CheckpointManager:
         except Exception as error:
             self._collectives.fail("save", error)
             raise
+        kind = "asynchronous save" if asynchronous else "save"
         self._collectives.barrier(
-            f"save of step {step} with {self._objects.describe(variables)}"
+            f"{kind} of step {step} with {self._objects.describe(variables)}"
         )
-        check_mirrored(self._strategy, variables)
+        # Clocks drift: a timeline measures them where the ranks meet now and then.
+        measure()
+        compare = partial(check_mirrored, self._strategy, variables)
+        if asynchronous:
+            # Variables may change before the threads are done.
+            compare()
         values = dict(zip(variables, read_all(list(variables.values())), strict=True))
         header = Header(step, self._strategy.num_replicas_in_sync)
         header.entries = self._objects.entries(variables, values)
         self._objects.add_deferred(header.entries, values)
         header.iterators, header.python = iterators, python
         path = os.path.join(self.directory, name)
-
-        self._on_first(
-            f"save of {path}",
-            partial(self._write, path, header, values, replaces, overwrite),
-        )
+        order = Order(path, asynchronous, replaces, overwrite, began)
+        self._saver.save(order, header, values, None if asynchronous else compare)
         return path
 
-    def _write(
-        self,
-        path: str,
-        header: Header,
-        values: dict[str, Array],
-        replaces: bool,
-        abandons: bool,
-    ) -> None:
-        later = [p for p in self.checkpoints if (step_of(p) or 0) > header.step]
-        if later and not abandons:
-            raise CheckpointError(
-                f"expected no checkpoint of a later step than {header.step} in "
-                f"{self.directory}, found {', '.join(map(os.path.basename, later))}; "
-                "restore the newest, use another folder, or pass overwrite=True to "
-                "remove them"
-            )
-        write_checkpoint(path, header, values, overwrite=replaces)
-        # Only now is the new one durable.
-        for abandoned in later:
-            os.unlink(abandoned)
-        if self._max_to_keep is not None:
-            keep_newest(self.directory, self._max_to_keep)
+    def wait(self) -> None:
+        """Wait until a save in the background is on the disk, if there is one.
+
+        Collective over the strategy's replicas.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if it failed on any.
+        """
+        pending, self._pending = self._pending, None
+        self._saver.finish()
+        if pending is not None:
+            raise pending
+
+    def close(self) -> None:
+        """Wait as `wait` does, and give back the memory that saves use.
+
+        Collective over the strategy's replicas. The manager can still be used.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if a save in the background failed on any.
+        """
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
+
+    def _settle(self) -> None:
+        """Finish a save in the background; `wait` raises what went wrong with it."""
+        try:
+            self._saver.finish()
+        except CheckpointError as error:
+            self._pending = error
 
     def restore(
         self,
@@ -202,8 +298,10 @@ class CheckpointManager:
         allow_cast: bool = False,
         expect_partial: bool = False,
         per_replica: str = "error",
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | None = None,
     ) -> int:
-        """Restore everything from a checkpoint.
+        """Restore everything from a checkpoint, or some objects.
 
         Collective over the strategy's replicas.
 
@@ -225,6 +323,12 @@ class CheckpointManager:
             What SyncOnRead variables with ``NONE`` do when another number of replicas
             saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (row ``r`` modulo
             the number saved), or ``"init"`` (stay as they are).
+        only : collection of str, optional
+            Names of the objects that are restored, as they were given to the manager;
+            default: all.
+        rename : mapping of str to str, optional
+            Path in the checkpoint, or its beginning up to a ``/``, to the program's:
+            ``{"variables/net": "variables/model"}``.
 
         Returns
         -------
@@ -238,11 +342,22 @@ class CheckpointManager:
             it does not fit (CheckpointMismatchError, also a ValueError, which names
             all that does not); if it cannot be read (CorruptCheckpointError).
         """
-        step = self._restore(
+        self._settle()
+        unknown = set(only or ()) - self._objects.names
+        if isinstance(only, str) or unknown:
+            error = ValueError(
+                f"expected only to hold names of {sorted(self._objects.names)}, found "
+                f"{only!r}; pass a list of such names"
+            )
+            self._collectives.fail("restore", error)
+            raise error
+        step = self._restorer.restore(
             None if path is None else os.fspath(path),
+            rename or {},
             allow_cast=allow_cast,
             expect_partial=expect_partial,
             per_replica=per_replica,
+            only=only,
         )
         if step is None:
             raise CheckpointError(
@@ -266,132 +381,18 @@ class CheckpointManager:
         CheckpointError
             On every rank, if the checkpoint does not fit.
         """
-        return self._restore(
-            None, allow_cast=False, expect_partial=False, per_replica="error"
+        self._settle()
+        return self._restorer.restore(
+            None, {}, allow_cast=False, expect_partial=False, per_replica="error"
         )
-
-    def _restore(self, path: str | None, **rules: Any) -> int | None:
-        passed_over: list[str] = []
-        while True:
-            what = "search for a checkpoint"
-            if path is None:
-                found = self._on_first(what, partial(self._newest_or_none, passed_over))
-            else:
-                found = self._on_first(what, partial(_open, path))
-            if found is None:
-                return None
-            name, header = found
-            try:
-                return self._load(name, header, **rules)
-            except CorruptCheckpointError as error:
-                if path is not None:
-                    raise
-                if self._strategy.replica_id == 0:
-                    _warn(error)
-                passed_over.append(name)
-
-    def _newest_or_none(self, passed_over: list[str]) -> tuple[str, Header] | None:
-        """Return the newest checkpoint that can be read; None only if there is none."""
-        found = self._newest(passed_over)
-        if found is None and passed_over:
-            raise CheckpointError(
-                f"expected a checkpoint in {self.directory} that can be read, found "
-                f"{len(passed_over)} that cannot; move them away to start anew"
-            )
-        return found
 
     def _next_step(self) -> int:
         iterations = self._objects.iterations()
         if iterations is not None:
             return iterations
-        newest = self._on_first(
+        newest = on_first(
+            self._strategy,
             "search for the newest step",
             lambda: max((step_of(p) or 0 for p in self.checkpoints), default=0),
         )
         return int(newest) + 1
-
-    def _newest(
-        self, passed_over: list[str] | None = None
-    ) -> tuple[str, Header] | None:
-        for name in reversed(self.checkpoints):
-            if name in (passed_over or ()):
-                continue
-            try:
-                return name, read_header(name)
-            except CorruptCheckpointError as error:
-                _warn(error)
-                if passed_over is not None:
-                    passed_over.append(name)
-            except FileNotFoundError:
-                continue  # Removed since it was listed.
-        return None
-
-    def _load(self, path: str, header: Header, **rules: Any) -> int:
-        variables = self._objects.variables()
-        self._collectives.barrier(
-            f"restore of {path} into {self._objects.describe(variables)}"
-        )
-        matches = match_entries(
-            header,
-            variables,
-            self._objects,
-            num_replicas=self._strategy.num_replicas_in_sync,
-            **rules,
-        )
-        values, error = self._read(path, matches)
-        errors = self._collectives.all_gather_object(error, f"verdict on {path}")
-        bad = [text for text in errors if text is not None]
-        if bad:
-            raise CorruptCheckpointError(bad[0])
-        for found in matches:
-            found.assign(values[found.entry.path], self._strategy)
-        self._objects.restore_states(header)
-        return header.step
-
-    def _read(self, path: str, matches: list[Match]) -> tuple[Any, str | None]:
-        wanted = {m.entry.path: _dtype(m.entry.dtype) for m in matches}
-        try:
-            return read_values(path, wanted), None
-        except CorruptCheckpointError as error:
-            return {}, str(error)
-
-    def _on_first(self, what: str, action: Callable[[], Any]) -> Any:
-        """Run an action on replica 0; return its result, or raise its error, on all."""
-        outcome: Any = None
-        if self._strategy.replica_id == 0:
-            try:
-                outcome = ("", action())
-            except CheckpointError as error:
-                outcome = (str(error), type(error))
-            except Exception as error:
-                outcome = (_explained(what, error), CheckpointError)
-        text, result = self._collectives.broadcast_object(outcome, 0, what)
-        if text:
-            raise result(text)
-        return result
-
-
-def _explained(what: str, error: Exception) -> str:
-    advice = "check the path, its permissions and the space on the file system"
-    if isinstance(error, FileExistsError) and what.startswith("save"):
-        advice = "pass overwrite=True, or another step"
-    return (
-        f"expected {what} to succeed, found {type(error).__name__}: {error}; {advice}"
-    )
-
-
-def _open(path: str) -> tuple[str, Header]:
-    return path, read_header(path)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return half
-    return np.dtype(name)
-
-
-def _warn(error: Exception) -> None:
-    get_logger("checkpoint").warning("%s", error)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.layout import Entry, Header
+from hpcstrat.checkpoint.layout import Entry, Header, section_of
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
 
-__all__ = ["Match", "match_entries"]
+__all__ = ["Match", "is_wanted", "match_entries", "renamed"]
 
 _POLICIES = ("error", "first", "cycle", "init")
 
@@ -60,20 +61,54 @@ class Match:
             self.owner.checkpoint_defer(self.name, value)
             return
         if self.entry.per_replica:
-            row = self._row(value.shape[0], strategy)
+            row = self.row(strategy)
             if row is None:
                 return
             value = value[row]
-        elif (
-            isinstance(variable, SyncOnReadVariable)
-            and variable.aggregation is VariableAggregation.SUM
-        ):
+        elif self.divides:
             cast = value.astype(variable.dtype, copy=False)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
         np.copyto(variable.component, value, casting="unsafe")
 
-    def _row(self, saved: int, strategy: Any) -> int | None:
+    @property
+    def divides(self) -> bool:
+        """Whether this replica's part is not the saved value itself."""
+        shared = (
+            isinstance(self.variable, SyncOnReadVariable)
+            and self.variable.aggregation is VariableAggregation.SUM
+        )
+        return shared or self.entry.per_replica
+
+    def assign_row(self, row: Array) -> None:
+        """Put this replica's row into its component.
+
+        Not collective.
+
+        Parameters
+        ----------
+        row : ndarray
+            From the place that `row` says.
+        """
+        assert self.variable is not None
+        np.copyto(self.variable.component, row, casting="unsafe")
+
+    def row(self, strategy: Any) -> int | None:
+        """Return which of the saved rows this replica takes.
+
+        Not collective.
+
+        Parameters
+        ----------
+        strategy : Strategy
+            Whose replicas.
+
+        Returns
+        -------
+        int or None
+            None where the variable stays as it is.
+        """
+        saved = self.entry.shape[0]
         replica = int(strategy.replica_id)
         if saved == strategy.num_replicas_in_sync:
             return replica
@@ -89,6 +124,7 @@ def match_entries(
     expect_partial: bool,
     per_replica: str,
     num_replicas: int,
+    only: Collection[str] | None = None,
 ) -> list[Match]:
     """Find for every variable its saved value.
 
@@ -110,6 +146,8 @@ def match_entries(
         See ``CheckpointManager.restore``.
     num_replicas : int
         How many restore.
+    only : collection of str, optional
+        Names of the objects that are restored; default: all.
 
     Returns
     -------
@@ -129,7 +167,8 @@ def match_entries(
             f"{per_replica!r}; choose one"
         )
     matches, problems, unused = [], [], []
-    for path, variable in variables.items():
+    wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
+    for path, variable in wanted.items():
         entry = header.entries.get(path)
         if entry is None:
             problems.append(f"{path} is not in the checkpoint")
@@ -140,13 +179,14 @@ def match_entries(
         if problem:
             problems.append(f"{path} {problem}")
         matches.append(Match(entry, variable, per_replica=per_replica))
-    for path in sorted(header.entries.keys() - variables.keys()):
+    others = header.entries.keys() - wanted.keys()
+    for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:
             unused.append(path)
         else:
             matches.append(Match(header.entries[path], None, *owner))
-    problems += objects.state_problems(header)
+    problems += objects.state_problems(header, only)
     if unused and not expect_partial:
         problems.append(f"nothing takes {', '.join(unused)} (pass expect_partial=True)")
     if problems:
@@ -156,6 +196,85 @@ def match_entries(
             "program that saved it, or change the variables"
         )
     return matches
+
+
+def is_wanted(path: str, only: Collection[str] | None) -> bool:
+    """Whether a path belongs to one of some objects.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        Of an entry, such as ``variables/net/w`` or ``optimizer/iterations``.
+    only : collection of str or None
+        Names of objects, such as ``net`` and ``optimizer``; None means all.
+
+    Returns
+    -------
+    bool
+        For ``variables``, the name is what follows.
+    """
+    if only is None:
+        return True
+    first, _, rest = path.partition("/")
+    return (rest.partition("/")[0] if first == "variables" else first) in only
+
+
+def renamed(header: Header, names: Mapping[str, str]) -> Header:
+    """Return what a checkpoint holds under the names that a program has today.
+
+    Not collective; the same on every rank.
+
+    Parameters
+    ----------
+    header : Header
+        Of the checkpoint.
+    names : mapping of str to str
+        Path in the checkpoint, or its beginning up to a ``/``, to that of today:
+        ``{"variables/net": "variables/model", "iterators/train": "iterators/data"}``.
+
+    Returns
+    -------
+    Header
+        Entries keep the path that they have in the file.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        If a name is not in the checkpoint, or two things get one name.
+    """
+    used: set[str] = set()
+
+    def _new(path: str) -> str:
+        parts = path.split("/")
+        for count in range(len(parts), 0, -1):
+            head = "/".join(parts[:count])
+            if head in names:
+                used.add(head)
+                return "/".join([names[head], *parts[count:]])
+        return path
+
+    found = Header(header.step, header.num_replicas)
+    problems = []
+    for path, entry in header.entries.items():
+        if found.entries.setdefault(_new(path), entry) is not entry:
+            problems.append(f"two values get the name {_new(path)}")
+    for name, state in header.iterators.items():
+        section = section_of(state)
+        found.iterators[_new(f"{section}/{name}").removeprefix(f"{section}/")] = state
+    for name, state in header.python.items():
+        found.python[_new(f"python/{name}").removeprefix("python/")] = state
+    unknown = sorted(names.keys() - used)
+    if unknown:
+        problems.append(f"{', '.join(unknown)} is not in the checkpoint")
+    if problems:
+        raise CheckpointMismatchError(
+            f"expected rename to name what the checkpoint of step {header.step} holds, "
+            f"found that {'; '.join(problems)}; nothing was restored: see its names "
+            "with `hpcstrat ckpt show`"
+        )
+    return found
 
 
 def _rows_misfit(entry: Entry, num_replicas: int) -> str:

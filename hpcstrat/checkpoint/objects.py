@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hpcstrat.checkpoint.layout import RESERVED, Entry, Header, section_of
@@ -103,6 +103,16 @@ class Objects:
             )
         return next(iter(strategies.values()), None) or get_strategy()
 
+    @property
+    def iterators(self) -> dict[str, Any]:
+        """Data sets and random streams, by name."""
+        return self._iterators
+
+    @property
+    def python(self) -> dict[str, Any]:
+        """Objects with ``state_dict`` and ``load_state_dict``, by name."""
+        return self._python
+
     def variables(self) -> dict[str, Variable]:
         """Return all variables there are now.
 
@@ -139,6 +149,12 @@ class Objects:
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
         return (thing, rest) if hasattr(thing, "checkpoint_defer") else None
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all objects, as the program gives them."""
+        first = {path.split("/")[1] for path in self._variables}
+        return first | {*self._stateful, *self._iterators, *self._python}
 
     def iterations(self) -> int | None:
         """Return an optimizer's number of steps.
@@ -254,7 +270,9 @@ class Objects:
                 ) from error
         return iterators, python
 
-    def state_problems(self, header: Header) -> list[str]:
+    def state_problems(
+        self, header: Header, only: Collection[str] | None = None
+    ) -> list[str]:
         """Return which of these a checkpoint lacks, or holds for another object.
 
         Not collective.
@@ -263,6 +281,8 @@ class Objects:
         ----------
         header : Header
             Of the checkpoint.
+        only : collection of str, optional
+            Names of the objects to look at; default: all.
 
         Returns
         -------
@@ -271,6 +291,8 @@ class Objects:
         """
         problems = []
         for name, thing in self._iterators.items():
+            if only is not None and name not in only:
+                continue
             section = getattr(thing, "checkpoint_section", "iterators")
             state = header.iterators.get(name)
             if state is None or section_of(state) != section:
@@ -281,11 +303,14 @@ class Objects:
             except ValueError as error:
                 problems.append(f"{section}/{name} does not fit: {error}")
         for name in self._python:
-            if name not in header.python:
+            wanted = only is None or name in only
+            if wanted and name not in header.python:
                 problems.append(f"python/{name} is not in the checkpoint")
         return problems
 
-    def restore_states(self, header: Header) -> None:
+    def restore_states(
+        self, header: Header, only: Collection[str] | None = None
+    ) -> None:
         """Give data sets, random streams and plain objects their saved state.
 
         Not collective.
@@ -294,11 +319,15 @@ class Objects:
         ----------
         header : Header
             Of the checkpoint.
+        only : collection of str, optional
+            Names of the objects to restore; default: all.
         """
         for name, thing in self._iterators.items():
-            thing.restore_state(header.iterators[name])
+            if only is None or name in only:
+                thing.restore_state(header.iterators[name])
         for name, thing in self._python.items():
-            thing.load_state_dict(header.python[name])
+            if only is None or name in only:
+                thing.load_state_dict(header.python[name])
 
 
 def _check_name(name: str) -> str:

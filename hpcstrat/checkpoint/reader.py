@@ -1,13 +1,16 @@
-"""Reading a checkpoint file."""
+"""Reading what a checkpoint file says of itself, in this format and older ones."""
 
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
 import numpy as np
 
+from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -15,14 +18,86 @@ from hpcstrat.checkpoint.layout import (
     Header,
     saved_dtype,
 )
+from hpcstrat.checkpoint.plan import Extent
+from hpcstrat.checkpoint.record import Vouched, has_record, read_vouched
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
-__all__ = ["read_header", "read_values"]
+__all__ = [
+    "CheckpointFile",
+    "check",
+    "open_checkpoint",
+    "read_header",
+    "read_values",
+]
+
+_UNREADABLE = (OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError)
+
+
+@dataclass(slots=True)
+class CheckpointFile:
+    """A checkpoint that was found to be whole, apart from its data.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+    header : Header
+        What it holds.
+    vouched : Vouched or None
+        What the data are checked with; None for format version 1, which has no hashes.
+    extents : dict of str to Extent
+        Where the values are, by path; none for those without bytes, nor for format
+        version 1.
+    """
+
+    path: str
+    header: Header
+    vouched: Vouched | None = None
+    extents: dict[str, Extent] = field(default_factory=dict)
+
+
+def open_checkpoint(path: str) -> CheckpointFile:
+    """Check a file, and read everything but the values of variables.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Returns
+    -------
+    CheckpointFile
+        For reading the values.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    try:
+        vouched = _vouched(path)
+        with h5py.File(path, "r", locking=False) as file:
+            found = CheckpointFile(path, _header(file, vouched), vouched)
+            _add_values(file, found)
+        return found
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        raise CorruptCheckpointError(
+            f"expected a checkpoint at {path}, found a file that cannot be read: "
+            f"{error}; restore an older one, or remove it"
+        ) from error
 
 
 def read_header(path: str) -> Header:
-    """Read everything but the data.
+    """Read everything but the values of variables.
 
     Not collective.
 
@@ -45,19 +120,50 @@ def read_header(path: str) -> Header:
     FileNotFoundError
         If there is no such file.
     """
+    return open_checkpoint(path).header
+
+
+def check(path: str) -> None:
+    """Check a file as far as that takes next to no time: all but the data.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            return _header(file)
+        vouched = _vouched(path)
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise CorruptCheckpointError(
             f"expected a checkpoint at {path}, found a file that cannot be read: "
             f"{error}; restore an older one, or remove it"
         ) from error
+    if vouched is None:
+        read_header(path)
 
 
-def _header(file: h5py.File) -> Header:
+def _vouched(path: str) -> Vouched | None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_vouched(file, path) if has_record(file) else None
+    finally:
+        os.close(file)
+
+
+def _header(file: h5py.File, vouched: Vouched | None) -> Header:
     kind = _text(file.attrs.get("hpcstrat_format", b""))
     if kind != FORMAT:
         raise ValueError(f"its format is {kind!r}")
@@ -67,20 +173,60 @@ def _header(file: h5py.File) -> Header:
             f"expected a checkpoint of format version {FORMAT_VERSION} or lower, found "
             f"version {version} in {file.filename}; use a newer hpcstrat"
         )
+    if vouched is None and (version > 1 or "hpcstrat" in file):
+        raise ValueError("it has no commit record")
     header = Header(int(file.attrs["step"]), int(file.attrs["num_replicas"]))
+    if vouched is not None and header.step != vouched.step:
+        raise ValueError("its commit record is of another step")
+    return header
+
+
+def _add_values(file: h5py.File, found: CheckpointFile) -> None:
+    """Read all attributes, the state of generators and plain state."""
+    header = found.header
 
     def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and "aggregation" in item.attrs:
+        if not isinstance(item, h5py.Dataset):
+            return
+        if "aggregation" in item.attrs:
             header.entries[name] = _entry(name, item)
+        if found.vouched is not None and item.nbytes:
+            extent = Extent(name, item.id.get_offset(), item.nbytes)
+            found.extents[name] = extent
 
     file.visititems(visit)
     for name, group in file.get("iterators", {}).items():
         header.iterators[name] = {k: int(v) for k, v in group.attrs.items()}
-    for name, group in file.get("rng", {}).items():
-        header.iterators[name] = _random_state(group)
-    for name, dataset in file.get("python", {}).items():
-        header.python[name] = json.loads(dataset[...].tobytes())
-    return header
+    rng, python = dict(file.get("rng", {})), dict(file.get("python", {}))
+    if found.vouched is None:
+        _read_states(header, rng, python, lambda dataset: dataset[...].tobytes())
+    elif rng or python:
+        with Blocks(found.path, found.vouched, False) as blocks:
+
+            def read(dataset: h5py.Dataset) -> bytes:
+                extent = found.extents[dataset.name.lstrip("/")]
+                return blocks.part(extent.offset, extent.stop)
+
+            _read_states(header, rng, python, read)
+
+
+def _read_states(header: Header, rng: Any, python: Any, read: Any) -> None:
+    for name, group in rng.items():
+        attributes = group.attrs
+        header.iterators[name] = {
+            "bit_generator": _text(attributes["bit_generator"]),
+            "root_entropy": int(attributes["root_entropy"]),
+            "generation": int(attributes["generation"]),
+            "state": _words(group["state"], read),
+            "shared": _words(group["shared"], read),
+        }
+    for name, dataset in python.items():
+        header.python[name] = json.loads(read(dataset))
+
+
+def _words(dataset: h5py.Dataset, read: Any) -> Array:
+    words = np.frombuffer(read(dataset), "<u8").astype(np.uint64)
+    return words.reshape(dataset.shape)
 
 
 def _entry(name: str, dataset: h5py.Dataset) -> Entry:
@@ -96,23 +242,12 @@ def _entry(name: str, dataset: h5py.Dataset) -> Entry:
     )
 
 
-def _random_state(group: h5py.Group) -> dict[str, Any]:
-    attributes = group.attrs
-    return {
-        "bit_generator": _text(attributes["bit_generator"]),
-        "root_entropy": int(attributes["root_entropy"]),
-        "generation": int(attributes["generation"]),
-        "state": group["state"][...].astype(np.uint64),
-        "shared": group["shared"][...].astype(np.uint64),
-    }
-
-
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
-    """Read the data of some entries.
+    """Read the data of some entries of a file without hashes: of format version 1.
 
     Not collective.
 
@@ -143,7 +278,7 @@ def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]
                     dataset.read_direct(value)
                 native = value.astype(value.dtype.newbyteorder("="), copy=False)
                 values[name] = native.view(dtype) if value.dtype.kind == "u" else native
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise CorruptCheckpointError(
             f"expected readable data in {path}, found: {error}; restore an older "
             "checkpoint"

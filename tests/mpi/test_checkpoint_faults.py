@@ -11,13 +11,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hpcstrat as hs
 from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import Job, wait_until
 from tests.mpi.programs import save_loop
-from tests.mpi.programs.started import PROGRAMS, environment, processes_with
+from tests.mpi.programs.started import (
+    PROGRAMS,
+    environment,
+    processes_with,
+    start,
+)
 
 _MARK = "HPCSTRAT_TEST_FAULTS"
 _LIMIT_SECONDS = 30.0
@@ -50,7 +56,7 @@ def _torn(folder: Path) -> list[str]:
 
 
 def _kill(
-    folder: Path, n: int, victims: list[int], delay: float, torn: list[str]
+    folder: Path, how: str, n: int, victims: list[int], delay: float, torn: list[str]
 ) -> str:
     """Start a job, kill ranks of it while it saves; return what is wrong then."""
     mark = secrets.token_hex(8)
@@ -60,7 +66,13 @@ def _kill(
     for path in pids.iterdir():
         path.unlink()
     before = _acknowledged(folder)
-    program = [sys.executable, str(PROGRAMS / "save_loop.py"), str(folder), "100000"]
+    program = [
+        sys.executable,
+        str(PROGRAMS / "save_loop.py"),
+        str(folder),
+        "100000",
+        how,
+    ]
     env = environment({_MARK: mark})
     job = Job([*launch_command(n), *program], output, env)
     try:
@@ -99,8 +111,9 @@ def _kills(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
         n = draw.choice([1, 2, 2, 3])
         victims = draw.sample(range(n), n if number % 2 else 1)
         delay = draw.random() * 0.1
-        if wrong := _kill(folder, n, victims, delay, torn):
-            found.append(f"kill {number} of ranks {victims} of {n}: {wrong}")
+        how = draw.choice(["wait", "go"])
+        if wrong := _kill(folder, how, n, victims, delay, torn):
+            found.append(f"kill {number} ({how}) of ranks {victims} of {n}: {wrong}")
     # Each manager removes what dead jobs left, also that of the last check.
     if _torn(folder):
         found.append(f"left behind: {_torn(folder)}")
@@ -127,3 +140,23 @@ def test_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
 def test_many_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     # Without torn files the kills would have missed what they are for.
     assert _kill_many(tmp_path, 100) > 10
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("end", ["plain", "exit", "raise"])
+def test_save_under_way_at_the_end_is_finished_or_dropped(
+    end: str, n: int, tmp_path: Path
+) -> None:
+    ended = start(n, "save_and_leave.py", tmp_path, end, limit=90)
+    assert ended.returncode == {"plain": 0, "exit": 3, "raise": 1}[end], ended
+    assert not ended.survivors, ended
+    names = sorted(path.name for path in tmp_path.iterdir())
+    if end == "raise":
+        # The job is ended at once, with an older checkpoint and perhaps a torn file.
+        assert "ckpt-0000000001.h5" in names, ended
+    else:
+        assert names == [f"ckpt-{step:010d}.h5" for step in (1, 2)], ended
+    x = hs.Variable(np.zeros(1 << 20))
+    step = hs.CheckpointManager(tmp_path, x=x).restore()
+    assert (x.numpy() == step).all()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -1,9 +1,10 @@
-"""Save again and again: ``save_loop.py FOLDER STEPS``, to be killed at any moment.
+"""Save again and again: ``save_loop.py FOLDER STEPS HOW``, to be killed at any moment.
 
 Each value follows from the step, so that any checkpoint can be checked bit for bit.
-Rank 0 writes the number of each step into ``FOLDER/acknowledged`` once save has
-returned, each rank its process number into ``FOLDER/pids``. A job that starts restores
-first, and checks what it got.
+Rank 0 writes the number of each step into ``FOLDER/acknowledged`` once it is told that
+it is saved, each rank its process number into ``FOLDER/pids``. A job that starts
+restores first, and checks what it got. ``HOW`` is ``wait`` (for each save) or ``go``
+(on meanwhile).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 
 import hpcstrat as hs
 
-LARGE, SMALL = 60_000, 40
+# Every rank has blocks to write.
+LARGE, SMALL = 500_000, 40
 
 
 def make_objects() -> dict[str, Any]:
@@ -52,6 +54,7 @@ def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
 def main() -> None:
     """Restore, check, and save until the end comes."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    goes_on = sys.argv[3] == "go"
     strategy = hs.MultiWorkerMirroredStrategy()
     with strategy.scope():
         objects = make_objects()
@@ -77,9 +80,11 @@ def main() -> None:
             small.assign(np.full(7, number + index, np.float32))
         with strategy.scope():
             objects["seen"].assign(10 * number + 3)
-        manager.save(number)
-        if strategy.replica_id == 0:
-            os.write(acknowledged, f"{number}\n".encode())
+        manager.save(number, asynchronous=goes_on)
+        # What was saved before is durable when the next save begins.
+        told = number - 1 if goes_on else number
+        if strategy.replica_id == 0 and told > step:
+            os.write(acknowledged, f"{told}\n".encode())
     print("saved", steps, "steps after", step, flush=True)
 
 

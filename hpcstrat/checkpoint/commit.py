@@ -1,0 +1,183 @@
+"""The last steps of a save, on replica 0: from parts on the disk to a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpcstrat.checkpoint.disk import (
+    flush,
+    flush_folder,
+    open_to_write,
+    publish,
+    write_all,
+)
+from hpcstrat.checkpoint.folder import identity_of, keep_newest
+from hpcstrat.checkpoint.layout import Header
+from hpcstrat.checkpoint.record import pack_record
+from hpcstrat.checkpoint.skeleton import Skeleton
+from hpcstrat.errors import CheckpointError
+from hpcstrat.typing import Array
+
+__all__ = ["Commit", "Target"]
+
+
+@dataclass(slots=True)
+class Target:
+    """Where a checkpoint is to be, and what was there when its save began.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+    temporary : str
+        Its name until then.
+    replaces : bool
+        Whether the file of its name is replaced.
+    found : tuple of int or None
+        Which file that is.
+    abandoned : list of (str, identity)
+        Later checkpoints, which go once this one is durable.
+    max_to_keep : int or None
+        How many to keep then.
+    """
+
+    path: str
+    temporary: str
+    replaces: bool
+    found: tuple[int, int, int] | None
+    abandoned: list[tuple[str, tuple[int, int, int] | None]]
+    max_to_keep: int | None
+
+
+class Commit:
+    """Done once, by the thread that saves or by the caller, whoever is first.
+
+    Parameters
+    ----------
+    target : Target
+        Where.
+    header : Header
+        What is saved.
+    skeleton : Skeleton
+        Its structures.
+    created_unix_ns : int
+        When the save began.
+
+    Attributes
+    ----------
+    error : BaseException or None
+        Why there is no checkpoint.
+    ended : float
+        ``time.perf_counter()`` when it was durable; 0 before.
+    """
+
+    def __init__(
+        self, target: Target, header: Header, skeleton: Skeleton, created_unix_ns: int
+    ) -> None:
+        self.target = target
+        self.error: BaseException | None = None
+        self.ended = 0.0
+        self._header = header
+        self._skeleton = skeleton
+        self._created = created_unix_ns
+        self._lock = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return self.ended > 0 or self.error is not None
+
+    def do(self, hashes: Array) -> None:
+        """Make the checkpoint, all parts of which are on the disk.
+
+        Not collective. What goes wrong is kept in ``error``.
+
+        Parameters
+        ----------
+        hashes : ndarray of uint64 of shape (num_blocks,)
+            Of all blocks.
+        """
+        with self._lock:
+            if self.over:
+                return
+            replaces = published = False
+            try:
+                self._write(hashes)
+                replaces = self._replaces()
+                publish(self.target.temporary, self.target.path, replaces)
+                published = True
+                flush_folder(os.path.dirname(self.target.path))
+                self.ended = time.perf_counter()
+            except BaseException as error:
+                self.error = error
+                self._remove()
+                if published and not replaces:
+                    # Its name may not outlive a loss of power.
+                    with suppress(OSError):
+                        os.unlink(self.target.path)
+                return
+            # Only now is the new one durable.
+            self._tidy()
+
+    def drop(self, error: BaseException) -> None:
+        """Give up, unless it is done.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Why.
+        """
+        with self._lock:
+            if not self.over:
+                self.error = error
+                self._remove()
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            os.unlink(self.target.temporary)
+
+    def _write(self, hashes: Array) -> None:
+        """Write all but the data, and cut off what was behind the end."""
+        plan, header = self._skeleton.plan, self._header
+        prefix = self._skeleton.prefix(header, self._created)
+        table = hashes.astype("<u8").tobytes()
+        prefix[plan.table_start : plan.table_start + len(table)] = table
+        record = pack_record(plan, bytes(prefix), header.step, header.num_replicas)
+        file = open_to_write(self.target.temporary, False)
+        try:
+            write_all(file, memoryview(prefix), 0)
+            write_all(file, memoryview(record), plan.data_end)
+            os.ftruncate(file, plan.size)
+            flush(file)
+        finally:
+            os.close(file)
+
+    def _replaces(self) -> bool:
+        target = self.target
+        if not target.replaces:
+            return False
+        there = identity_of(target.path)
+        if there is not None and there != target.found:
+            raise CheckpointError(
+                f"expected {target.path} to stay as it was while it was being "
+                "replaced, found a new file there; another job saves in this folder: "
+                "use another one"
+            )
+        return there is not None
+
+    def _tidy(self) -> None:
+        for path, identity in self.target.abandoned:
+            # Not what another job has put there since.
+            with suppress(OSError):
+                if identity_of(path) == identity:
+                    os.unlink(path)
+        if self.target.max_to_keep is not None:
+            with suppress(OSError):
+                folder = os.path.dirname(self.target.path)
+                keep_newest(folder, self.target.max_to_keep)

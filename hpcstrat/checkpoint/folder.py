@@ -1,0 +1,164 @@
+"""The names in a folder of checkpoints: what is there, and what may go."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+from contextlib import suppress
+
+from hpcstrat.checkpoint.disk import flush_folder
+from hpcstrat.checkpoint.layout import list_checkpoints
+from hpcstrat.checkpoint.reader import check
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.tracing import get_logger
+
+__all__ = [
+    "identity_of",
+    "is_damaged",
+    "keep_newest",
+    "prepare",
+    "remove_abandoned",
+    "temporary_name",
+]
+
+
+def temporary_name(name: str) -> str:
+    """Return a name under which a checkpoint is written.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        That of the checkpoint.
+
+    Returns
+    -------
+    str
+        Says whose it is; used once.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "0")
+    owner = f"{platform.node()}-{os.getpid()}"
+    return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
+
+
+def prepare(directory: str) -> None:
+    """Make a folder, where it is missing, and remove what dead jobs left in it.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made.
+    """
+    if not os.path.isdir(directory):
+        os.makedirs(directory, exist_ok=True)
+        flush_folder(os.path.dirname(directory))
+    remove_abandoned(directory)
+
+
+def remove_abandoned(directory: str) -> None:
+    """Remove temporary files of processes of this host that have ended.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        Need not exist.
+    """
+    host = platform.node()
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        if not name.startswith(".ckpt-"):
+            continue
+        owner = name.rpartition(".")[0].partition(".h5.")[2].partition(".")[2]
+        node, _, pid = owner.rpartition("-")
+        if node == host and pid.isdigit() and not _lives(pid):
+            # Another job removes it, or may not be disturbed.
+            with suppress(OSError):
+                os.unlink(os.path.join(directory, name))
+
+
+def _lives(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def identity_of(path: str) -> tuple[int, int, int] | None:
+    """Return what tells a file from another of the same name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+
+    Returns
+    -------
+    tuple of int or None
+        None where there is none.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def is_damaged(path: str) -> bool:
+    """Whether there is a file that no restore would take; its data are not looked at.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+
+    Returns
+    -------
+    bool
+        False where there is no such file.
+    """
+    try:
+        check(path)
+    except CorruptCheckpointError:
+        return True
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return False
+
+
+def keep_newest(directory: str, count: int) -> None:
+    """Remove all checkpoints but the newest ones; damaged ones do not count.
+
+    Not collective: one rank calls it, after a new one is durable.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+    count : int
+        How many to keep; at least 1.
+    """
+    whole = [p for p in list_checkpoints(directory) if not is_damaged(p)]
+    for path in whole[:-count]:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            get_logger("checkpoint").warning(
+                "the old checkpoint %s could not be removed: %s", path, error
+            )

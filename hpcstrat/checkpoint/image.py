@@ -1,0 +1,122 @@
+"""Memory in which blocks of a file are put together before they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Mapping
+
+import numpy as np
+
+from hpcstrat.checkpoint.plan import Plan
+from hpcstrat.typing import Array
+
+__all__ = ["Image", "as_bytes", "fill"]
+
+
+class Image:
+    """Places for blocks, each on a page of its own, as direct reads and writes ask.
+
+    The memory comes from the system and stays until the image is forgotten, so that
+    pages are touched for the first time once only.
+
+    Parameters
+    ----------
+    num_slots : int
+        How many blocks it holds; at least 1.
+    slot_bytes : int
+        Size of each; a multiple of a page.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        memory = mmap.mmap(-1, num_slots * slot_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Fewer page faults; not all kernels have it.
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(memory, np.uint8)
+
+    def slot(self, index: int) -> Array:
+        """Return a place.
+
+        Not collective.
+
+        Parameters
+        ----------
+        index : int
+            From 0.
+
+        Returns
+        -------
+        ndarray of uint8 of shape (slot_bytes,)
+            A view.
+        """
+        start = index * self.slot_bytes
+        return self._bytes[start : start + self.slot_bytes]
+
+    def holds(self, num_slots: int, slot_bytes: int) -> bool:
+        """Whether it serves for so many blocks of this size.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_slots : int
+            How many.
+        slot_bytes : int
+            Of which size.
+
+        Returns
+        -------
+        bool
+            Where not, another image is needed.
+        """
+        return self.slot_bytes == slot_bytes and self.num_slots >= num_slots
+
+
+def as_bytes(value: Array) -> Array:
+    """Return a value as it is stored: little-endian, in C order.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : ndarray
+        Of any shape.
+
+    Returns
+    -------
+    ndarray of uint8 of shape (nbytes,)
+        A view where the value is stored that way already.
+    """
+    if value.dtype.name == "bfloat16":
+        # NumPy knows no byte orders of it.
+        value = np.ascontiguousarray(value).view(np.uint16)
+    little: Array = value.astype(value.dtype.newbyteorder("<"), "C", copy=False)
+    return little.reshape(-1).view(np.uint8)
+
+
+def fill(slot: Array, plan: Plan, block: int, values: Mapping[str, Array]) -> None:
+    """Put a block together: the values that lie in it, and zeros between them.
+
+    Not collective.
+
+    Parameters
+    ----------
+    slot : ndarray of uint8
+        At least as long as the block; overwritten.
+    plan : Plan
+        The layout.
+    block : int
+        Its number.
+    values : mapping of str to ndarray of uint8
+        From `as_bytes`, by path.
+    """
+    done = 0
+    for piece in plan.pieces(block):
+        slot[done : piece.place.start] = 0
+        slot[piece.place] = values[piece.path][piece.source]
+        done = piece.place.stop
+    start, stop = plan.span(block)
+    slot[done : stop - start] = 0

@@ -1,0 +1,230 @@
+"""Where each value lies in the file, and which replica writes which part of it.
+
+Pure functions of names, shapes and types: no file is touched here. A file is a prefix
+(HDF5's own structures and the table of hashes), the data, cut into blocks, and the
+commit record::
+
+    0          table_start    data_start                         data_end   size
+    | structures | hashes       | block 0 | block 1 | ... | block n | record |
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = [
+    "PAGE_BYTES",
+    "RECORD_BYTES",
+    "Extent",
+    "Piece",
+    "Plan",
+    "choose_block_bytes",
+    "part_of",
+]
+
+PAGE_BYTES = 4096
+"""To which blocks are aligned: what direct reads and writes ask for."""
+
+RECORD_BYTES = 4096
+"""Size of the commit record."""
+
+_LEAST_BLOCK_BYTES = 1 << 20
+_MOST_BLOCK_BYTES = 16 << 20
+_BLOCKS_PER_REPLICA = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The place of a dataset's values.
+
+    Parameters
+    ----------
+    path : str
+        Of the dataset.
+    offset : int
+        Where in the file it begins.
+    nbytes : int
+        How long it is; at least 1.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a dataset that lies in a block.
+
+    Parameters
+    ----------
+    path : str
+        Of the dataset.
+    source : slice
+        Which of its bytes.
+    place : slice
+        Where they are in the block.
+    """
+
+    path: str
+    source: slice
+    place: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout of a checkpoint file.
+
+    Parameters
+    ----------
+    table_start : int
+        Where the table of hashes begins; it ends at ``data_start``.
+    data_start : int
+        Where the data begin; a multiple of a page, as ``data_end`` is.
+    data_end : int
+        Where they end, and the commit record begins.
+    block_bytes : int
+        Size of a block; the last one may be shorter.
+    extents : tuple of Extent
+        In the order of the file, without overlap.
+    """
+
+    table_start: int
+    data_start: int
+    data_end: int
+    block_bytes: int
+    extents: tuple[Extent, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return self.data_end + RECORD_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return -(-(self.data_end - self.data_start) // self.block_bytes)
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return where a block is in the file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        block : int
+            Its number, from 0.
+
+        Returns
+        -------
+        start, stop : int
+            Multiples of a page.
+        """
+        start = self.data_start + block * self.block_bytes
+        return start, min(start + self.block_bytes, self.data_end)
+
+    def blocks_of(self, start: int, stop: int) -> range:
+        """Return the blocks in which a part of the file lies.
+
+        Not collective.
+
+        Parameters
+        ----------
+        start, stop : int
+            Within the data.
+
+        Returns
+        -------
+        range
+            Numbers of blocks; empty where ``start == stop``.
+        """
+        if start == stop:
+            return range(0)
+        first = (start - self.data_start) // self.block_bytes
+        return range(first, (stop - 1 - self.data_start) // self.block_bytes + 1)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [extent.stop for extent in self.extents]
+
+    def pieces(self, block: int) -> Iterator[Piece]:
+        """Yield what lies in a block, in the order of the file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        block : int
+            Its number.
+
+        Yields
+        ------
+        Piece
+            A part of a dataset; what is between them is zero.
+        """
+        start, stop = self.span(block)
+        first = bisect.bisect_right(self._ends, start)
+        for extent in self.extents[first:]:
+            if extent.offset >= stop:
+                return
+            low, high = max(extent.offset, start), min(extent.stop, stop)
+            yield Piece(
+                extent.path,
+                slice(low - extent.offset, high - extent.offset),
+                slice(low - start, high - start),
+            )
+
+
+def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
+    """Return the size of blocks with which all replicas have about as much to do.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of all values.
+    num_replicas : int
+        How many write.
+
+    Returns
+    -------
+    int
+        A power of two from 1 MiB, so that blocks are stripes of parallel file systems,
+        to 16 MiB, with which disks are as fast as they get.
+    """
+    wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
+    power = 1 << max(wanted, 1).bit_length() - 1
+    return min(max(power, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
+
+
+def part_of(count: int, rank: int, size: int) -> range:
+    """Return one rank's run of equal things, as long as the others' or one longer.
+
+    Not collective.
+
+    Parameters
+    ----------
+    count : int
+        Number of things.
+    rank : int
+        Whose.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    range
+        The first ranks have one more; all runs together are ``range(count)``.
+    """
+    each, more = divmod(count, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))

@@ -1,0 +1,125 @@
+"""Restoring: find a checkpoint, match it with the program, fall back together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.checkpoint.matching import match_entries, renamed
+from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.reader import CheckpointFile
+from hpcstrat.checkpoint.report import RestoreReport
+from hpcstrat.checkpoint.restoring import restore_values
+from hpcstrat.checkpoint.search import find_restorable, warn
+from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.timeline import traced
+
+__all__ = ["Restorer"]
+
+
+class Restorer:
+    """Restores of one manager.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas restore.
+    directory : str
+        The folder.
+    objects : Objects
+        What is restored.
+
+    Attributes
+    ----------
+    last : RestoreReport or None
+        What the last one did.
+    """
+
+    def __init__(self, strategy: Any, directory: str, objects: Objects) -> None:
+        self._strategy = strategy
+        self._collectives = strategy.collectives
+        self._objects = objects
+        self.directory = directory
+        self.last: RestoreReport | None = None
+
+    @traced("restore", "checkpoint")
+    def restore(
+        self, path: str | None, rename: Mapping[str, str], **rules: Any
+    ) -> int | None:
+        """Restore a checkpoint, or the newest that can be read.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        path : str or None
+            The checkpoint; None for the newest.
+        rename : mapping of str to str
+            Saved paths to today's.
+        **rules : object
+            As `match_entries` takes them.
+
+        Returns
+        -------
+        int or None
+            Its step; None where there is none.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, before any variable changes.
+        """
+        began = time.perf_counter()
+        passed_over: list[str] = []
+        while True:
+            file, passed_over = on_first(
+                self._strategy,
+                "search for a checkpoint",
+                partial(find_restorable, self.directory, path, passed_over),
+            )
+            if file is None:
+                return None
+            try:
+                return self._load(file, began, passed_over, rename, rules)
+            except CorruptCheckpointError as error:
+                if path is not None:
+                    raise
+                if self._strategy.replica_id == 0:
+                    warn(error)
+                passed_over = [*passed_over, file.path]
+
+    def _load(
+        self,
+        file: CheckpointFile,
+        began: float,
+        passed_over: list[str],
+        rename: Mapping[str, str],
+        rules: dict[str, Any],
+    ) -> int:
+        variables = self._objects.variables()
+        how = {**rules, "rename": dict(rename)}
+        self._collectives.barrier(
+            f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
+        )
+        header = renamed(file.header, rename)
+        matches = match_entries(
+            header,
+            variables,
+            self._objects,
+            num_replicas=self._strategy.num_replicas_in_sync,
+            **rules,
+        )
+        nbytes = restore_values(file, matches, self._strategy)
+        only = rules.get("only")
+        self._objects.restore_states(header, only)
+        taken = {match.entry.path for match in matches}
+        self.last = RestoreReport(
+            *(file.path, header.step, header.num_replicas, file.vouched is not None),
+            *(nbytes, time.perf_counter() - began),
+            tuple(sorted(file.header.entries.keys() - taken)),
+            tuple(passed_over),
+        )
+        return header.step

@@ -1,0 +1,373 @@
+"""Reading values back: each replica reads and checks a part, and sends it to all.
+
+Nothing changes before all parts have been checked. A replica keeps what it has read, up
+to a limit; what is beyond is read again when its turn comes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.disk import is_local
+from hpcstrat.checkpoint.image import Image
+from hpcstrat.checkpoint.layout import named_dtype, saved_dtype
+from hpcstrat.checkpoint.matching import Match
+from hpcstrat.checkpoint.plan import Extent
+from hpcstrat.checkpoint.reader import CheckpointFile, read_values
+from hpcstrat.checkpoint.sharing import Deal, Shared
+from hpcstrat.checkpoint.writing import NUM_THREADS
+from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.typing import Array
+
+__all__ = ["restore_values"]
+
+_KEPT_BYTES = 1 << 30
+"""How many bytes a replica reads once only; of more, the rest is read twice."""
+
+
+@dataclass(slots=True)
+class _Sink:
+    """Where the bytes of a dataset go."""
+
+    match: Match
+    extent: Extent
+    live: Array | None = None
+    collected: Array | None = None
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.extent.nbytes
+
+    def put(self, start: int, data: Array, strategy: Any) -> None:
+        """Take bytes that begin at a place in the file."""
+        place = start - self.extent.offset
+        if self.live is None and self.collected is None:
+            self.collected = np.empty(self.extent.nbytes, np.uint8)
+        target = self.collected if self.live is None else self.live
+        assert target is not None
+        target[place : place + data.size] = data
+        self.left -= data.size
+        if self.left == 0 and self.live is None:
+            self.match.assign(_value(self.match, self.collected), strategy)
+            self.collected = None
+
+
+def _value(match: Match, data: Array | None, rows: bool = False) -> Array:
+    """Return bytes as the value that was saved, or a row, in native byte order."""
+    dtype = named_dtype(match.entry.dtype)
+    stored = saved_dtype(dtype)
+    raw = np.empty(0, np.uint8) if data is None else data
+    native = raw.view(stored).astype(stored.newbyteorder("="), copy=False)
+    shape = match.entry.shape
+    return native.view(dtype).reshape(shape[1:] if rows else shape)
+
+
+def _live(match: Match) -> Array | None:
+    """Return the bytes of a variable into which a value can be read as it is."""
+    variable = match.variable
+    if variable is None or match.divides or sys.byteorder != "little":
+        return None
+    component = variable.component
+    fits = (
+        component.dtype.name == match.entry.dtype
+        and component.dtype.isnative
+        and component.flags.c_contiguous
+    )
+    return component.reshape(-1).view(np.uint8) if fits else None
+
+
+def restore_values(
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+) -> int:
+    """Give all variables their values.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    file : CheckpointFile
+        The same on every replica.
+    matches : sequence of Match
+        What goes where, in the same order on every replica.
+    strategy : Strategy
+        Whose replicas.
+
+    Returns
+    -------
+    int
+        How many bytes this replica has read.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        On every rank, if any part cannot be read or is damaged; nothing has changed.
+    """
+    if file.vouched is None:
+        return _restore_unchecked(file, matches, strategy)
+    exchange = _Exchange(file, matches, strategy)
+    error = ""
+    try:
+        try:
+            exchange.read()
+        except CorruptCheckpointError as problem:
+            error = str(problem)
+        except Exception as problem:
+            error = (
+                f"expected {file.path} to be readable, found {problem}; restore an "
+                "older checkpoint"
+            )
+        _raise_together(strategy, error, file.path)
+        return exchange.give_out()
+    finally:
+        exchange.close()
+
+
+def _raise_together(strategy: Any, error: str, path: str) -> None:
+    errors = strategy.collectives.all_gather_object(error, f"verdict on {path}")
+    bad = [text for text in errors if text]
+    if bad:
+        raise CorruptCheckpointError(bad[0])
+
+
+def _restore_unchecked(
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+) -> int:
+    """Read a file of format version 1: every replica all of it."""
+    wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
+    values: dict[str, Array] = {}
+    error = ""
+    try:
+        values = read_values(file.path, wanted)
+    except CorruptCheckpointError as problem:
+        error = str(problem)
+    _raise_together(strategy, error, file.path)
+    for match in matches:
+        match.assign(values[match.entry.path], strategy)
+    return sum(value.nbytes for value in values.values())
+
+
+class _Exchange:
+    """One restore: which blocks this replica reads, and what it makes of all."""
+
+    def __init__(
+        self, file: CheckpointFile, matches: Sequence[Match], strategy: Any
+    ) -> None:
+        assert file.vouched is not None
+        self._file, self._strategy = file, strategy
+        self._vouched = file.vouched
+        self._plan = file.vouched.plan
+        self._sinks: list[_Sink] = []
+        self._empty: list[Match] = []
+        self._rows: list[tuple[Match, Extent]] = []
+        self._row_values: list[tuple[Match, Array]] = []
+        for match in matches:
+            self._sort(match)
+        self._sinks.sort(key=lambda sink: sink.extent.offset)
+        self._starts = [sink.extent.offset for sink in self._sinks]
+        self._stops = [sink.extent.stop for sink in self._sinks]
+        needed = {
+            block
+            for sink in self._sinks
+            for block in self._plan.blocks_of(sink.extent.offset, sink.extent.stop)
+        }
+        most_kept = max(1, _KEPT_BYTES // self._plan.block_bytes)
+        self._deal = Deal(sorted(needed), most_kept, strategy)
+        self._own = self._deal.own
+        self._kept: dict[int, Array] = {}
+        self._image: Image | None = None
+        self._blocks: Blocks | None = None
+        self._nbytes = 0
+
+    def _sort(self, match: Match) -> None:
+        """Find out how a value comes: to all, this replica's row alone, or not."""
+        extent = self._file.extents.get(match.entry.path)
+        if extent is None:
+            self._empty.append(match)
+        elif (
+            match.entry.per_replica
+            and match.variable is not None
+            and extent.nbytes > self._plan.block_bytes
+        ):
+            # Too much for all: each replica reads its own row.
+            row = match.row(self._strategy)
+            if row is not None:
+                each = extent.nbytes // match.entry.shape[0]
+                place = extent.offset + row * each
+                self._rows.append((match, Extent(extent.path, place, each)))
+        else:
+            self._sinks.append(_Sink(match, extent, _live(match)))
+
+    def read(self) -> None:
+        """Read and check this replica's part; nothing changes.
+
+        Not collective.
+        """
+        num_kept = min(len(self._own), self._deal.most_kept)
+        self._image = Image(num_kept + NUM_THREADS + 1, self._plan.block_bytes)
+        direct = self._strategy.settings.direct_io == "on" or (
+            self._strategy.settings.direct_io == "auto" and is_local(self._file.path)
+        )
+        self._blocks = Blocks(self._file.path, self._vouched, direct)
+        todo: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        for index, block in enumerate(self._own):
+            todo.put((block, index if index < num_kept else -1))
+        errors: list[BaseException] = []
+        threads = [
+            threading.Thread(
+                target=self._work,
+                args=(todo, num_kept + k, errors),
+                name=f"hpcstrat-restore-{k}",
+                daemon=True,
+            )
+            for k in range(min(NUM_THREADS, len(self._own)))
+        ]
+        for thread in threads:
+            todo.put(None)
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        spans = (self._plan.span(block) for block in self._own)
+        self._nbytes += sum(stop - start for start, stop in spans)
+        for match, extent in self._rows:
+            self._row_values.append((match, self._row(match, extent)))
+
+    def _work(
+        self,
+        todo: SimpleQueue[tuple[int, int] | None],
+        scratch: int,
+        errors: list[BaseException],
+    ) -> None:
+        assert self._image is not None
+        assert self._blocks is not None
+        while (item := todo.get()) is not None:
+            block, index = item
+            if errors:
+                continue
+            slot = self._image.slot(scratch if index < 0 else index)
+            try:
+                data = self._blocks.read(block, slot)
+            except BaseException as error:
+                errors.append(error)
+                continue
+            if index >= 0:
+                self._kept[block] = data
+
+    def _row(self, match: Match, extent: Extent) -> Array:
+        """Read this replica's row of a value, block by block."""
+        assert self._image is not None
+        assert self._blocks is not None
+        found = np.empty(extent.nbytes, np.uint8)
+        slot = self._image.slot(self._image.num_slots - 1)
+        for block in self._plan.blocks_of(extent.offset, extent.stop):
+            data = self._blocks.read(block, slot)
+            self._nbytes += data.size
+            begin, end = self._plan.span(block)
+            low, high = max(begin, extent.offset), min(end, extent.stop)
+            place = slice(low - extent.offset, high - extent.offset)
+            found[place] = data[low - begin : high - begin]
+        return _value(match, found, rows=True)
+
+    def give_out(self) -> int:
+        """Show every block to all, and put what is in it where it goes.
+
+        Collective over the strategy's replicas.
+        """
+        what = f"values of {self._file.path}"
+        self._strategy.collectives.barrier(what)
+        shared: Shared | None = None
+        try:
+            for group in self._deal.rounds():
+                self._read_again(group)
+                parts = [self._trimmed(block) for block, _ in group]
+                if self._deal.size == 1:
+                    block = group[0][0]
+                    self._put(parts[0], self._kept[block], self._plan.span(block)[0])
+                    continue
+                with self._strategy.collectives.moving(what):
+                    if shared is None:
+                        shared = Shared(self._strategy.topology, self._deal.columns)
+                    self._share(shared, group, parts)
+        finally:
+            if shared is not None:
+                shared.close()
+        for match, row in self._row_values:
+            match.assign_row(row)
+        for match in self._empty:
+            match.assign(_value(match, None), self._strategy)
+        return self._nbytes
+
+    def _share(
+        self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
+    ) -> None:
+        """Pass a block of each column through the memory that a worker shares."""
+        longest = max(map(len, parts))
+        for done in range(0, longest, shared.piece_bytes):
+            pieces = [part[done : done + shared.piece_bytes] for part in parts]
+            own = None
+            column = self._deal.column
+            if column < len(group) and self._deal.owns(group[column][1]):
+                block, piece = group[column][0], pieces[column]
+                begin = self._plan.span(block)[0]
+                own = self._kept[block][piece.start - begin : piece.stop - begin]
+            nodes = [self._deal.node_of(owner) for _, owner in group]
+            for piece, data in zip(
+                pieces, shared.exchange(own, pieces, nodes), strict=True
+            ):
+                self._put(piece, data, piece.start)
+
+    def _trimmed(self, block: int) -> range:
+        """Return the bytes of a block that are wanted, by their place in the file."""
+        start, stop = self._plan.span(block)
+        first, last = self._sinks_in(start, stop)
+        low = max(start, self._starts[first])
+        return range(low, min(stop, self._stops[last - 1]))
+
+    def _sinks_in(self, start: int, stop: int) -> tuple[int, int]:
+        first = bisect.bisect_right(self._stops, start)
+        return first, bisect.bisect_left(self._starts, stop)
+
+    def _put(self, piece: range, data: Array, start: int) -> None:
+        """Put bytes of the file, of which the first is at ``start``, into variables."""
+        first, last = self._sinks_in(piece.start, piece.stop)
+        for sink in self._sinks[first:last] if len(piece) else ():
+            low = max(piece.start, sink.extent.offset)
+            high = min(piece.stop, sink.extent.stop)
+            sink.put(low, data[low - start : high - start], self._strategy)
+
+    def _read_again(self, group: list[tuple[int, int]]) -> None:
+        """Read blocks that were checked, but not kept, for which all meet again."""
+        again = [(b, owner) for b, owner in group if b not in self._deal.kept(owner)]
+        if not again:
+            return
+        error = ""
+        for block, owner in again:
+            if self._deal.owns(owner):
+                assert self._image is not None
+                assert self._blocks is not None
+                try:
+                    slot = self._image.slot(self._image.num_slots - 1)
+                    self._kept[block] = self._blocks.read(block, slot)
+                except Exception as problem:
+                    error = f"{problem} (variables hold values of two moments now)"
+        _raise_together(self._strategy, error, self._file.path)
+
+    def close(self) -> None:
+        """Give back file and memory.
+
+        Not collective.
+        """
+        self._kept.clear()
+        self._image = None
+        if self._blocks is not None:
+            self._blocks.close()

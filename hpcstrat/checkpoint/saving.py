@@ -1,0 +1,304 @@
+"""A save on all replicas: who does what, and when all know that it is done.
+
+Replica 0 makes the file; every replica copies its blocks, which threads hash and write;
+replica 0 commits when all parts are on the disk. The main threads meet twice: at the
+start, and when the save is asked for again, by `wait`, another save or `close`. A save
+in the background is committed without the second meeting, too: see `verdicts`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.checkpoint.agreement import explained, on_first
+from hpcstrat.checkpoint.commit import Commit, Target
+from hpcstrat.checkpoint.disk import create, is_local
+from hpcstrat.checkpoint.folder import identity_of, is_damaged, temporary_name
+from hpcstrat.checkpoint.image import Image, as_bytes
+from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
+from hpcstrat.checkpoint.plan import Plan, part_of
+from hpcstrat.checkpoint.report import SaveStatistics
+from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
+from hpcstrat.checkpoint.under_way import Order, Save, Start
+from hpcstrat.checkpoint.verdicts import NONCE_BYTES, room_bytes
+from hpcstrat.checkpoint.writing import RING_SLOTS
+from hpcstrat.errors import CheckpointError
+from hpcstrat.tracing import get_logger
+from hpcstrat.typing import Array
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Saves of one manager, one at a time.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas save.
+    directory : str
+        The folder.
+    max_to_keep : int or None
+        How many checkpoints to keep.
+
+    Attributes
+    ----------
+    last : SaveStatistics or None
+        Of the last save that is done.
+    """
+
+    def __init__(self, strategy: Any, directory: str, max_to_keep: int | None) -> None:
+        self._strategy = strategy
+        self._directory = directory
+        self._max_to_keep = max_to_keep
+        self._skeleton: Skeleton | None = None
+        self._plan: Plan | None = None
+        self._image: Image | None = None
+        self._current: Save | None = None
+        self.last: SaveStatistics | None = None
+
+    def save(
+        self,
+        order: Order,
+        header: Header,
+        values: Mapping[str, Array],
+        compare: Callable[[], None] | None,
+    ) -> None:
+        """Save, or start to.
+
+        Collective over the strategy's replicas. No save may be under way.
+
+        Parameters
+        ----------
+        order : Order
+            How.
+        header : Header
+            What.
+        values : mapping of str to ndarray
+            Logical values, by path; may change afterwards.
+        compare : callable or None
+            What finds out, while values are being written, whether they may be saved;
+            collective, and raises on every rank.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank.
+        """
+        commits: list[Commit] = []
+        start: Start = on_first(
+            self._strategy,
+            f"save of {order.path}",
+            partial(self._start, order, header, commits),
+        )
+        if start.plan is not None:
+            self._plan = start.plan
+        assert self._plan is not None
+        place = self._strategy.replica_id, self._strategy.num_replicas_in_sync
+        save = self._current = Save(*(order, start, self._plan, place), header.step)
+        save.commit = commits[0] if commits else None
+        blocks = part_of(save.plan.num_blocks, *place)
+        try:
+            data = {path: as_bytes(value) for path, value in values.items()}
+            data |= _state_bytes(header, start.python)
+            image = self._prepared(save.plan, len(blocks) if order.asynchronous else 0)
+            save.write(image, data, blocks)
+        except Exception as error:
+            # All replicas raise it together, when they meet.
+            save.error = error
+        save.blocking_seconds = time.perf_counter() - order.began
+        if compare is not None:
+            try:
+                compare()
+            except BaseException as error:
+                self._drop(save, error)
+                raise
+        if not order.asynchronous:
+            self.finish()
+
+    def _drop(self, save: Save, error: BaseException) -> None:
+        """Give up a save, which is not committed before all have met, on this rank."""
+        self._current = None
+        save.join()
+        if save.commit is not None:
+            save.commit.drop(error)
+
+    def _prepared(self, plan: Plan, blocks: int) -> Image:
+        slots = max(blocks, RING_SLOTS)
+        if self._image is None or not self._image.holds(slots, plan.block_bytes):
+            self._image = None
+            self._image = Image(slots, plan.block_bytes)
+        return self._image
+
+    def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
+        """Make the file; on replica 0."""
+        path = order.path
+        later = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
+        if later and not order.abandons:
+            raise CheckpointError(
+                f"expected no checkpoint of a later step than {header.step} in "
+                f"{self._directory}, found {', '.join(map(os.path.basename, later))}; "
+                "restore the newest, use another folder, or pass overwrite=True to "
+                "remove them"
+            )
+        replaces = order.replaces or is_damaged(path)
+        if not replaces and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+        python = packed_python(header)
+        known = self._skeleton is not None and self._skeleton.fits(header, python)
+        if not known:
+            if self._skeleton is not None:
+                self._skeleton.close()
+            self._skeleton = Skeleton(header, python)
+        assert self._skeleton is not None
+        plan = self._skeleton.plan
+        temporary = os.path.join(
+            self._directory, temporary_name(os.path.basename(path))
+        )
+        room = room_bytes(plan, header.num_replicas) if order.asynchronous else 0
+        abandoned = [(p, identity_of(p)) for p in later]
+        target = Target(
+            *(path, temporary, replaces, identity_of(path), abandoned),
+            self._max_to_keep,
+        )
+        create(temporary, plan.size + room)
+        commits.append(Commit(target, header, self._skeleton, time.time_ns()))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        # The others have it, unless an earlier save failed before they were told.
+        sent = None if plan is self._plan else plan
+        return Start(temporary, nonce, python, sent, self._goes_direct())
+
+    def _goes_direct(self) -> bool:
+        choice = self._strategy.settings.direct_io
+        return choice == "on" or (choice == "auto" and is_local(self._directory))
+
+    def busy(self) -> bool:
+        """Whether a save is still being written on some replica.
+
+        Collective over the strategy's replicas, if there is one.
+
+        Returns
+        -------
+        bool
+            The same everywhere.
+        """
+        save = self._current
+        if save is None:
+            return False
+        writing = save.writing
+        done = writing is None or writing.done.is_set()
+        votes = self._strategy.collectives.all_gather_object(
+            done, f"whether the save of {save.order.path} is done"
+        )
+        return not all(votes)
+
+    def finish(self) -> None:
+        """Wait until a save is durable, if there is one.
+
+        Collective over the strategy's replicas.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if it failed on any.
+        """
+        save = self._current
+        if save is None:
+            return
+        writing = save.writing
+        save.join()
+        error = save.error or (writing.error if writing is not None else None)
+        what = f"save of {save.order.path}"
+        mine = None if writing is None else (writing.hashes.tobytes(), writing.seconds)
+        parts = self._strategy.collectives.all_gather_object(
+            (None if error is None else explained(what, error), mine),
+            f"end of the {what}",
+        )
+        self._current = None
+        wrong = [
+            f"on replica {rank} {text}"
+            for rank, (text, _) in enumerate(parts)
+            if text is not None
+        ]
+        total = on_first(self._strategy, what, partial(_conclude, save, parts, wrong))
+        self._account(save, [part for _, part in parts], total)
+
+    def _account(self, save: Save, parts: list[Any], total: float) -> None:
+        seconds = [part[1] for part in parts]
+        assert save.writing is not None
+        asynchronous = save.order.asynchronous
+        self.last = SaveStatistics(
+            path=save.order.path,
+            step=save.step,
+            nbytes=save.plan.size,
+            asynchronous=asynchronous,
+            blocking_seconds=save.blocking_seconds if asynchronous else total,
+            copy_seconds=save.writing.seconds["copy"],
+            total_seconds=total,
+            hash_seconds=max(each["hash"] for each in seconds),
+            write_seconds=max(each["write"] for each in seconds),
+            flush_seconds=max(each["flush"] for each in seconds),
+            bytes_per_second=save.plan.size / total,
+        )
+        if self._strategy.replica_id == 0:
+            get_logger("checkpoint").info("saved %s", self.last)
+
+    def close(self) -> None:
+        """Wait for a save under way, and give back all memory.
+
+        Collective over the strategy's replicas.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if the save failed.
+        """
+        try:
+            self.finish()
+        finally:
+            self._image = None
+            self._plan = None
+            if self._skeleton is not None:
+                self._skeleton.close()
+                self._skeleton = None
+
+
+def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:
+    """Commit, if the thread has not, on replica 0; return how long it all took."""
+    commit = save.commit
+    assert commit is not None
+    # Whose part is empty may fail without harm.
+    if wrong and not commit.ended:
+        error = CheckpointError("; ".join(wrong))
+        commit.drop(error)
+        raise error
+    hashes = np.frombuffer(b"".join(part[0] for _, part in parts), np.uint64)
+    commit.do(hashes)
+    if commit.error is not None:
+        raise commit.error
+    return commit.ended - save.order.began
+
+
+def _state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
+    """Return what is stored of generators and plain state, by path."""
+    found = {
+        f"rng/{name}/{key}": as_bytes(value)
+        for name, state in header.iterators.items()
+        for key, value in state.items()
+        if isinstance(value, np.ndarray)
+    }
+    for name, data in python.items():
+        found[f"python/{name}"] = np.frombuffer(data, np.uint8)
+    return found
+
+
+def _step(path: str) -> int:
+    return step_of(path) or 0

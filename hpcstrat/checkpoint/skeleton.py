@@ -1,0 +1,399 @@
+"""A checkpoint file without its values, made by HDF5 once and used for many saves.
+
+HDF5 places the datasets; the values are then written at their offsets without it. Each
+save changes a few integers in a copy of what HDF5 wrote, which is called the prefix.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5f, h5p, h5s, h5t
+
+import hpcstrat
+from hpcstrat.checkpoint.hashing import ALGORITHM
+from hpcstrat.checkpoint.layout import (
+    COMMIT,
+    FORMAT,
+    FORMAT_VERSION,
+    TABLE,
+    Header,
+    named_dtype,
+    saved_dtype,
+    section_of,
+)
+from hpcstrat.checkpoint.plan import (
+    PAGE_BYTES,
+    RECORD_BYTES,
+    Extent,
+    Plan,
+    choose_block_bytes,
+)
+from hpcstrat.errors import CheckpointError
+
+__all__ = ["Skeleton", "packed_python"]
+
+_BOUNDS = ("v110", "v110")
+_TABLE_WORDS = PAGE_BYTES // 8
+_LEAST_TEXT_BYTES = 256
+_FIRST_BYTES = 1 << 14
+_BYTES_PER_DATASET = 1 << 10
+_MOST_BYTES = 1 << 32
+_STRIPE_BYTES = 1 << 20
+_STRIPED_BYTES = 64 * _STRIPE_BYTES
+
+
+def packed_python(header: Header) -> dict[str, bytes]:
+    """Return plain state as JSON, with blanks behind it for what may come to it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    header : Header
+        Whose ``python`` is taken.
+
+    Returns
+    -------
+    dict of str to bytes
+        By name; each as long as a power of two, so that most saves need as much.
+    """
+    packed = {}
+    for name, state in header.python.items():
+        text = json.dumps(state).encode()
+        size = max(_LEAST_TEXT_BYTES, 1 << (len(text) - 1).bit_length())
+        packed[name] = text.ljust(size)
+    return packed
+
+
+class Skeleton:
+    """What HDF5 writes for one set of names, types and shapes.
+
+    Parameters
+    ----------
+    header : Header
+        What is saved.
+    python : mapping of str to bytes
+        From `packed_python`.
+
+    Attributes
+    ----------
+    plan : Plan
+        Where everything lies.
+
+    Raises
+    ------
+    CheckpointError
+        If HDF5 does not place things as it is asked to.
+    OSError
+        If there is no room for the structures in memory.
+    """
+
+    def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
+        self._key = _key(header, python)
+        room = _FIRST_BYTES + _BYTES_PER_DATASET * (len(header.entries) + len(python))
+        made = None
+        while made is None and room < _MOST_BYTES:
+            made = _make(header, python, _pages(room))
+            room *= 2
+        if made is None:
+            raise CheckpointError(
+                f"expected HDF5 to keep its structures together, found them behind "
+                f"{room} bytes; save fewer variables"
+            )
+        self.plan, prefix = made
+        self._scratch = _scratch()
+        self._closer = weakref.finalize(self, os.close, self._scratch)
+        # A save under way at the end of the program still needs it.
+        self._closer.atexit = False
+        os.pwrite(self._scratch, prefix, 0)
+        os.truncate(self._scratch, self.plan.size)
+
+    def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
+        """Whether this is the skeleton of a file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        header : Header
+            What is saved.
+        python : mapping of str to bytes
+            From `packed_python`.
+
+        Returns
+        -------
+        bool
+            Where not, another one is needed.
+        """
+        same: bool = _key(header, python) == self._key
+        return same
+
+    def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
+        """Return what comes before the data, for one save.
+
+        Not collective.
+
+        Parameters
+        ----------
+        header : Header
+            Which must fit.
+        created_unix_ns : int
+            When.
+
+        Returns
+        -------
+        bytearray
+            With an empty table of hashes.
+        """
+        raw = os.fdopen(self._scratch, "r+b", buffering=0, closefd=False)
+        with h5py.File(raw, "r+", libver=_BOUNDS) as file:
+            file.attrs.modify("step", np.int64(header.step))
+            file.attrs.modify("created_unix_ns", np.int64(created_unix_ns))
+            for name, state in header.iterators.items():
+                group = file[f"{section_of(state)}/{name}"]
+                for key, value in state.items():
+                    if not isinstance(value, (str, np.ndarray)):
+                        group.attrs.modify(key, np.int64(value))
+        return bytearray(os.pread(self._scratch, self.plan.data_start, 0))
+
+    def close(self) -> None:
+        """Give back the memory.
+
+        Not collective.
+        """
+        self._closer()
+
+
+def _scratch() -> int:
+    """Return the descriptor of a file that is in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hpcstrat-skeleton")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _key(header: Header, python: Mapping[str, bytes]) -> Any:
+    entries = tuple(
+        (e.path, e.shape, e.dtype, e.synchronization, e.aggregation, e.trainable)
+        for e in header.entries.values()
+    )
+    rows = tuple(e.path for e in header.entries.values() if e.per_replica)
+    states = tuple(
+        (name, section_of(state), tuple((k, _kind(v)) for k, v in state.items()))
+        for name, state in header.iterators.items()
+    )
+    sizes = tuple((name, len(data)) for name, data in python.items())
+    return header.num_replicas, _job(), entries, rows, states, sizes
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape
+    return value if isinstance(value, str) else "integer"
+
+
+def _job() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _datasets(
+    header: Header, python: Mapping[str, bytes]
+) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Return all datasets of values: large ones first, then by size of their elements.
+
+    Small ones are packed, and keep the alignment of their elements in this order.
+    """
+    found = [
+        (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
+        for path, entry in header.entries.items()
+    ]
+    for name, state in header.iterators.items():
+        found += [
+            (f"{section_of(state)}/{name}/{key}", v.shape, saved_dtype(v.dtype))
+            for key, v in state.items()
+            if isinstance(v, np.ndarray)
+        ]
+    words = np.dtype(np.uint8)
+    found += [(f"python/{name}", (len(data),), words) for name, data in python.items()]
+
+    def order(dataset: tuple[str, tuple[int, ...], np.dtype[Any]]) -> tuple[bool, int]:
+        _, shape, dtype = dataset
+        small = math.prod(shape) * dtype.itemsize < PAGE_BYTES
+        return small, -dtype.itemsize * small
+
+    return sorted(found, key=order)
+
+
+def _make(
+    header: Header, python: Mapping[str, bytes], room: int
+) -> tuple[Plan, bytes] | None:
+    """Let HDF5 place everything; None where its structures need more room."""
+    datasets = _datasets(header, python)
+    most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
+    block_bytes = choose_block_bytes(most, header.num_replicas)
+    blocks = most // block_bytes + 2
+    words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
+    if most >= _STRIPED_BYTES:
+        # Blocks are then whole stripes of parallel file systems.
+        room = -(-(room + 8 * words) // _STRIPE_BYTES) * _STRIPE_BYTES - 8 * words
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    # The file is sparse: only HDF5's structures take room.
+    with tempfile.NamedTemporaryFile(prefix="hpcstrat-", dir=folder) as scratch:
+        maker = _Maker(scratch.name, room)
+        try:
+            table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"))
+            extents = []
+            for path, shape, dtype in datasets:
+                offset = maker.dataset(path, shape, dtype)
+                if offset is not None:
+                    nbytes = math.prod(shape) * dtype.itemsize
+                    extents.append(Extent(path, offset, nbytes))
+            data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
+            extents.sort(key=lambda extent: extent.offset)
+            data_start = (table_start or 0) + 8 * words
+            places = table_start or 0, data_start, data_end or 0, block_bytes
+            plan = Plan(*places, tuple(extents))
+            _describe(maker, header, plan)
+        finally:
+            maker.close()
+        _check(plan, words, os.fstat(scratch.fileno()).st_size)
+        try:
+            os.lseek(scratch.fileno(), plan.table_start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # Nothing but holes: all structures are before the table.
+            return plan, os.pread(scratch.fileno(), plan.data_start, 0)
+        return None
+
+
+def _check(plan: Plan, words: int, size: int) -> None:
+    """Trust HDF5's placement only as far as it was seen to hold."""
+    starts = [extent.offset for extent in plan.extents]
+    stops = [extent.stop for extent in plan.extents]
+    ordered = all(a <= b for a, b in zip(stops, starts[1:], strict=False))
+    inside = not starts or (plan.data_start <= starts[0] and stops[-1] <= plan.data_end)
+    aligned = plan.data_start % PAGE_BYTES == plan.data_end % PAGE_BYTES == 0
+    known = plan.size == size and plan.num_blocks <= words
+    if not (ordered and inside and aligned and known and plan.table_start > 0):
+        raise CheckpointError(
+            f"expected HDF5 {h5py.version.hdf5_version} to place datasets one behind "
+            f"the other, found {plan} in {size} bytes; use another version of h5py"
+        )
+
+
+class _Maker:
+    """Makes datasets and attributes by HDF5's own functions; h5py's are slower."""
+
+    def __init__(self, path: str, room: int) -> None:
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+        # Structures in front, large values on pages.
+        access.set_meta_block_size(room)
+        access.set_alignment(PAGE_BYTES, PAGE_BYTES)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        self._file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access)
+        self._made = h5p.create(h5p.DATASET_CREATE)
+        # Placed at once, written never, and without times.
+        self._made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        self._made.set_fill_time(h5d.FILL_TIME_NEVER)
+        self._made.set_obj_track_times(False)
+        self._link = h5p.create(h5p.LINK_CREATE)
+        self._link.set_create_intermediate_group(True)
+        self._link.set_char_encoding(h5t.CSET_UTF8)
+        self._scalar = h5s.create(h5s.SCALAR)
+        self._objects: dict[str, Any] = {"": _root(self._file)}
+
+    def dataset(
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> int | None:
+        """Make a dataset; return where its values are to be, None if it has none."""
+        space = h5s.create_simple(shape) if shape else self._scalar
+        kind = h5t.py_create(dtype, logical=True)
+        made = h5d.create(
+            *(self._file, path.encode(), kind, space), dcpl=self._made, lcpl=self._link
+        )
+        self._objects[path] = made
+        offset: int | None = made.get_offset()
+        return offset
+
+    def group(self, path: str) -> None:
+        """Make a group, if it is not there."""
+        if path not in self._objects:
+            name = path.encode()
+            there = name in self._file
+            self._objects[path] = (
+                h5py.h5g.open(self._file, name)
+                if there
+                else h5py.h5g.create(self._file, name, lcpl=self._link)
+            )
+
+    def attribute(self, path: str, name: str, value: Any) -> None:
+        """Give an object an attribute; text is of fixed length, an integer of 64 bits.
+
+        Strings of variable length would be kept in a heap between the data.
+        """
+        if isinstance(value, str):
+            value = np.array(value.encode("ascii", "replace") or b" ")
+        value = np.asarray(value)
+        kind = h5t.py_create(value.dtype)
+        made = h5a.create(self._objects[path], name.encode(), kind, self._scalar)
+        made.write(value)
+
+    def close(self) -> None:
+        """Write what HDF5 still holds."""
+        self._objects.clear()
+        self._file.close()
+
+
+def _root(file: Any) -> Any:
+    """Return the root group of a file, as HDF5's functions take it."""
+    return h5py.h5g.open(file, b"/")
+
+
+def _describe(maker: _Maker, header: Header, plan: Plan) -> None:
+    """Write all attributes; those that change from save to save are zero."""
+    number = np.int64
+    root = {
+        "hpcstrat_format": FORMAT,
+        "hpcstrat_format_version": number(FORMAT_VERSION),
+        "hpcstrat_version": hpcstrat.__version__,
+        "step": number(0),
+        "num_replicas": number(header.num_replicas),
+        "created_unix_ns": number(0),
+        "job_id": _job(),
+    }
+    for name, value in root.items():
+        maker.attribute("", name, value)
+    for path, entry in header.entries.items():
+        maker.attribute(path, "dtype", entry.dtype)
+        maker.attribute(path, "synchronization", entry.synchronization)
+        maker.attribute(path, "aggregation", entry.aggregation)
+        maker.attribute(path, "trainable", np.int8(entry.trainable))
+        if entry.per_replica:
+            maker.attribute(path, "replica_axis", number(0))
+    for name, state in header.iterators.items():
+        path = f"{section_of(state)}/{name}"
+        maker.group(path)
+        for key, value in state.items():
+            if not isinstance(value, np.ndarray):
+                text = isinstance(value, str)
+                maker.attribute(path, key, value if text else number(0))
+    maker.attribute(TABLE, "algorithm", ALGORITHM)
+    maker.attribute(TABLE, "block_bytes", number(plan.block_bytes))
+    maker.attribute(TABLE, "data_start", number(plan.data_start))
+    maker.attribute(TABLE, "data_end", number(plan.data_end))

@@ -1,0 +1,231 @@
+"""A save under way, as one replica sees it, in the foreground or in the background."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcstrat.checkpoint.commit import Commit
+from hpcstrat.checkpoint.image import Image
+from hpcstrat.checkpoint.plan import Plan, part_of
+from hpcstrat.checkpoint.verdicts import read_verdict, write_verdict
+from hpcstrat.checkpoint.writing import Writing
+from hpcstrat.tracing import get_logger
+from hpcstrat.typing import Array
+
+__all__ = ["Order", "Save", "Start"]
+
+_FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How a save is to be done.
+
+    Parameters
+    ----------
+    path : str
+        Where the checkpoint is to be.
+    asynchronous : bool
+        Whether it is written in the background.
+    replaces : bool
+        Whether a checkpoint of this step is replaced.
+    abandons : bool
+        Whether later ones are removed.
+    began : float
+        ``time.perf_counter()`` when the caller asked for it.
+    """
+
+    path: str
+    asynchronous: bool
+    replaces: bool
+    abandons: bool
+    began: float
+
+
+@dataclass(slots=True)
+class Start:
+    """What replica 0 tells the others.
+
+    Parameters
+    ----------
+    temporary : str
+        The file, which exists.
+    nonce : bytes of length 16
+        Tells the verdicts of this save from others.
+    python : dict of str to bytes
+        Plain state of replica 0, by name.
+    plan : Plan or None
+        The layout; None where it is the one of the save before.
+    direct : bool
+        Whether to go past the page cache.
+    """
+
+    temporary: str
+    nonce: bytes
+    python: dict[str, bytes]
+    plan: Plan | None
+    direct: bool
+
+
+class Save:
+    """A save under way, as one replica sees it.
+
+    Parameters
+    ----------
+    order : Order
+        How it is done.
+    start : Start
+        From replica 0.
+    plan : Plan
+        The layout.
+    place : tuple of int
+        This replica, and the number of replicas.
+    step : int
+        Of the checkpoint.
+
+    Attributes
+    ----------
+    commit : Commit or None
+        The last steps, on replica 0.
+    writing : Writing or None
+        This replica's part, once it has begun.
+    error : BaseException or None
+        Why it has not.
+    blocking_seconds : float
+        How long the caller was kept.
+    stop : threading.Event
+        Set when threads need not wait for other replicas' verdicts any more.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        start: Start,
+        plan: Plan,
+        place: tuple[int, int],
+        step: int,
+    ) -> None:
+        self.order, self.start, self.plan, self.place = order, start, plan, place
+        self.step = step
+        self.commit: Commit | None = None
+        self.blocking_seconds = 0.0
+        self.stop = threading.Event()
+        self.writing: Writing | None = None
+        self.error: BaseException | None = None
+
+    def write(self, image: Image, values: Mapping[str, Array], blocks: range) -> None:
+        """Copy this replica's blocks, and have them written.
+
+        Not collective.
+
+        Parameters
+        ----------
+        image : Image
+            For the copies.
+        values : mapping of str to ndarray of uint8
+            By path.
+        blocks : range
+            This replica's.
+        """
+        ahead = self.order.asynchronous
+        self.writing = Writing(
+            *(self.start.temporary, self.plan, blocks, image),
+            direct=self.start.direct,
+            then=self._in_background if ahead else _nothing,
+        )
+        if ahead:
+            _under_way.add(self)
+        self.writing.start(values, ahead=ahead)
+
+    def _in_background(self, writing: Writing) -> None:
+        """Say that this part is done; on replica 0, commit when all are. A thread's."""
+        error = writing.error
+        try:
+            if self.commit is None:
+                if writing.blocks:
+                    part = writing.hashes if error is None else _number(error)
+                    write_verdict(*self._where(self.place[0]), part)
+            elif error is not None:
+                self.commit.drop(error)
+            else:
+                self._watch(writing)
+        except OSError as problem:
+            # Nothing is lost: the main threads will meet.
+            get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
+
+    def _where(self, rank: int) -> tuple[str, Plan, tuple[int, int], bytes]:
+        place = rank, self.place[1]
+        return self.start.temporary, self.plan, place, self.start.nonce
+
+    def _watch(self, writing: Writing) -> None:
+        assert self.commit is not None
+        hashes = np.zeros(self.plan.num_blocks, np.uint64)
+        hashes[writing.blocks.start : writing.blocks.stop] = writing.hashes
+        nap = _FIRST_NAP_SECONDS
+        for rank in range(1, self.place[1]):
+            blocks = part_of(self.plan.num_blocks, rank, self.place[1])
+            if not blocks:
+                break
+            while (part := read_verdict(*self._where(rank))) is None:
+                if self.stop.wait(nap):
+                    return
+                nap = min(1.5 * nap, _LAST_NAP_SECONDS)
+            if isinstance(part, int):
+                # Which rank, and why, is said when the main threads meet.
+                self.commit.drop(OSError(part, os.strerror(part)))
+                return
+            hashes[blocks.start : blocks.stop] = part
+        self.commit.do(hashes)
+
+    def join(self) -> None:
+        """Wait for the threads of this replica, which no longer wait for others.
+
+        Not collective.
+        """
+        if self.writing is not None:
+            self.stop.set()
+            self.writing.join()
+        _under_way.discard(self)
+
+    def finish_alone(self) -> None:
+        """Finish without the other replicas' main threads, or give up.
+
+        Not collective.
+        """
+        done = self.writing is None or self.writing.join(_PATIENCE_SECONDS)
+        self.stop.set()
+        if self.commit is not None:
+            self.commit.drop(TimeoutError("not all replicas had written their parts"))
+        error = self.commit.error if self.commit is not None else None
+        if error is not None or not done:
+            get_logger("checkpoint").warning(
+                "expected the save of %s to be done at the end of the program, found "
+                "%s; it is dropped: call wait() or close() before the end",
+                *(self.order.path, error or "that this replica still writes"),
+            )
+
+
+def _nothing(writing: Writing) -> None:
+    del writing
+
+
+def _number(error: BaseException) -> int:
+    return getattr(error, "errno", None) or errno.EIO
+
+
+_under_way: weakref.WeakSet[Save] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for save in list(_under_way):
+        save.finish_alone()

@@ -1,0 +1,218 @@
+"""One replica's part of a save: copy, hash and write block after block.
+
+Threads hash and write, which Python's lock does not hinder, and make no MPI call. Where
+the caller waits for the end, they copy, too; otherwise the caller has copied before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+
+import numpy as np
+
+from hpcstrat.checkpoint.disk import flush, forget_pages, open_to_write, write_all
+from hpcstrat.checkpoint.hashing import block_hash
+from hpcstrat.checkpoint.image import Image, fill
+from hpcstrat.checkpoint.plan import Plan
+from hpcstrat.typing import Array
+
+__all__ = ["NUM_THREADS", "RING_SLOTS", "Writing"]
+
+NUM_THREADS = 2
+RING_SLOTS = 3
+"""How many threads, and places for blocks, there are where the caller waits."""
+
+
+class Writing:
+    """A part that is being written.
+
+    Parameters
+    ----------
+    path : str
+        The file, which exists.
+    plan : Plan
+        The layout.
+    blocks : range
+        This replica's blocks.
+    image : Image
+        Holds `RING_SLOTS` blocks, or all of them.
+    direct : bool
+        Whether to go past the page cache.
+    then : callable
+        Called at the end in a thread, with this object.
+
+    Attributes
+    ----------
+    hashes : ndarray of uint64 of shape (len(blocks),)
+        Of the blocks; valid at the end.
+    error : BaseException or None
+        The first that came up.
+    done : threading.Event
+        Set when the part is on the disk, or has failed.
+    seconds : dict of str to float
+        Spent in each kind of work by all threads together.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        plan: Plan,
+        blocks: range,
+        image: Image,
+        *,
+        direct: bool,
+        then: Callable[[Writing], None],
+    ) -> None:
+        self.path = path
+        self.plan = plan
+        self.blocks = blocks
+        self.hashes: Array = np.zeros(len(blocks), np.uint64)
+        self.error: BaseException | None = None
+        self.seconds = dict.fromkeys(("copy", "hash", "write", "flush"), 0.0)
+        self.done = threading.Event()
+        self._image = image
+        self._direct = direct
+        self._then = then
+        self._file = -1
+        self._values: Mapping[str, Array] = {}
+        # Blocks, and whether they have been copied.
+        self._todo: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._left = 0
+
+    def start(self, values: Mapping[str, Array], *, ahead: bool) -> None:
+        """Have all blocks written.
+
+        Not collective.
+
+        Parameters
+        ----------
+        values : mapping of str to ndarray of uint8
+            By path.
+        ahead : bool
+            Whether all blocks are copied here, so that values may change on return.
+            Otherwise they may not before `join` has returned.
+        """
+        try:
+            if self.blocks:
+                self._file = open_to_write(self.path, self._direct)
+            if ahead:
+                self._copy_all(values)
+        except Exception as error:
+            # All replicas learn of it, and raise together.
+            self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._values = values
+            self._start_threads(ahead)
+
+    def _copy_all(self, values: Mapping[str, Array]) -> None:
+        begin = time.perf_counter()
+        for slot, block in enumerate(self.blocks):
+            fill(self._image.slot(slot), self.plan, block, values)
+        self.seconds["copy"] = time.perf_counter() - begin
+
+    def _start_threads(self, copied: bool) -> None:
+        for block in self.blocks:
+            self._todo.put((block, copied))
+        self._left = NUM_THREADS if copied else RING_SLOTS
+        for number in range(self._left):
+            self._todo.put(None)
+            name = f"hpcstrat-save-{number}"
+            self._threads.append(
+                threading.Thread(
+                    target=self._work, args=(number,), name=name, daemon=True
+                )
+            )
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, number: int) -> None:
+        while (item := self._todo.get()) is not None:
+            block, copied = item
+            if self.error is not None:
+                continue
+            try:
+                slot = block - self.blocks.start if copied else number
+                if not copied:
+                    self._copy(block, slot)
+                self._write(block, slot)
+            except BaseException as error:
+                self._fail(error)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._end()
+
+    def _copy(self, block: int, slot: int) -> None:
+        begin = time.perf_counter()
+        fill(self._image.slot(slot), self.plan, block, self._values)
+        with self._lock:
+            self.seconds["copy"] += time.perf_counter() - begin
+
+    def _write(self, block: int, slot: int) -> None:
+        start, stop = self.plan.span(block)
+        data = self._image.slot(slot)[: stop - start].data
+        begin = time.perf_counter()
+        self.hashes[block - self.blocks.start] = block_hash(data)
+        middle = time.perf_counter()
+        write_all(self._file, data, start)
+        end = time.perf_counter()
+        with self._lock:
+            self.seconds["hash"] += middle - begin
+            self.seconds["write"] += end - middle
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+
+    def _end(self) -> None:
+        try:
+            if self._file >= 0:
+                self._flush()
+        except BaseException as error:
+            self._fail(error)
+        self._values = {}
+        self.done.set()
+        self._then(self)
+
+    def _flush(self) -> None:
+        begin = time.perf_counter()
+        try:
+            if self.error is None:
+                flush(self._file)
+                if not self._direct:
+                    first, last = self.blocks[0], self.blocks[-1]
+                    start, stop = self.plan.span(first)[0], self.plan.span(last)[1]
+                    forget_pages(self._file, start, stop)
+        finally:
+            os.close(self._file)
+            self._file = -1
+            self.seconds["flush"] = time.perf_counter() - begin
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the threads.
+
+        Not collective.
+
+        Parameters
+        ----------
+        seconds : float, optional
+            How long at most.
+
+        Returns
+        -------
+        bool
+            Whether they have ended.
+        """
+        for thread in self._threads:
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)

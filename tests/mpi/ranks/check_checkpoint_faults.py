@@ -1,0 +1,368 @@
+"""Damaged checkpoints, full disks and other faults, on every rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.checkpoint import commit, saving, writing
+from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from tests.mpi.ranks.saved import (
+    Counter,
+    make_variable,
+    warnings_of_checkpoints,
+)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _truncate_to_header(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(2).bytes(5000))
+
+
+def _zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGES = (_truncate, _truncate_to_header, _empty, _garbage, _zeros, _folder, _dangling)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("method", ["restore", "restore_or_initialize"])
+def test_damaged_newest_checkpoint_is_passed_over(
+    damage: Any, method: str, strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.zeros(3))
+    manager = hs.CheckpointManager(folder, x=x)
+    for step in (1, 2, 3):
+        x.assign(np.full(3, float(step)))
+        path = Path(manager.save(step))
+    if job.rank == 0:
+        damage(path)
+    job.Barrier()
+    with warnings_of_checkpoints() as said:
+        assert getattr(manager, method)() == 2
+    np.testing.assert_array_equal(x.component, np.full(3, 2.0))
+    counts = job.allgather(len(said))
+    wanted = 0 if damage is _dangling else 1
+    assert sum(counts) == wanted, said
+    assert all(path.name in text for text in said)
+    with pytest.raises(CheckpointError, match=path.name):
+        manager.restore(path)
+    np.testing.assert_array_equal(x.component, np.full(3, 2.0))
+    # What is damaged does not hinder further saves.
+    assert manager.save(4).endswith("ckpt-0000000004.h5")
+    narrow = hs.CheckpointManager(folder, max_to_keep=1, x=x)
+    narrow.save(5)
+    assert narrow.latest() == narrow.checkpoints[-1]
+
+
+def test_file_that_one_rank_cannot_read_is_passed_over_by_all(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    # Large enough that every rank reads a part.
+    with strategy.scope():
+        x = hs.Variable(np.zeros(job.size << 18))
+    checkpoints = hs.CheckpointManager(folder, x=x)
+    for step in (1, 2):
+        x.assign(np.full(job.size << 18, float(step)))
+        checkpoints.save(step)
+    read = Blocks.read
+
+    def fail(self: Any, *args: Any) -> Any:
+        if self.path.endswith("2.h5") and job.rank == job.size - 1:
+            raise CorruptCheckpointError("a stale handle")
+        return read(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blocks, "read", fail)
+        assert checkpoints.restore() == 1
+        np.testing.assert_array_equal(x.component, np.ones(job.size << 18))
+        with pytest.raises(CorruptCheckpointError, match="a stale handle"):
+            checkpoints.restore(folder / "ckpt-0000000002.h5")
+        np.testing.assert_array_equal(x.component, np.ones(job.size << 18))
+
+
+def test_missing_checkpoints_are_told(strategy: Any, folder: Path) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(folder / "new" / "deep", x=x)
+    assert manager.latest() is None
+    assert manager.restore_or_initialize() is None
+    with pytest.raises(CheckpointError, match="found none"):
+        manager.restore()
+    with pytest.raises(CheckpointError, match="ckpt-0000000009"):
+        manager.restore(folder / "ckpt-0000000009.h5")
+
+
+def test_file_in_place_of_the_folder_is_an_error_everywhere(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    if job.rank == 0:
+        (folder / "taken").write_text("not a folder")
+    job.Barrier()
+    for name in ("taken", "taken/below"):
+        with pytest.raises(CheckpointError, match="taken") as caught:
+            hs.CheckpointManager(folder / name, x=x)
+        assert "overwrite" not in str(caught.value)
+
+
+def test_vanished_folder_is_an_error_and_a_later_save_works(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(folder / "gone", x=x)
+    job.Barrier()
+    if job.rank == 0:
+        (folder / "gone").rmdir()
+    job.Barrier()
+    with pytest.raises(CheckpointError, match="gone"):
+        manager.save(1)
+    hs.CheckpointManager(folder / "other", x=x).save(1)
+
+
+@contextmanager
+def _mounted(job: Any, folder: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """Mount a small memory file system; yields a function that remounts it."""
+
+    def call(*words: str) -> str:
+        done = None
+        if job.rank == 0:
+            try:
+                run = subprocess.run(
+                    [*words, str(folder)], capture_output=True, text=True, check=False
+                )
+                done = run.stderr if run.returncode else ""
+            except OSError as error:
+                done = str(error)
+        return str(job.bcast(done))
+
+    reason = call("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+    if reason:
+        pytest.skip(f"tmpfs cannot be mounted: {reason.strip()}")
+    try:
+        yield (
+            lambda options: (
+                pytest.fail(text)
+                # type: ignore[misc]
+                if (text := call("mount", "-o", f"remount,{options}"))
+                else None
+            )
+        )
+    finally:
+        job.Barrier()
+        call("umount", "-l")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_full_disk_is_an_error_everywhere_and_leaves_no_trace(
+    asynchronous: bool, strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.arange(20_000.0))
+        seen = make_variable("sum", np.int64(0))
+    small, other = folder / "small", folder / "other"
+    if job.rank == 0:
+        small.mkdir()
+    job.Barrier()
+    with _mounted(job, small, "1m"):
+        manager = hs.CheckpointManager(small, max_to_keep=None, x=x, seen=seen)
+        saved: list[int] = []
+
+        def fill() -> None:
+            for step in range(20):
+                x.assign(np.full(20_000, float(step)))
+                manager.save(step, asynchronous=asynchronous)
+                manager.wait()
+                saved.append(step)
+
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            fill()
+        job.Barrier()
+        assert 1 <= len(saved) < 10
+        assert len(os.listdir(small)) == len(saved)
+        assert manager.restore() == saved[-1]
+        np.testing.assert_array_equal(x.component, np.full(20_000, float(saved[-1])))
+        hs.CheckpointManager(other, x=x, seen=seen).save(1)
+        # What was given back suffices for a small one.
+        hs.CheckpointManager(small, max_to_keep=None, seen=seen).save(100)
+
+
+def test_read_only_folder_is_an_error_everywhere(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.arange(3.0))
+    fixed, other = folder / "fixed", folder / "other"
+    if job.rank == 0:
+        fixed.mkdir()
+    job.Barrier()
+    with _mounted(job, fixed, "1m") as remount:
+        manager = hs.CheckpointManager(fixed, x=x)
+        manager.save(1)
+        remount("ro")
+        x.assign(np.zeros(3))
+        with pytest.raises(CheckpointError, match="Read-only"):
+            manager.save(2)
+        again = hs.CheckpointManager(fixed, x=x)
+        assert again.restore_or_initialize() == 1
+        np.testing.assert_array_equal(x.component, np.arange(3.0))
+        hs.CheckpointManager(other, x=x).save(1)
+
+
+PLACES = (
+    (saving, "create"),
+    (saving, "Image"),
+    (writing, "open_to_write"),
+    (writing, "fill"),
+    (writing, "block_hash"),
+    (writing, "write_all"),
+    (writing, "flush"),
+    (commit, "open_to_write"),
+    (commit, "pack_record"),
+    (commit, "write_all"),
+    (commit, "flush"),
+    (commit, "publish"),
+    (commit, "flush_folder"),
+)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["everywhere", "last"])
+@pytest.mark.parametrize(
+    "place", PLACES, ids=lambda place: f"{place[0].__name__[20:]}.{place[1]}"
+)
+def test_error_at_any_point_of_a_save_leaves_the_older_ones(
+    place: Any,
+    where: str,
+    asynchronous: bool,
+    strategies: dict[int, Any],
+    folder: Path,
+    job: Any,
+) -> None:
+    only_first = place[0] is commit or place[1] == "create"
+    if where == "last" and only_first:
+        pytest.skip("done by replica 0 alone")
+    strategy = strategies[job.size]
+    count = job.size << 18
+    with strategy.scope():
+        x = hs.Variable(np.ones(count))
+    manager = hs.CheckpointManager(folder, x=x)
+    manager.save(1)
+    manager.close()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "everywhere" or job.rank == job.size - 1:
+            patch.setattr(*place, fail)
+        x.assign(np.zeros(count))
+        with pytest.raises(CheckpointError, match="Input/output error") as caught:  # noqa: PT012
+            manager.save(2, asynchronous=asynchronous)
+            manager.wait()
+        if where == "last" and job.size > 1:
+            assert f"replica {job.size - 1}" in str(caught.value)
+    job.Barrier()
+    assert os.listdir(folder) == ["ckpt-0000000001.h5"]
+    manager.wait()
+    assert manager.restore() == 1
+    np.testing.assert_array_equal(x.component, np.ones(count))
+    manager.save(2, asynchronous=asynchronous)
+    manager.close()
+    assert len(manager.checkpoints) == 2
+
+
+def test_state_that_is_no_json_is_an_error_everywhere(
+    strategy: Any, folder: Path
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    counter = Counter()
+    counter.state = {"array": np.zeros(3)}
+    manager = hs.CheckpointManager(folder, x=x, counter=counter)
+    with pytest.raises(ValueError, match="JSON"):
+        manager.save(1)
+    counter.state = {"number": 1}
+    manager.save(1)
+
+
+def test_abandoned_files_of_dead_processes_are_removed(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    host = os.uname().nodename
+    dead = f".ckpt-0000000001.h5.0.{host}-999999999.abcd"
+    alive = f".ckpt-0000000001.h5.0.{host}-{os.getpid()}.abcd"
+    away = ".ckpt-0000000001.h5.0.elsewhere-999999999.abcd"
+    if job.rank == 0:
+        for name in (dead, alive, away, "mine.txt"):
+            (folder / name).touch()
+    job.Barrier()
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(folder, x=x)
+    assert manager.checkpoints == []
+    if job.rank == 0:
+        assert sorted(os.listdir(folder)) == sorted([alive, away, "mine.txt"])
+
+
+def test_plain_variables_need_folders_of_their_own(folder: Path, job: Any) -> None:
+    x = hs.Variable(float(job.rank))
+    if job.size > 1:
+        with pytest.raises(RuntimeError, match="independent=True"):
+            hs.CheckpointManager(folder, x=x)
+    manager = hs.CheckpointManager(folder / str(job.rank), independent=True, x=x)
+    manager.save(1)
+    x.assign(-1.0)
+    assert manager.restore() == 1
+    assert x.numpy() == job.rank
+
+
+def test_variables_of_two_strategies_need_two_managers(
+    strategy: Any, make_strategy: Callable[..., Any], folder: Path
+) -> None:
+    other = make_strategy()
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    with other.scope():
+        y = hs.Variable(2.0)
+    with pytest.raises(ValueError, match="one strategy"):
+        hs.CheckpointManager(folder, x=x, y=y)
+    other.close()

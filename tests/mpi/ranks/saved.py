@@ -1,0 +1,56 @@
+"""What the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hpcstrat as hs
+
+POLICIES = ("error", "first", "cycle", "init")
+KINDS = ("mirrored", "sum", "mean", "only_first_replica", "none")
+
+
+class Counter:
+    """Plain state of a program."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"größe": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@contextmanager
+def warnings_of_checkpoints() -> Iterator[list[str]]:
+    """Collect the warnings of this rank."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = hs.get_logger("checkpoint"), Collector(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def make_variable(kind: str, value: Any, name: str = "x") -> Any:
+    if kind == "mirrored":
+        return hs.Variable(value, name=name)
+    return hs.Variable(value, name=name, synchronization="on_read", aggregation=kind)
+
+
+def fill(variable: Any, value: Any) -> None:
+    """Give this replica's component a value of its own."""
+    variable.component[...] = value

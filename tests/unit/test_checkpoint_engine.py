@@ -1,0 +1,452 @@
+"""The parts of the checkpoint engine: layout, disk, records; and damaged files."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hpcstrat as hs
+from hpcstrat.checkpoint import disk
+from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.image import Image, as_bytes, fill
+from hpcstrat.checkpoint.layout import Entry, Header
+from hpcstrat.checkpoint.plan import (
+    PAGE_BYTES,
+    Extent,
+    Plan,
+    choose_block_bytes,
+    part_of,
+)
+from hpcstrat.checkpoint.reader import CheckpointFile, check, open_checkpoint
+from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
+from hpcstrat.checkpoint.verdicts import read_verdict, room_bytes, write_verdict
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+
+DTYPES = ("float32", "bool", "int64", "complex128", "float16", "uint8")
+
+
+def _header(num_datasets: int, large: int) -> Header:
+    header = Header(7, 3)
+    shapes = ((), (5,), (0, 3), (large,), (33, 2))
+    for number in range(num_datasets):
+        path = f"variables/größe {number % 7}/v{number}"
+        header.entries[path] = Entry(
+            *(path, shapes[number % 5], DTYPES[number % 6], "on_read", "none", True),
+            per_replica=number % 5 == 4,
+        )
+    header.iterators["data"] = {"epoch": 3, "num_rows": 2**40}
+    header.iterators["noise"] = {
+        "bit_generator": "Philox",
+        "root_entropy": 5,
+        "state": np.arange(36, dtype=np.uint64).reshape(3, 12),
+    }
+    header.python["state"] = {"number": 1}
+    return header
+
+
+@pytest.mark.parametrize("num_datasets", [0, 1, 9, 300])
+@pytest.mark.parametrize("large", [1, 4096, 200_000])
+def test_hdf5_keeps_its_structures_away_from_the_data(
+    num_datasets: int, large: int, tmp_path: Path
+) -> None:
+    header = _header(num_datasets, large)
+    python = packed_python(header)
+    made = Skeleton(header, python)
+    plan, path = made.plan, tmp_path / "file.h5"
+    path.write_bytes(made.prefix(header, 99))
+    os.truncate(path, plan.size)
+    # Whatever is written into the data must not be seen in names and types.
+    with open(path, "r+b") as file:
+        file.seek(plan.data_start)
+        file.write(b"\xff" * (plan.size - plan.data_start))
+    with h5py.File(path, "r") as found:
+        assert found.attrs["step"] == 7
+        assert found.attrs["created_unix_ns"] == 99
+        assert found["iterators/data"].attrs["num_rows"] == 2**40
+        assert found["rng/noise"].attrs["bit_generator"] == b"Philox"
+        for name, entry in header.entries.items():
+            assert found[name].shape == entry.shape
+            assert found[name].attrs["dtype"] == entry.dtype.encode()
+            assert ("replica_axis" in found[name].attrs) is entry.per_replica
+            raw = found[name].id.get_offset()
+            assert raw is None or plan.data_start <= raw < plan.data_end
+        assert found["hpcstrat/commit"].id.get_offset() == plan.data_end
+        table = found["hpcstrat/block_xxh3_64"]
+        assert table.attrs["data_start"] == plan.data_start
+        assert table.size >= plan.num_blocks
+    assert made.fits(header, python)
+    header.python["state"] = {"text": "x" * 999}
+    assert not made.fits(header, packed_python(header))
+    made.close()
+
+
+def test_skeletons_serve_for_many_saves_and_leave_nothing_open() -> None:
+    header = _header(20, 100)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        made = Skeleton(header, packed_python(header))
+        for step in range(5):
+            header.step = step
+            header.iterators["data"]["epoch"] = step
+            prefix = made.prefix(header, step)
+            assert len(prefix) == made.plan.data_start
+        del made
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), max_size=12),
+    gaps=st.lists(st.integers(0, 100), min_size=13, max_size=13),
+    block=st.sampled_from([32, 64, 256]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_blocks_hold_every_byte_once(
+    sizes: list[int], gaps: list[int], block: int, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    place, extents, values = 64, [], {}
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=False)):
+        place += gap
+        extents.append(Extent(f"v{number}", place, size))
+        values[f"v{number}"] = draw.integers(1, 256, size, np.uint8)
+        place += size
+    end = place + gaps[-1]
+    plan = Plan(32, 64, end, block, tuple(extents))
+    wanted = np.zeros(end, np.uint8)
+    for extent in extents:
+        wanted[extent.offset : extent.stop] = values[extent.path]
+    found = np.full(end, 77, np.uint8)
+    found[:64] = 0
+    slot = np.full(block, 99, np.uint8)
+    for number in range(plan.num_blocks):
+        start, stop = plan.span(number)
+        fill(slot, plan, number, values)
+        found[start:stop] = slot[: stop - start]
+    np.testing.assert_array_equal(found, wanted)
+    for extent in extents:
+        blocks = plan.blocks_of(extent.offset, extent.stop)
+        assert plan.span(blocks[0])[0] <= extent.offset
+        assert plan.span(blocks[-1])[1] >= extent.stop
+
+
+@given(count=st.integers(0, 200), size=st.integers(1, 20))
+def test_parts_are_equal_and_complete(count: int, size: int) -> None:
+    parts = [part_of(count, rank, size) for rank in range(size)]
+    assert [index for part in parts for index in part] == list(range(count))
+    lengths = [len(part) for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@given(nbytes=st.integers(0, 1 << 45), replicas=st.integers(1, 5000))
+def test_blocks_are_stripes(nbytes: int, replicas: int) -> None:
+    size = choose_block_bytes(nbytes, replicas)
+    assert size & (size - 1) == 0
+    assert 1 << 20 <= size <= 16 << 20
+
+
+@pytest.mark.parametrize("dtype", [">i4", "<f8", "c8", "?", "bfloat16"])
+def test_values_are_stored_little_endian(dtype: str) -> None:
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    value = np.arange(12).astype(dtype).reshape(3, 4)[:, ::2]
+    kind = np.dtype(dtype)
+    little = value if kind.name == "bfloat16" else value.astype(kind.newbyteorder("<"))
+    assert as_bytes(value).tobytes() == little.tobytes()
+    assert as_bytes(value[1, 1]).size == value.itemsize
+
+
+def test_images_lie_on_pages() -> None:
+    image = Image(3, PAGE_BYTES * 2)
+    for index in range(3):
+        assert image.slot(index).ctypes.data % PAGE_BYTES == 0
+    image.slot(1)[:] = 7
+    assert not image.slot(0).any()
+    assert not image.slot(2).any()
+    assert image.holds(2, PAGE_BYTES * 2)
+    assert not image.holds(4, PAGE_BYTES * 2)
+    assert not image.holds(1, PAGE_BYTES)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_short_and_refused_calls_are_gone_on_with(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "file")
+    image = Image(2, 1 << 16)
+    data = image.slot(0)
+    data[:] = np.random.default_rng(1).integers(0, 256, data.size, np.uint8)
+    disk.create(path, data.size)
+    write, read = os.pwrite, os.preadv
+    calls: list[int] = []
+
+    def shorter(file: int, part: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, part[: 4096 if len(calls) == 2 else 1000], offset)
+
+    def fewer(file: int, parts: Any, offset: int) -> int:
+        return read(file, [parts[0][:5000]], offset)
+
+    file = disk.open_to_write(path, direct)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", shorter)
+        if direct and disk._DIRECT:
+            disk.write_all(file, data.data, 0)
+            assert len(calls) > 60
+        else:
+            with pytest.raises(OSError, match="Invalid argument"):
+                disk.write_all(file, data.data, 0)
+            disk.write_all(file, data.data, 0)
+    os.close(file)
+    assert Path(path).read_bytes() == data.tobytes()
+    file = disk.open_to_read(path, direct)
+    monkeypatch.setattr(os, "preadv", fewer)
+    disk.read_into(file, image.slot(1).data, 0)
+    assert image.slot(1).tobytes() == data.tobytes()
+    with pytest.raises(EOFError):
+        disk.read_into(file, image.slot(1).data, PAGE_BYTES)
+    os.close(file)
+
+
+def test_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"space|large"):
+        disk.create(str(tmp_path / "file"), 1 << 60)
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_is_found_without_reservations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(disk, "_allocate", refuse)
+    with pytest.raises(OSError, match="space"):
+        disk.create(str(tmp_path / "file"), 1 << 60)
+    disk.create(str(tmp_path / "small"), 5000)
+    assert (tmp_path / "small").stat().st_size == 5000
+    assert os.listdir(tmp_path) == ["small"]
+
+
+def test_verdicts_are_read_when_they_are_whole(tmp_path: Path) -> None:
+    path, nonce, other = str(tmp_path / "file"), b"n" * 16, b"o" * 16
+    plan = Plan(4096, 8192, 8192 + 700 * 4096, 4096)
+    disk.create(path, plan.size + room_bytes(plan, 3))
+    hashes = np.arange(700, dtype=np.uint64) ** 3
+    for rank in range(3):
+        assert read_verdict(path, plan, (rank, 3), nonce) is None
+    for rank in (2, 0):
+        part = part_of(700, rank, 3)
+        own = hashes[part.start : part.stop]
+        write_verdict(path, plan, (rank, 3), nonce, own)
+        np.testing.assert_array_equal(read_verdict(path, plan, (rank, 3), nonce), own)
+        assert read_verdict(path, plan, (rank, 3), other) is None
+    assert read_verdict(path, plan, (1, 3), nonce) is None
+    write_verdict(path, plan, (1, 3), nonce, errno.EIO)
+    assert read_verdict(path, plan, (1, 3), nonce) == errno.EIO
+    # One that is only half there, as on a network file system, is none.
+    with open(path, "r+b") as file:
+        file.seek(plan.size + 60)
+        file.write(b"\xff")
+    assert read_verdict(path, plan, (0, 3), nonce) is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of three blocks."""
+    folder = tmp_path_factory.mktemp("whole")
+    value = np.random.default_rng(5).standard_normal(300_000)
+    objects = {"x": hs.Variable(value), "small": hs.Variable(np.arange(3))}
+    return Path(hs.CheckpointManager(folder, **objects).save(5))
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy of it that may be damaged."""
+    return Path(shutil.copy(whole, tmp_path / whole.name))
+
+
+def _verify(path: Path) -> CheckpointFile:
+    """Read all of a file."""
+    found = open_checkpoint(str(path))
+    assert found.vouched is not None
+    plan = found.vouched.plan
+    image = Image(1, plan.block_bytes)
+    with Blocks(str(path), found.vouched, False) as blocks:
+        for block in range(plan.num_blocks):
+            blocks.read(block, image.slot(0))
+    return found
+
+
+def _places(size: int, plan: Plan, draw: np.random.Generator, count: int) -> list[int]:
+    """Return places of all parts of a file, and their ends."""
+    edges = (0, plan.table_start, plan.data_start, plan.data_end, size)
+    found = [edge for edge in edges if edge < size]
+    found += [edge - 1 for edge in edges if edge > 0]
+    for start, stop in itertools.pairwise(edges):
+        found += draw.integers(start, stop, count // 4).tolist()
+    return found
+
+
+def test_every_flipped_bit_is_found(copied: Path) -> None:
+    vouched = _verify(copied).vouched
+    assert vouched is not None
+    assert vouched.plan.num_blocks == 3
+    draw = np.random.default_rng(17)
+    size = copied.stat().st_size
+    file = os.open(copied, os.O_RDWR)
+    for place in _places(size, vouched.plan, draw, 400):
+        byte = os.pread(file, 1, place)
+        os.pwrite(file, bytes([byte[0] ^ 1 << int(draw.integers(8))]), place)
+        with pytest.raises(CorruptCheckpointError):
+            _verify(copied)
+        os.pwrite(file, byte, place)
+    os.close(file)
+    _verify(copied)
+
+
+def test_every_truncation_is_found(copied: Path) -> None:
+    content = copied.read_bytes()
+    draw = np.random.default_rng(19)
+    sizes = [0, 1, 4095, 4096, 4097, len(content) - 1, len(content) - 4096]
+    sizes += draw.integers(0, len(content), 60).tolist()
+    for size in sizes:
+        copied.write_bytes(content[:size])
+        with pytest.raises(CorruptCheckpointError):
+            check(str(copied))
+    copied.write_bytes(content + b"\0" * 4096)
+    with pytest.raises(CorruptCheckpointError):
+        check(str(copied))
+
+
+def test_pages_that_are_zero_old_or_elsewhere_are_found(
+    copied: Path, tmp_path: Path
+) -> None:
+    plan = _plan(copied)
+    value = np.random.default_rng(6).standard_normal(300_000)
+    objects = {"x": hs.Variable(value), "small": hs.Variable(np.arange(3))}
+    manager = hs.CheckpointManager(tmp_path / "other", **objects)
+    older = Path(manager.save(5)).read_bytes()
+    content = copied.read_bytes()
+    assert len(older) == len(content)
+    pages = (plan.data_end - plan.data_start) // PAGE_BYTES
+    draw = np.random.default_rng(23)
+    for page in draw.integers(0, pages - 1, 25).tolist():
+        for kind in ("zero", "old", "swapped"):
+            damaged = bytearray(content)
+            start = plan.data_start + page * PAGE_BYTES
+            here = slice(start, start + PAGE_BYTES)
+            following = slice(start + PAGE_BYTES, start + 2 * PAGE_BYTES)
+            if kind == "zero":
+                damaged[here] = bytes(PAGE_BYTES)
+            elif kind == "old":
+                damaged[here] = older[here]
+            else:
+                damaged[here], damaged[following] = content[following], content[here]
+            if damaged == content:
+                continue
+            copied.write_bytes(damaged)
+            with pytest.raises(CorruptCheckpointError):
+                _verify(copied)
+    # Another file's blocks with another file's hashes, or record.
+    for part in (
+        slice(plan.data_start, plan.data_end),
+        slice(plan.table_start, plan.data_end),
+        slice(0, plan.data_start),
+        slice(plan.data_end, len(content)),
+    ):
+        damaged = bytearray(content)
+        damaged[part] = older[part]
+        copied.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError):
+            _verify(copied)
+
+
+def _plan(path: Path) -> Plan:
+    vouched = open_checkpoint(str(path)).vouched
+    assert vouched is not None
+    return vouched.plan
+
+
+def test_a_lost_record_makes_no_file_of_version_1(copied: Path) -> None:
+    content = bytearray(copied.read_bytes())
+    content[-4096:] = bytes(4096)
+    copied.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="record"):
+        check(str(copied))
+    with h5py.File(copied, "r+", libver=("v110", "v110")) as file:
+        file.attrs["hpcstrat_format_version"] = np.int64(1)
+    with pytest.raises(CorruptCheckpointError):
+        check(str(copied))
+
+
+def test_file_of_another_job_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpcstrat.checkpoint import commit
+
+    managers = [
+        hs.CheckpointManager(tmp_path, x=hs.Variable(float(number)))
+        for number in range(2)
+    ]
+    managers[0].save(5)
+    # Between a look and a rename nothing can be excluded; before the look, it is.
+    replaces = commit.Commit._replaces
+
+    def looked(self: Any) -> bool:
+        monkeypatch.setattr(commit.Commit, "_replaces", replaces)
+        managers[1].save(5, overwrite=True)
+        return replaces(self)
+
+    monkeypatch.setattr(commit.Commit, "_replaces", looked)
+    with pytest.raises(CheckpointError, match="another job"):
+        managers[0].save(5, overwrite=True)
+    assert len(os.listdir(tmp_path)) == 1
+    restored = hs.Variable(9.0)
+    assert hs.CheckpointManager(tmp_path, x=restored).restore() == 5
+    assert restored.numpy() == 1.0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_everything_is_flushed_before_the_next_step(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = hs.CheckpointManager(tmp_path, x=hs.Variable(np.ones(300_000)))
+    happened: list[str] = []
+    real = {name: getattr(os, name) for name in ("pwrite", "fsync", "link", "unlink")}
+
+    def noted(name: str, *arguments: Any) -> Any:
+        first = arguments[0]
+        path = os.readlink(f"/proc/self/fd/{first}") if type(first) is int else first
+        kind = "folder" if os.path.isdir(path) else "file"
+        if str(path).startswith(str(tmp_path)):
+            happened.append(f"{name} {kind}")
+        return real[name](*arguments)
+
+    for name in real:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    manager.save(1, asynchronous=asynchronous)
+    manager.wait()
+    monkeypatch.undo()
+    # The data, then prefix and record, then the name: each is on the disk before the
+    # next is written.
+    found = [key for key, _ in itertools.groupby(happened)]
+    assert found == [
+        *("pwrite file", "fsync file", "pwrite file", "fsync file"),
+        *("link file", "unlink file", "fsync folder"),
+    ]
+    assert happened.count("pwrite file") >= 3 + 2
