@@ -1,0 +1,11 @@
+"""Training that goes on when a rank is lost: with spare ranks, or with fewer.
+
+`hpcstrat.elastic.run` needs ``mpirun --with-ft ulfm`` of Open MPI 5.
+"""
+
+from __future__ import annotations
+
+from hpcstrat.elastic.memory import Memory
+from hpcstrat.elastic.running import run
+
+__all__ = ["Memory", "run"]

@@ -1,0 +1,192 @@
+"""The state from which training goes on after a loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hpcstrat.checkpoint.layout import Entry
+from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.elastic.commits import Commit, dump_json
+from hpcstrat.elastic.partners import exchange, partners_of
+from hpcstrat.elastic.restoring import Report, choose, restore_commit
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """Keeps the last two commits of a program's state in each rank's memory.
+
+    `hpcstrat.elastic.run` makes one, and gives it to the training function.
+
+    Parameters
+    ----------
+    partner_copies : bool
+        Whether what one replica alone has is kept by another one, too.
+
+    Attributes
+    ----------
+    state : dict
+        What the program gave to the commit that was restored, beside the step.
+    """
+
+    def __init__(self, partner_copies: bool = False) -> None:
+        self.state: dict[str, Any] = {}
+        self._copies = partner_copies
+        self._strategy: Any = None
+        self._generation = 0
+        self._joined: int | None = None
+        self._objects: Objects | None = None
+        self._commits = [Commit(), Commit()]
+        self._restored = False
+        self._number = 0
+        self._calls = -1
+        self._partners: list[int] = []
+        self._known: dict[str, Entry] = {}
+
+    def begin(self, strategy: Any, generation: int) -> None:
+        """Belong to a strategy from now on; for `hpcstrat.elastic.run`.
+
+        Not collective.
+
+        Parameters
+        ----------
+        strategy : Strategy
+            Of the ranks that are active.
+        generation : int
+            Larger than that of the strategy before.
+        """
+        if self._joined is None:
+            self._joined = generation
+        self.state, self._known = {}, {}
+        self._strategy, self._generation = strategy, generation
+        self._objects, self._restored, self._number, self._calls = None, False, 0, -1
+
+    def track(self, **objects: Any) -> None:
+        """Say what is kept; once, after it was made, on each call of the function.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        **objects : Variable, nested dict or list of Variables, optimizer, or data set
+            All that `hpcstrat.CheckpointManager` takes.
+
+        Raises
+        ------
+        ValueError
+            If an object cannot be kept.
+        """
+        self._objects = Objects(objects)
+        self._restored = False
+
+    def restore(self) -> int | None:
+        """Go on where all ranks that are left have been.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        int or None
+            The step of the newest commit that all have; None where there is none, at
+            the start, and everything stays as it is.
+
+        Raises
+        ------
+        RuntimeError
+            Before `track`.
+        CheckpointMismatchError
+            If the objects are not those that were committed. On every rank.
+        """
+        objects = self._tracked("restore")
+        strategy = self._strategy
+        collectives = strategy.collectives
+        held = [commit for commit in self._commits if commit.key is not None]
+        assert self._joined is not None
+        place = strategy.topology.worker_id
+        report = Report(self._joined, place, [_holding(commit) for commit in held])
+        reports = collectives.all_gather_object(report, "restoring from memory")
+        self._partners = partners_of([other.worker for other in reports])
+        key = choose(reports)
+        self._restored = True
+        if key is None:
+            for commit in held:
+                commit.key = None
+            return None
+        commit = next((c for c in held if c.key == key), Commit())
+        restore_commit(commit, key, objects, strategy, reports)
+        for other in held:
+            # What came later has been lost, and is to be done again.
+            if other is not commit:
+                other.key = None
+        self.state = json.loads(commit.python[""])
+        self._known = commit.entries
+        self._keep(commit.step, commit.python[""], self._spare(commit))
+        return commit.step
+
+    def commit(self, step: int, **state: Any) -> None:
+        """Keep everything as it is now, to go on from here after a loss.
+
+        Logically collective over the strategy's replicas: it copies memory, and
+        communicates only with partner copies, or where no call of the strategy was made
+        since the last commit.
+
+        Parameters
+        ----------
+        step : int
+            What `restore` returns.
+        **state : object
+            More to keep, the same on every replica: numbers, strings, lists and dicts,
+            as JSON holds them. It comes back as ``memory.state``.
+
+        Raises
+        ------
+        RuntimeError
+            Before `restore`.
+        ValueError
+            If JSON cannot hold the state.
+        """
+        self._tracked("commit")
+        if not self._restored:
+            raise RuntimeError(
+                "expected restore() before the first commit, found none; call it after "
+                "track(), on every call of the training function"
+            )
+        text = dump_json("commit", state)
+        oldest = min(self._commits, key=lambda c: c.key or (-1, -1))
+        self._keep(int(step), text, oldest)
+
+    def _tracked(self, what: str) -> Objects:
+        if self._objects is None:
+            raise RuntimeError(
+                f"expected track() before {what}, found none; call it on every call of "
+                "the training function, once its variables are made"
+            )
+        return self._objects
+
+    def _spare(self, commit: Commit) -> Commit:
+        """Return the place that does not hold a commit."""
+        return next(c for c in self._commits if c is not commit)
+
+    def _keep(self, step: int, text: str, commit: Commit) -> None:
+        strategy, objects = self._strategy, self._objects
+        assert objects is not None
+        channel = strategy.collectives.channel
+        if channel is not None:
+            channel.drain()
+            # Ranks stay within one commit of each other, so that two are enough.
+            if channel.num_calls == self._calls:
+                strategy.collectives.barrier(f"commit of step {step}")
+        commit.fill(objects, {"": text}, self._known)
+        if self._copies and channel is not None:
+            commit.copies = exchange(strategy, commit.own_part(), self._partners)
+        commit.step = step
+        commit.replica = strategy.replica_id
+        commit.num_replicas = strategy.num_replicas_in_sync
+        self._number += 1
+        commit.key = self._generation, self._number
+        self._calls = -1 if channel is None else channel.num_calls
+
+
+def _holding(commit: Commit) -> tuple[Any, int, int, list[int]]:
+    return commit.key, commit.replica, commit.num_replicas, sorted(commit.copies)

@@ -1,0 +1,336 @@
+"""The living ranks of a job: who is active, who is spare, who has been lost.
+
+Whatever happens, all living ranks meet: they shrink the pool's communicator to those
+who live, tell each other how they stand, and agree that all have heard it. A meeting
+during which a rank dies is repeated, so that no rank goes on with another list than
+the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.errors import RankLostError, TopologyError
+from hpcstrat.survival import (
+    create,
+    is_loss,
+    lost_ranks,
+    problem_with_survival,
+    revoke,
+)
+
+__all__ = ["Meeting", "Member", "Pool"]
+
+_NAP_SECONDS = 0.002
+_LOOK_SECONDS = 0.05
+_RELEASED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a rank says of itself.
+
+    Parameters
+    ----------
+    rank : int
+        In the whole job.
+    node : str
+        Where it runs; only to choose a spare that is near.
+    pid : int
+        Its process.
+    returned : bool
+        Whether its training has come to the end.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all living ranks have agreed on.
+
+    Parameters
+    ----------
+    generation : int
+        How many meetings there have been.
+    comm : mpi4py.MPI.Intracomm or None
+        The active ranks; None on a spare.
+    active : tuple of int
+        Ranks in the whole job of the active ones, by replica.
+    lost : tuple of int
+        Ranks in the whole job that have died since the meeting before.
+    num_lost : int
+        How many have died in all.
+    finished : bool
+        Whether the training is over.
+    """
+
+    generation: int
+    comm: Any
+    active: tuple[int, ...]
+    lost: tuple[int, ...]
+    num_lost: int
+    finished: bool
+
+
+class Pool:
+    """All ranks of a job, of which some are spare.
+
+    Collective over all ranks of the job.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``, initialized.
+    world : mpi4py.MPI.Intracomm
+        All ranks of the job; stays as it is.
+    spare_ranks : int
+        How many of them wait until another is lost.
+
+    Raises
+    ------
+    TopologyError
+        If the loss of a rank cannot be survived here. On every rank.
+    ValueError
+        If no rank would be active.
+    """
+
+    def __init__(self, mpi: Any, world: Any, spare_ranks: int) -> None:
+        if not 0 <= spare_ranks < world.size:
+            raise ValueError(
+                f"expected 0 <= spare_ranks < {world.size}, the number of ranks, found "
+                f"{spare_ranks}; start more ranks, or keep fewer spare"
+            )
+        self._mpi = mpi
+        self._comm = world
+        self._alone = world.size == 1
+        self._rank = world.rank
+        self._size = world.size
+        self._generation = 0
+        # Of each replica's place: which rank has it, and where that runs.
+        self._places: dict[int, Member] = {}
+        self._num_places = world.size - spare_ranks
+        self._members: dict[int, Member] = {}
+        if not self._alone:
+            # Each rank by itself, as ranks may be lost already; it is the same on all.
+            problem = problem_with_survival(mpi)
+            if problem:
+                raise TopologyError(problem)
+
+    def meet(self, returned: bool = False) -> Meeting:
+        """Find out who lives, and who is active from now on.
+
+        Collective over all living ranks of the job; wakes those that `wait`.
+
+        Parameters
+        ----------
+        returned : bool
+            Whether this rank's training has come to the end.
+
+        Returns
+        -------
+        Meeting
+            The same on every rank, but for ``comm``.
+        """
+        own = Member(self._rank, platform.node(), os.getpid(), returned)
+        if self._alone:
+            finished = self._generation > 0 and returned
+            self._generation += 1
+            return Meeting(self._generation, self._comm, (0,), (), 0, finished)
+        if self._generation:
+            revoke([self._comm])
+        members, places, active = self._agreed(functools.partial(self._exchange, own))
+        return self._conclude(members, places, active)
+
+    def living(self) -> list[int]:
+        """Find out who lives; nothing else changes.
+
+        Collective over all living ranks of the job.
+
+        Returns
+        -------
+        list of int
+            Ranks in the whole job, the same on every rank.
+        """
+        if self._alone:
+            return [0]
+        found: list[int] = self._agreed(lambda comm: comm.allgather(self._rank))
+        self._members = {rank: self._members[rank] for rank in found}
+        return found
+
+    def _agreed(self, exchange: Callable[[Any], Any]) -> Any:
+        """Shrink to the living, and exchange, until no rank dies meanwhile."""
+        while True:
+            comm = self._comm = self._comm.Shrink()
+            comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+            result, heard = None, False
+            try:
+                result = exchange(comm)
+                heard = True
+            except RankLostError:
+                pass
+            except self._mpi.Exception as error:
+                if not is_loss(self._mpi, error, comm):
+                    raise
+                revoke([comm])
+            try:
+                heard = bool(comm.Agree(int(heard)))
+            except self._mpi.Exception as error:
+                if not is_loss(self._mpi, error):
+                    raise
+                heard = False
+            if heard:
+                return result
+            revoke([comm])
+
+    def _exchange(
+        self, own: Member, comm: Any
+    ) -> tuple[list[Member], dict[int, Member], Any]:
+        """Hear of all members, give the places, and split off the active ranks."""
+        members = comm.allgather(own)
+        places = self._assigned(members)
+        numbers = {member.rank: place for place, member in places.items()}
+        place = numbers.get(self._rank)
+        color = self._mpi.UNDEFINED if place is None else 0
+        split = functools.partial(comm.Split, color, place or 0)
+        return members, places, create(self._mpi, comm, split, survives=True)
+
+    def _conclude(
+        self, members: list[Member], places: dict[int, Member], active: Any
+    ) -> Meeting:
+        present = {member.rank: member for member in members}
+        before = self._members
+        lost = tuple(rank for rank in sorted(before) if rank not in present)
+        trained = [m for m in members if m.rank in self._active()]
+        finished = bool(trained) and all(member.returned for member in trained)
+        _clean_up([before[rank] for rank in lost])
+        self._members, self._places = present, places
+        self._generation += 1
+        return Meeting(
+            self._generation,
+            active or None,
+            tuple(places[place].rank for place in sorted(places)),
+            lost,
+            self._size - len(members),
+            finished,
+        )
+
+    def _active(self) -> set[int]:
+        return {member.rank for member in self._places.values()}
+
+    def _assigned(self, members: list[Member]) -> dict[int, Member]:
+        """Give each place to its rank, or to a spare; the same on every rank."""
+        if not self._places:
+            first = sorted(members, key=lambda member: member.rank)
+            return dict(enumerate(first[: self._num_places]))
+        present = {member.rank: member for member in members}
+        active = self._active()
+        spares = [present[rank] for rank in sorted(present) if rank not in active]
+        places = {}
+        for place, member in sorted(self._places.items()):
+            if member.rank in present:
+                places[place] = member
+        for place in range(self._num_places):
+            if place in places or not spares:
+                continue
+            gone = self._places.get(place)
+            near = [s for s in spares if gone is not None and s.node == gone.node]
+            places[place] = (near or spares)[0]
+            spares.remove(places[place])
+        return places
+
+    def wait(self) -> bool:
+        """Wait as a spare until all meet.
+
+        Not collective. It naps: the active ranks may need its core.
+
+        Returns
+        -------
+        bool
+            False where an active rank has left the training by an error.
+        """
+        look_at = time.monotonic() + _LOOK_SECONDS
+        while not self._comm.Is_revoked():
+            # A communicator of this rank alone drives the progress of all, and knows
+            # no dead.
+            self._mpi.COMM_SELF.Iprobe()
+            now = time.monotonic()
+            if now > look_at:
+                look_at = now + _LOOK_SECONDS
+                if self._is_released():
+                    return False
+                if self._misses_active():
+                    return True
+            time.sleep(_NAP_SECONDS)
+        return True
+
+    def _is_released(self) -> bool:
+        try:
+            return bool(self._comm.Iprobe(tag=_RELEASED))
+        except self._mpi.Exception as error:
+            if not is_loss(self._mpi, error):
+                raise
+            # Another spare may have died, of which nobody else takes notice.
+            if not self._comm.Is_revoked():
+                self._comm.Ack_failed()
+            return False
+
+    def _misses_active(self) -> bool:
+        ranks = sorted(self._members)
+        active = self._active()
+        return any(ranks[index] in active for index in lost_ranks(self._comm))
+
+    def release_spares(self) -> None:
+        """Let the spares return: this rank leaves the training by an error.
+
+        Not collective.
+        """
+        if self._alone:
+            return
+        active = self._active()
+        for index, rank in enumerate(sorted(self._members)):
+            if rank not in active:
+                try:
+                    self._comm.Isend(b"", dest=index, tag=_RELEASED)
+                except self._mpi.Exception as error:
+                    if not is_loss(self._mpi, error):
+                        raise
+
+    def knows_of_losses(self) -> bool:
+        """Whether a rank has died, as far as this one knows.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            Also for those who died after the last meeting.
+        """
+        if self._alone:
+            return False
+        return len(self._members) < self._size or bool(lost_ranks(self._comm))
+
+
+def _clean_up(lost: list[Member]) -> None:
+    """Remove files of dead processes of this node in its memory file system.
+
+    They are unlinked by the rank that makes them, which may die in between.
+    """
+    for member in lost:
+        if member.node == platform.node():
+            for path in glob.glob(f"/dev/shm/hpcstrat-{member.pid}-*"):
+                try:
+                    os.unlink(path)
+                except OSError:
+                    # Another survivor was faster, or it is another user's.
+                    continue

@@ -1,0 +1,281 @@
+"""What the survivors of a lost rank need of MPI: user-level failure mitigation (ULFM).
+
+A communicator with a dead process raises errors of three classes (MPI Forum, ULFM
+chapter; Open MPI 5.0 manual, "User-Level Fault Mitigation"). The first rank that
+notices revokes the communicators, and so wakes those who wait for a rank that is alive
+but will not come.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from hpcstrat.errors import RankLostError, TopologyError
+
+__all__ = [
+    "choose_collectives",
+    "create",
+    "is_loss",
+    "lost_ranks",
+    "problem_with_survival",
+    "require_survival",
+    "revoke",
+]
+
+_FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
+_COLL = "OMPI_MCA_coll"
+# han returned wrong sums on survivors, and hung, when a rank of another host died; the
+# other two are what Open MPI's own parameters for ULFM leave out.
+_UNFIT = ("hcoll", "portals4", "han")
+_NAP_SECONDS = 0.002
+# How long the launcher may take to tell of a death that MPI's error hints at.
+_TOLD_SECONDS = 2.0
+_LAUNCH = "launch with `mpirun --with-ft ulfm` of Open MPI 5"
+
+
+def choose_collectives(environment: MutableMapping[str, str]) -> None:
+    """Keep Open MPI from using collectives that give wrong sums when a rank dies.
+
+    Not collective; before MPI is initialized. Does nothing where the launcher was not
+    told to survive the loss of a rank.
+
+    Parameters
+    ----------
+    environment : mutable mapping of str to str
+        This process's; changed.
+    """
+    if environment.get(_FT_ENABLED, "").lower() not in ("1", "true", "yes"):
+        return
+    text = environment.get(_COLL, "")
+    names = [name for name in text.lstrip("^").split(",") if name]
+    if text and not text.startswith("^"):
+        environment[_COLL] = ",".join(n for n in names if n not in _UNFIT)
+        return
+    missing = [name for name in _UNFIT if name not in names]
+    environment[_COLL] = "^" + ",".join([*names, *missing])
+
+
+def _may_use_han(environment: MutableMapping[str, str]) -> bool:
+    text = environment.get(_COLL, "")
+    named = "han" in text.lstrip("^").split(",")
+    return not named if not text or text.startswith("^") else named
+
+
+def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
+    """Say why the loss of a rank cannot be survived here.
+
+    Not collective.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``, initialized.
+    num_nodes : int
+        Number of nodes of the job.
+
+    Returns
+    -------
+    str
+        Empty where it can.
+    """
+    version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
+    slurm = "SLURM_STEP_ID" in os.environ and "PRTE_LAUNCHED" not in os.environ
+    if slurm and mpi.COMM_WORLD.size > 1:
+        return (
+            "expected ranks that mpirun started, found those of srun, which cancels "
+            f"the whole step when one dies; {_LAUNCH} inside of the batch script"
+        )
+    own = mpi.COMM_SELF.Dup()
+    own.Set_errhandler(mpi.ERRORS_RETURN)
+    try:
+        own.Revoke()
+        own.Iprobe()
+    except NotImplementedError:
+        return (
+            f"expected an MPI library that survives the loss of a rank, found "
+            f"{version}; {_LAUNCH}"
+        )
+    except mpi.Exception as error:
+        if not is_loss(mpi, error):
+            raise
+    else:
+        return (
+            f"expected {version} to be told to survive the loss of a rank, found that "
+            f"it was not; {_LAUNCH}"
+        )
+    finally:
+        own.Free()
+    if num_nodes > 1 and _may_use_han(os.environ):
+        return (
+            "expected MPI without the collectives `han`, which give wrong sums when a "
+            f"rank of another node dies, found it initialized with them; {_LAUNCH} and "
+            "`--mca coll ^han`, or let the first strategy initialize MPI"
+        )
+    return ""
+
+
+def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
+    """Refuse to go on where the loss of a rank cannot be survived.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``, initialized.
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    num_nodes : int
+        Number of nodes of the job.
+
+    Raises
+    ------
+    TopologyError
+        On every rank. Never where there is one rank, which has nobody to lose.
+    """
+    if comm.size == 1:
+        return
+    problems = comm.allgather(problem_with_survival(mpi, num_nodes))
+    found = next((problem for problem in problems if problem), "")
+    if found:
+        raise TopologyError(found)
+
+
+def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
+    """Whether an error of MPI says that a process has died.
+
+    Not collective.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    error : BaseException
+        Any.
+    comm : mpi4py.MPI.Intracomm, optional
+        Of all ranks. Nonblocking collectives of Open MPI 5.0 under which a process dies
+        now and then give MPI_ERR_OTHER: this communicator then says why.
+
+    Returns
+    -------
+    bool
+        Also for a communicator that was revoked by a rank that had noticed.
+    """
+    if not isinstance(error, mpi.Exception):
+        return False
+    kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+    if error.Get_error_class() in kinds:
+        return True
+    deadline = time.monotonic() + _TOLD_SECONDS
+    while comm is not None and time.monotonic() < deadline:
+        if comm.Is_revoked() or lost_ranks(comm):
+            return True
+        # A communicator of this rank alone drives the progress of all.
+        mpi.COMM_SELF.Iprobe()
+        time.sleep(_NAP_SECONDS)
+    return False
+
+
+def revoke(comms: Sequence[Any]) -> None:
+    """Make all ranks of communicators raise an error in every call, also in this one.
+
+    Not collective.
+
+    Parameters
+    ----------
+    comms : sequence of mpi4py.MPI.Intracomm
+        Null ones, and those that are revoked already, are passed over.
+    """
+    for comm in comms:
+        # A single rank has nobody to wake, and MPI may not know these calls.
+        if comm and comm.size > 1 and not comm.Is_revoked():
+            comm.Revoke()
+
+
+def lost_ranks(comm: Any) -> list[int]:
+    """Return the ranks of a communicator that this process knows to have died.
+
+    Not collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        May be revoked.
+
+    Returns
+    -------
+    list of int
+        In order.
+    """
+    failed, group = comm.Get_failed(), comm.Get_group()
+    try:
+        lost: list[int] = failed.Translate_ranks(None, group)
+        return sorted(lost)
+    finally:
+        failed.Free()
+        group.Free()
+
+
+def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> Any:
+    """Make a communicator, on all ranks or on none.
+
+    Collective over ``parent``.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    parent : mpi4py.MPI.Intracomm
+        From what it is made; revoked where a process has died.
+    make : callable
+        Makes it.
+    survives : bool
+        Whether the ranks shall agree that all have it. Otherwise one could have it,
+        and wait in it for another that was told of a death, and cannot say so.
+
+    Returns
+    -------
+    mpi4py.MPI.Intracomm
+        Which raises errors; may be null.
+
+    Raises
+    ------
+    RankLostError
+        If a process has died. On every rank.
+    """
+    if not survives or parent.size == 1:
+        return make()
+    comm, cause = None, None
+    parent.Set_errhandler(mpi.ERRORS_RETURN)
+    try:
+        comm = make()
+    except mpi.Exception as error:
+        if not is_loss(mpi, error, parent):
+            raise
+        cause = error
+        revoke([parent])
+    try:
+        agreed = parent.Agree(int(comm is not None))
+    except mpi.Exception as error:
+        if not is_loss(mpi, error):
+            raise
+        agreed, cause = 0, error
+    if not agreed:
+        revoke([parent, comm])
+        lost = lost_ranks(parent)
+        raise RankLostError(
+            f"expected all ranks to form a communicator, found that {_some(lost)} had "
+            "been lost; form another of those that are left",
+            lost,
+        ) from cause
+    if comm:
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+    return comm
+
+
+def _some(lost: Sequence[int]) -> str:
+    return f"ranks {list(lost)}" if lost else f"a rank ({platform.node()} sees no more)"

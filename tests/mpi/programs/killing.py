@@ -1,0 +1,195 @@
+"""Run ``elastic.py``, kill a rank of it at some moment, and check what comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.testing import launch_command
+from hpcstrat.testing.job import Job, wait_until
+from tests.mpi.programs.started import PROGRAMS, environment
+
+BATCH = 12
+_PAUSE_SECONDS = 0.01
+_EPOCHS = 5
+# From the beginning of the first training to about its end.
+_SPAN_SECONDS = 0.7
+
+
+@dataclass
+class Trial:
+    """How a job went: ``seconds`` from the kill to the next step, where there was one.
+
+    ``problem`` is empty where all is right.
+    """
+
+    title: str
+    problem: str = ""
+    seconds: float | None = None
+    returncode: int | None = None
+    results: list[dict[str, Any]] = field(default_factory=list)
+    stdout: str = ""
+    stderr: str = ""
+    marked: bool = False
+
+    def __str__(self) -> str:
+        """Show everything."""
+        return (
+            f"*** {self.title}: {self.problem}\nrc {self.returncode}, results "
+            f"{self.results}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        )
+
+
+def program(folder: Path, options: dict[str, Any]) -> list[str]:
+    """Return the words that start the program."""
+    path = str(PROGRAMS / "elastic.py")
+    return [sys.executable, path, str(folder), json.dumps(options)]
+
+
+def attempt(
+    launch: Sequence[str],
+    options: dict[str, Any],
+    *,
+    limit: float = 100,
+    disturb: Callable[[Path], float | None] | None = None,
+    **env: str,
+) -> Trial:
+    """Run the program once; ``disturb`` gets its folder, and returns when it killed."""
+    trial = Trial(f"{' '.join(launch[-2:])} {json.dumps(options)}")
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
+        folder = Path(name)
+        output = folder / "output"
+        output.mkdir()
+        job = Job([*launch, *program(folder, options)], output, environment(env))
+        try:
+            killed = None if disturb is None else disturb(folder)
+            trial.returncode = job.wait(limit)
+            if trial.returncode is None:
+                job.show_stacks()
+                trial.problem = "it did not end"
+        finally:
+            job.end()
+        trial.stdout, trial.stderr = job.stdout, job.stderr
+        trial.marked = (folder / "done").exists()
+        for path in sorted(folder.glob("*.result")):
+            trial.results.append(json.loads(path.read_text()))
+        resumed = folder / "resumed"
+        if killed is not None and resumed.exists():
+            lines = resumed.read_text().splitlines()
+            moments = [float(line.split()[0]) for line in lines]
+            trial.seconds = min(
+                (t - killed for t in moments if t > killed), default=None
+            )
+    return trial
+
+
+def judge(trial: Trial, expected: dict[str, Any], *, exact: bool = False) -> Trial:
+    """Say what is wrong with a trial that should have come to the end."""
+    found = [trial.problem] if trial.problem else []
+    if trial.returncode:
+        found.append(f"returncode {trial.returncode}")
+    if not trial.marked:
+        found.append("there is no completion marker")
+    if not trial.results:
+        found.append("there is no result")
+    for result in trial.results:
+        for key in ("step", "ledger", "total"):
+            if result[key] != expected[key]:
+                found.append(f"{key} is {result[key]}, not {expected[key]}")
+        if not np.allclose(result["weights"], expected["weights"], rtol=1e-9):
+            found.append(f"weights are {result['weights']}")
+        if result["bits"] != trial.results[0]["bits"]:
+            found.append("weights differ between replicas")
+        if exact and result["seen"] != expected["seen"]:
+            found.append(f"seen is {result['seen']}, not {expected['seen']}")
+    trial.problem = "; ".join(dict.fromkeys(found))
+    return trial
+
+
+def undisturbed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of one process."""
+    alone = {k: v for k, v in options.items() if k not in ("kills", "run", "pause")}
+    trial = attempt([], alone)
+    assert len(trial.results) == 1, str(trial)
+    return trial.results[0]
+
+
+def kill_at_random(chance: random.Random, n: int) -> Callable[[Path], float | None]:
+    """Return what kills one of n ranks at a random moment of the training."""
+    rank, delay = chance.randrange(n), chance.uniform(0, _SPAN_SECONDS)
+
+    def disturb(folder: Path) -> float | None:
+        if not wait_until((folder / "started").exists, 60):
+            return None
+        time.sleep(delay)
+        pid = int((folder / f"{rank}.process").read_text())
+        moment = time.time()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        return moment
+
+    return disturb
+
+
+def campaign(
+    count: int,
+    seed: int,
+    make_launch: Callable[[int], Sequence[str]],
+    sizes: Sequence[int] = (3, 4),
+) -> list[Trial]:
+    """Kill one rank of each of many jobs at random; the trials are judged."""
+    chance = random.Random(seed)
+    base = {"epochs": _EPOCHS, "pause": _PAUSE_SECONDS}
+    expected = undisturbed(base)
+    trials = []
+    for number in range(count):
+        n, spare_ranks = chance.choice(sizes), chance.randrange(2)
+        each = chance.choice((None, None, 1, 2))
+        copies = chance.random() < 0.5
+        run = {"spare_ranks": spare_ranks, "partner_copies": copies}
+        large = chance.choice((0, 0, 40_000))
+        options = {**base, "large": large, "run": {**run, "replicas_per_worker": each}}
+        disturb = kill_at_random(chance, n)
+        trial = attempt(make_launch(n), options, disturb=disturb)
+        judge(trial, expected, exact=copies)
+        trial.title = f"seed {seed}, trial {number}: {trial.title}"
+        trials.append(trial)
+    return trials
+
+
+def figures(trials: Sequence[Trial]) -> str:
+    """Return how many were right, and how soon they went on."""
+    right = sum(not trial.problem for trial in trials)
+    seconds = sorted(t.seconds for t in trials if t.seconds is not None)
+    text = f"{right} of {len(trials)} right; {len(seconds)} went on after the kill"
+    if seconds:
+        median = statistics.median(seconds)
+        text += f", after {median:.3f} s (median), {seconds[-1]:.3f} s (longest)"
+    return text
+
+
+def local(n: int) -> list[str]:
+    """Return the words that start n ranks of this machine."""
+    return launch_command(n, fault_tolerant=True)
+
+
+if __name__ == "__main__":
+    done = campaign(int(sys.argv[1]), int(sys.argv[2]), local)
+    for one in done:
+        if one.problem:
+            print(one)
+    print(figures(done))

@@ -1,0 +1,66 @@
+"""Handle the loss of the last rank without `hs.elastic`: ``lost_rank.py WAY WORKER``.
+
+WAY is what the survivors do with the error: ``go_on``, ``leave`` or ``nothing``; WORKER
+is the number of replicas of a worker, or 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import hpcstrat as hs
+
+
+def loop(strategy: hs.Strategy, seconds: float) -> None:
+    """Reduce large and small arrays."""
+    size = strategy.num_replicas_in_sync
+    end = time.monotonic() + seconds
+    running = 1.0
+    while running:
+        for length in (1, 300_000):
+            total = strategy.reduce("sum", np.ones(length), axis=None)
+            assert (total == size).all()
+        # One rank's clock decides for all.
+        running = float(time.monotonic() < end) if strategy.replica_id == 0 else 0.0
+        running = strategy.reduce("sum", running, axis=None)
+
+
+def main() -> None:
+    """Lose a rank."""
+    way, each = sys.argv[1], int(sys.argv[2]) or None
+    strategy = hs.MultiWorkerMirroredStrategy(
+        on_lost_rank="raise", replicas_per_worker=each
+    )
+    size = strategy.num_replicas_in_sync
+    loop(strategy, 0.2)
+    if strategy.replica_id == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loop(strategy, 60)
+    except hs.RankLostError as error:
+        if way == "nothing":
+            raise
+        print("noticed", error.ranks, flush=True)
+    try:
+        strategy.barrier()
+    except hs.RankLostError as error:
+        print("again", error.ranks, flush=True)
+    if way == "leave":
+        return
+    survivors = strategy.topology.replica_comm.Shrink()
+    strategy.close()
+    with hs.MultiWorkerMirroredStrategy(
+        comm=survivors, on_lost_rank="raise", replicas_per_worker=each
+    ) as smaller:
+        assert smaller.num_replicas_in_sync == size - 1
+        loop(smaller, 0.2)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
