@@ -20,12 +20,14 @@ from hpcstrat.optimizers.gradients import (
     scale,
     zero_gradient,
 )
+from hpcstrat.optimizers.non_finite import NonFinite
 from hpcstrat.optimizers.parameters import LearningRate, Step, require_range
 from hpcstrat.optimizers.routine import Routine, Target
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
+from hpcstrat.timeline import traced
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
@@ -111,6 +113,12 @@ class Optimizer(ABC):
         self._labels: dict[tuple[Any, ...], str] = {}
         self._noted: set[str] = set()
         self._routine: Routine | None = None
+        self._non_finite = NonFinite()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because of NaN or infinity; not kept in checkpoints."""
+        return self._non_finite.skipped
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes over: not the arrays of these variables."""
@@ -123,6 +131,7 @@ class Optimizer(ABC):
         The gradient's array is free to be overwritten.
         """
 
+    @traced("apply_gradients", "optimizer")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> bool:
         """Combine the gradients of all replicas and update the variables in place.
 
@@ -141,7 +150,8 @@ class Optimizer(ABC):
         Returns
         -------
         bool
-            Whether the variables were updated; False while gradients are accumulated.
+            Whether the variables were updated; False while gradients are accumulated,
+            and for a step that is left out by the setting ``non_finite="skip"``.
 
         Raises
         ------
@@ -151,6 +161,9 @@ class Optimizer(ABC):
             In cross-replica context.
         CollectiveError
             If replicas have gradients for different variables. On every replica.
+        NonFiniteError
+            If a combined gradient is NaN or infinite, with the setting
+            ``non_finite="raise"``; nothing has changed. On every replica.
         """
         entry = current()
         if entry is not None and entry.replica_context is None:
@@ -172,19 +185,18 @@ class Optimizer(ABC):
             raise
         try:
             if routine is not None:
-                self._combine_and_update(collectives, given, routine)
-                return True
+                return self._combine_and_update(collectives, given, routine)
             pairs = self._accumulation.add(checked)
             if pairs is None:
                 return False
-            self._apply(collectives, pairs)
+            updated = self._apply(collectives, pairs)
         except Exception:
             self._accumulation.restart()
             raise
         self._accumulation.restart()
-        return True
+        return updated
 
-    def _apply(self, collectives: Collectives, pairs: Pairs) -> None:
+    def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         try:
             if not self._fills:
                 _require_gradients(pairs)
@@ -196,15 +208,16 @@ class Optimizer(ABC):
             _require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = Routine(get_strategy(), present, self._label(pairs))
-        self._combine_and_update(collectives, present, routine)
+        updated = self._combine_and_update(collectives, present, routine)
         # Another step of the kind need not be checked and named again.
         dense = all(type(gradient) is np.ndarray for gradient, _ in pairs)
         plain = dense and not self._fills and self._accumulation.steps == 1
         self._routine = routine if plain else None
+        return updated
 
     def _combine_and_update(
         self, collectives: Collectives, pairs: Pairs, routine: Routine
-    ) -> None:
+    ) -> bool:
         rate = self.learning_rate
         if callable(rate):
             try:
@@ -215,12 +228,18 @@ class Optimizer(ABC):
         reduced = collectives.batch_reduce(
             self._op, [gradient for gradient, _ in pairs], routine.label
         )
+        policy = routine.non_finite
         if not routine.targets:
-            # The first step makes the state, after the first agreement of the ranks.
-            routine.targets = [self._target(variable) for _, variable in pairs]
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
+        if policy != "off" and self._non_finite.refuses(
+            *(policy, get_strategy(), pairs, reduced)
+        ):
+            return False
+        if not routine.targets:
+            # The first step makes the state, after the first agreement of the ranks.
+            routine.targets = [self._target(variable) for _, variable in pairs]
         if self._op is ReduceOp.MEAN or self._limit is not None:
             self._condition(reduced)
         number = int(self.iterations.component) + 1
@@ -231,6 +250,7 @@ class Optimizer(ABC):
             else:
                 self._update_rows(step, gradient, wholes)
         self.iterations.component[...] = number
+        return True
 
     def _condition(self, gradients: Sequence[Gradient]) -> None:
         """Scale and clip combined gradients, in place."""

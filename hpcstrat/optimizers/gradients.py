@@ -128,7 +128,9 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     """
     indices, places = np.unique(rows.indices, return_inverse=True)
     values = np.zeros((len(indices), *rows.values.shape[1:]), rows.values.dtype)
-    np.add.at(values, places, rows.values)
+    # Quiet, as the sums of arrays are.
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add.at(values, places, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
 
 

@@ -32,6 +32,8 @@ class Routine:
     ----------
     label : str
         Name of the call.
+    non_finite : str
+        What to do about gradients that are not finite, see `Settings`.
     targets : list of (Step, list of ndarray)
         For each gradient, what to tell the update rule; the arrays of the variable and
         its state, which stay the same for good. Empty before the first step.
@@ -46,6 +48,7 @@ class Routine:
         self._strategy = strategy
         self._expected = [(v, v.dtype, v.shape) for _, v in pairs]
         self.label = label
+        self.non_finite: str = strategy.settings.non_finite
         self.targets: list[Target] = []
 
     def fits(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> bool:

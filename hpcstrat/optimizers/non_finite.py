@@ -1,0 +1,173 @@
+"""What optimizers do about combined gradients that are NaN or infinite.
+
+A combined gradient has the same bits on every replica, so that all of them decide the
+same without a message. Only to find the replica from which it comes takes one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.errors import NonFiniteError
+from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.optimizers.gradients import Gradient
+from hpcstrat.strategies import Strategy
+from hpcstrat.tracing import get_logger
+from hpcstrat.typing import Array
+from hpcstrat.variables import Variable
+
+__all__ = ["NonFinite", "all_finite"]
+
+# So many elements cost less to copy than a call for each array.
+_SMALL = 1024
+
+_ADVICE = (
+    "look for the example, lower the learning rate, clip gradients, or leave such "
+    "steps out by the setting non_finite='skip'"
+)
+
+
+class NonFinite:
+    """One optimizer's dealing with gradients that are not finite.
+
+    Attributes
+    ----------
+    skipped : int
+        Steps left out.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self._steps = 0
+
+    def refuses(
+        self,
+        policy: str,
+        strategy: Strategy,
+        pairs: Sequence[tuple[Any, Variable]],
+        combined: Sequence[Gradient],
+    ) -> bool:
+        """Return whether a step is to be left out, on all replicas alike.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        policy : str
+            ``"warn"``, ``"raise"`` or ``"skip"``.
+        strategy : Strategy
+            Of the replicas.
+        pairs : sequence of (ndarray or IndexedSlices, Variable)
+            This replica's gradients.
+        combined : sequence of ndarray or IndexedSlices
+            Those of all replicas together, in the same order.
+
+        Returns
+        -------
+        bool
+            False where all are finite, and where there is a warning only. Warnings are
+            given of the 1st, 2nd, 4th, 8th ... such step.
+
+        Raises
+        ------
+        NonFiniteError
+            As a policy. On every replica.
+        """
+        if all_finite(_arrays(combined)):
+            return False
+        self._steps += 1
+        if policy == "raise":
+            message = _describe(strategy, pairs, combined)
+            raise NonFiniteError(f"expected finite gradients, found that {message}")
+        skips = policy == "skip"
+        self.skipped += skips
+        if self._steps & (self._steps - 1) == 0:
+            message = _describe(strategy, pairs, combined)
+            if strategy.replica_id == 0:
+                get_logger("optimizers").warning(
+                    "%s (step %d of this kind, %s)",
+                    *(message, self._steps, "left out" if skips else "applied"),
+                )
+        return skips
+
+
+def all_finite(arrays: Iterable[Array]) -> bool:
+    """Return whether no element of any array is NaN or infinite.
+
+    Not collective; the answer depends on the elements alone.
+
+    Parameters
+    ----------
+    arrays : iterable of ndarray
+        Contiguous, floating or complex.
+
+    Returns
+    -------
+    bool
+        True without arrays, too.
+    """
+    small: dict[np.dtype[Any], list[Array]] = {}
+    for array in arrays:
+        if array.size <= _SMALL:
+            small.setdefault(array.dtype, []).append(array)
+        elif not _is_finite(array.reshape(-1)):
+            return False
+    return all(_is_finite(np.concatenate(group, axis=None)) for group in small.values())
+
+
+def _is_finite(flat: Array) -> bool:
+    # One pass of the BLAS, at the speed of memory; it has no other types than these.
+    # The square of a finite number may overflow: vdot does not warn of that.
+    if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
+        return True
+    return bool(np.isfinite(flat).all())
+
+
+def _arrays(gradients: Iterable[Gradient]) -> Iterable[Array]:
+    return [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+
+
+def _describe(
+    strategy: Strategy,
+    pairs: Sequence[tuple[Any, Variable]],
+    combined: Sequence[Gradient],
+) -> str:
+    """Name the first gradient that is not finite, and the replicas it comes from."""
+    bad = [
+        index
+        for index, array in enumerate(_arrays(combined))
+        if not np.isfinite(array).all()
+    ]
+    own, variable = pairs[bad[0]]
+    gradient = combined[bad[0]]
+    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    place = int(np.argmin(np.isfinite(array)))
+    element = tuple(int(i) for i in np.unravel_index(place, array.shape))
+    if isinstance(gradient, IndexedSlices):
+        element = (int(gradient.indices[element[0]]), *element[1:])
+    finite = np.isfinite(_parts(own, element)).all()
+    found = strategy.collectives.all_gather_object(
+        bool(finite), f"origin of the gradient of {variable.name}"
+    )
+    ranks = [rank for rank, is_finite in enumerate(found) if not is_finite]
+    origin = f"from replicas {ranks}"
+    if not ranks:
+        origin = "though finite on every replica, because the sum overflows"
+    more = len(bad) - 1
+    others = f", and {more} more gradients are not finite" if more else ""
+    return (
+        f"the gradient of variable {variable.name!r} is {array.reshape(-1)[place]} in "
+        f"element {element}, {origin}{others}; {_ADVICE}"
+    )
+
+
+def _parts(own: Any, element: tuple[int, ...]) -> Array:
+    """Return this replica's part of an element, or parts if it has rows."""
+    if not isinstance(own, IndexedSlices):
+        return np.asarray(own[element])
+    rows = own.values[own.indices == element[0]]
+    return np.asarray(rows[(slice(None), *element[1:])])

@@ -1,0 +1,65 @@
+"""Bytes that count, who is in the majority, and when only variables may differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcstrat.collectives.disagreement import FAILED, Announcement, only_marks_differ
+from hpcstrat.safety.comparison import index_of, most_common, octets, replicas_text
+
+
+def test_bytes_are_those_of_the_array_itself() -> None:
+    array = np.zeros((3, 4), np.float32)
+    rows = octets(array)
+    assert rows.shape == (12, 4)
+    rows[5] = 1
+    assert array[1, 1] != 0
+    assert octets(np.zeros((), np.int64)).shape == (1, 8)
+    assert octets(np.zeros((0, 3))).shape == (0, 8)
+
+
+@pytest.mark.skipif(
+    np.finfo(np.longdouble).nmant != 63, reason="long doubles have no padding here"
+)
+def test_padding_of_long_doubles_is_left_out() -> None:
+    assert octets(np.zeros(3, np.longdouble)).shape == (3, 10)
+    assert octets(np.zeros(3, np.clongdouble)).shape == (6, 10)
+
+
+@pytest.mark.parametrize(
+    ("found", "reference", "ranks"),
+    [
+        ("abab", 0, [1, 3]),
+        ("abbb", 1, [0]),
+        ("aab", 0, [2]),
+        ("abcc", 2, [0, 1]),
+        ("ab", 0, [1]),
+    ],
+)
+def test_most_replicas_are_the_measure(
+    found: str, reference: int, ranks: list[int]
+) -> None:
+    assert most_common(list(found)) == (reference, ranks)
+
+
+def test_places_and_replicas_as_text() -> None:
+    assert repr(index_of(7, (2, 5))) == "(1, 2)"
+    assert index_of(0, ()) == ()
+    assert replicas_text([1, 3]) == "replicas [1, 3]"
+    many = replicas_text(range(100))
+    assert many == "100 replicas (0, 1, 2, 3, 4, 5, 6, 7, ...)"
+
+
+def test_variables_are_suspected_only_in_the_same_call() -> None:
+    def announced(**differing: int) -> bool:
+        one = Announcement(0, 0, "reduce", run_index=3, digest=5, run_mark=7)
+        other = {"run_index": 3, "digest": 5, "run_mark": 8} | differing
+        return only_marks_differ([one, Announcement(1, 0, "reduce", **other)])
+
+    assert announced()
+    assert not announced(run_mark=7)
+    assert not announced(run_index=4)
+    assert not announced(digest=6)
+    failed = [Announcement(r, FAILED, "reduce", run_mark=r) for r in range(2)]
+    assert not only_marks_differ(failed)
