@@ -1,0 +1,307 @@
+"""How long each replica waited for the others, in numbers and in words."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["BINS", "ROW_BYTES", "ArrivalReport", "ReplicaArrivals"]
+
+BINS = 28
+"""Number of ranges of the histogram; the last one begins at a minute."""
+
+_MOST_AWAITED = 4
+_MOST_ROWS = 24
+_MOST_NAMED = 3
+# Who comes last by less than this share of the longest waiting is in nobody's way.
+_NOTABLE = 0.2
+_NOTABLE_SECONDS = 0.001
+
+# Replica, host; seconds; calls, waits, waited, longest, its call; the histogram; waits
+# and seconds and longest of the data; who was awaited, and for how long.
+_NUMBERS = struct.Struct(f"=q48sdqqdd112s{BINS}Iqdd{_MOST_AWAITED}q{_MOST_AWAITED}d")
+_CHECK = struct.Struct("=I")
+
+ROW_BYTES = _CHECK.size + _NUMBERS.size
+"""Size of `ReplicaArrivals.packed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaArrivals:
+    """How long one replica has waited for the others.
+
+    Waits that ended within a rank's first quick looks, about 10 microseconds, are not
+    counted.
+
+    Parameters
+    ----------
+    replica : int
+        Which replica.
+    host : str
+        Where it runs.
+    elapsed_seconds : float
+        How long the strategy has been open.
+    calls : int
+        Number of collective calls.
+    waits : int
+        How many of them it waited in for late replicas, before any data moved.
+    waited_seconds : float
+        How long, in all.
+    longest_seconds : float
+        The longest of these waits.
+    longest_call : str
+        The call of that wait.
+    histogram : tuple of int
+        Number of waits of less than 1 microsecond, of 1, of 2 to 3, of 4 to 7, and so
+        on by powers of two.
+    data_waits : int
+        How often it waited inside of a call, for data on its way.
+    data_seconds : float
+        How long, in all.
+    data_longest_seconds : float
+        The longest of these waits.
+    awaited : tuple of (int, float)
+        The replicas of its worker that were the last to come, and for how many seconds
+        this one waited for them; longest first. Known for waits in which they could be
+        seen in the shared memory of one worker.
+    """
+
+    replica: int
+    host: str
+    elapsed_seconds: float
+    calls: int = 0
+    waits: int = 0
+    waited_seconds: float = 0.0
+    longest_seconds: float = 0.0
+    longest_call: str = ""
+    histogram: tuple[int, ...] = (0,) * BINS
+    data_waits: int = 0
+    data_seconds: float = 0.0
+    data_longest_seconds: float = 0.0
+    awaited: tuple[tuple[int, float], ...] = ()
+
+    def packed(self) -> bytes:
+        """Return these numbers in a fixed size, with a checksum.
+
+        Not collective.
+
+        Returns
+        -------
+        bytes
+            ROW_BYTES of them; texts are shortened.
+        """
+        some = [*self.awaited, *[(-1, 0.0)] * _MOST_AWAITED][:_MOST_AWAITED]
+        numbers = _NUMBERS.pack(
+            *(self.replica, _cut(self.host, 48), self.elapsed_seconds),
+            *(self.calls, self.waits, self.waited_seconds, self.longest_seconds),
+            *(_cut(self.longest_call, 112), *self.histogram),
+            *(self.data_waits, self.data_seconds, self.data_longest_seconds),
+            *(replica for replica, _ in some),
+            *(seconds for _, seconds in some),
+        )
+        return _CHECK.pack(zlib.crc32(numbers)) + numbers
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> ReplicaArrivals | None:
+        """Return what was packed.
+
+        Not collective.
+
+        Parameters
+        ----------
+        data : bytes
+            ROW_BYTES, or more.
+
+        Returns
+        -------
+        ReplicaArrivals or None
+            None where the checksum differs: nothing was written yet, or is being so.
+        """
+        numbers = data[_CHECK.size : ROW_BYTES]
+        if _CHECK.unpack_from(data)[0] != zlib.crc32(numbers):
+            return None
+        values = _NUMBERS.unpack(numbers)
+        replica, host, elapsed, calls, waits, waited, longest, text = values[:8]
+        histogram, rest = values[8 : 8 + BINS], values[8 + BINS :]
+        data_waits, data_seconds, data_longest = rest[:3]
+        pairs = zip(rest[3 : 3 + _MOST_AWAITED], rest[-_MOST_AWAITED:], strict=True)
+        return cls(
+            replica=replica,
+            host=_text(host),
+            elapsed_seconds=elapsed,
+            calls=calls,
+            waits=waits,
+            waited_seconds=waited,
+            longest_seconds=longest,
+            longest_call=_text(text),
+            histogram=histogram,
+            data_waits=data_waits,
+            data_seconds=data_seconds,
+            data_longest_seconds=data_longest,
+            awaited=tuple((r, seconds) for r, seconds in pairs if r >= 0),
+        )
+
+
+def _cut(text: str, length: int) -> bytes:
+    return text.encode(errors="replace")[:length]
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalReport:
+    """How long the replicas have waited for each other; ``str`` gives a table.
+
+    A late replica is known by waiting less than the others: in all, each of them spends
+    the same time on computing and waiting together.
+
+    Parameters
+    ----------
+    replicas : tuple of ReplicaArrivals
+        Of every replica of the strategy, in order; of some, where not all can be asked.
+    """
+
+    replicas: tuple[ReplicaArrivals, ...]
+
+    def __len__(self) -> int:
+        """Return the number of replicas."""
+        return len(self.replicas)
+
+    def __getitem__(self, index: int) -> ReplicaArrivals:
+        """Return one replica's numbers."""
+        return self.replicas[index]
+
+    def __iter__(self) -> Iterator[ReplicaArrivals]:
+        """Give the replicas' numbers in order."""
+        return iter(self.replicas)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long a replica has waited for late ones, on average."""
+        return statistics.fmean(r.waited_seconds for r in self.replicas)
+
+    @property
+    def share(self) -> float:
+        """Which part of all replicas' time was lost by waiting for late ones."""
+        elapsed = max(r.elapsed_seconds for r in self.replicas)
+        return self.waited_seconds / elapsed if elapsed else 0.0
+
+    def behind_seconds(self, replica: ReplicaArrivals) -> float:
+        """Return how much later a replica came than the quickest one, in all calls.
+
+        Not collective.
+
+        Parameters
+        ----------
+        replica : ReplicaArrivals
+            One of these.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
+        most = max(r.waited_seconds for r in self.replicas)
+        return most - replica.waited_seconds
+
+    def slowest(self) -> tuple[ReplicaArrivals, ...]:
+        """Return the replicas for which the others waited, slowest first.
+
+        Not collective.
+
+        Returns
+        -------
+        tuple of ReplicaArrivals
+            Empty where all waited about equally long.
+        """
+        ordered = sorted(self.replicas, key=self.behind_seconds, reverse=True)
+        worst = self.behind_seconds(ordered[0])
+        most = max(r.waited_seconds for r in self.replicas)
+        if worst < max(_NOTABLE * most, _NOTABLE_SECONDS):
+            return ()
+        late = [r for r in ordered if self.behind_seconds(r) > worst / 2]
+        # More than half of the replicas are not late: the others are early.
+        return tuple(late) if 2 * len(late) <= len(ordered) else tuple(late[:1])
+
+    def awaited(self) -> dict[int, float]:
+        """Return for whom the replicas waited how long, where it was seen.
+
+        Not collective.
+
+        Returns
+        -------
+        dict of int to float
+            Seconds, of all waiting replicas together, by the replica that came last.
+        """
+        totals: dict[int, float] = {}
+        for row in self.replicas:
+            for replica, seconds in row.awaited:
+                totals[replica] = totals.get(replica, 0.0) + seconds
+        return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+
+    def sentence(self) -> str:
+        """Return the most important numbers as one line.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Who was late, and what it cost.
+        """
+        waited = sorted(r.waited_seconds for r in self.replicas)
+        elapsed = max(r.elapsed_seconds for r in self.replicas)
+        calls = max(r.calls for r in self.replicas)
+        parts = [
+            f"the replicas waited for late ones {self.share:.0%} of {elapsed:.4g} s, "
+            f"in {calls} collective calls (median {statistics.median(waited):.3g} s, "
+            f"most {waited[-1]:.3g} s, least {waited[0]:.3g} s)"
+        ]
+        late = self.slowest()
+        if late:
+            parts.append(f"late: {self._named(late)}")
+        longest = max(self.replicas, key=lambda r: r.longest_seconds)
+        if longest.waits:
+            parts.append(
+                f"longest wait: {longest.longest_seconds:.3g} s, by replica "
+                f"{longest.replica} in {longest.longest_call}"
+            )
+        return "; ".join(parts)
+
+    def _named(self, late: Sequence[ReplicaArrivals]) -> str:
+        awaited = self.awaited()
+        total = sum(awaited.values())
+        words = []
+        for row in late[:_MOST_NAMED]:
+            text = f"replica {row.replica} on {row.host}"
+            text += f" ({self.behind_seconds(row):.3g} s behind the quickest"
+            if total and awaited.get(row.replica):
+                text += f", waited for in {awaited[row.replica] / total:.0%} of it"
+            words.append(f"{text})")
+        if len(late) > _MOST_NAMED:
+            words.append(f"and {len(late) - _MOST_NAMED} more")
+        return ", ".join(words)
+
+    def __str__(self) -> str:
+        """Show the sentence, and a table of the replicas, slowest first."""
+        width = max(4, *(len(r.host) for r in self.replicas))
+        lines = [
+            self.sentence(),
+            f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
+            f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
+        ]
+        ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
+        for row in ordered[:_MOST_ROWS]:
+            lines.append(
+                f"{row.replica:>7}  {row.host:<{width}} {row.calls:>9} {row.waits:>9} "
+                f"{row.waited_seconds:>9.4g} {self.behind_seconds(row):>9.4g} "
+                f"{row.longest_seconds:>9.4g} {row.data_seconds:>9.4g}"
+            )
+        if len(ordered) > _MOST_ROWS:
+            lines.append(f"and {len(ordered) - _MOST_ROWS} that waited longer")
+        return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""Who was late, in words: at the end of the program, and on a signal."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from hpcstrat.collectives.arrivals import Arrivals
+from hpcstrat.settings import Settings
+from hpcstrat.tracing import get_logger
+
+__all__ = ["conclude", "forget", "watch"]
+
+_NOTABLE_SHARE = 0.1
+_NOTABLE_SECONDS = 10.0
+# How long the other ranks of a worker have to show their newest numbers.
+_ANSWER_SECONDS = 0.3
+
+# What is open, and how it is to be summed up at the end.
+_watched: dict[Arrivals, str] = {}
+
+
+def watch(arrivals: Arrivals, settings: Settings) -> None:
+    """Take a channel's arrivals among those of which is told.
+
+    Not collective.
+
+    Parameters
+    ----------
+    arrivals : Arrivals
+        Of an open channel.
+    settings : Settings
+        Without None.
+    """
+    _watched[arrivals] = settings.summary or "off"
+    if settings.summary_signal not in (None, "none"):
+        _listen(getattr(signal, f"SIG{str(settings.summary_signal).upper()}"))
+
+
+def forget(arrivals: Arrivals) -> None:
+    """Take a channel's arrivals out again.
+
+    Not collective. A second call does nothing.
+
+    Parameters
+    ----------
+    arrivals : Arrivals
+        Watched before.
+    """
+    _watched.pop(arrivals, None)
+
+
+def conclude(arrivals: Arrivals) -> None:
+    """Say at the end of a channel who was late, if it is to be said.
+
+    Collective over ``topology.replica_comm``.
+
+    Parameters
+    ----------
+    arrivals : Arrivals
+        Watched before.
+    """
+    mode = _watched.pop(arrivals, "off")
+    report = None if mode == "off" else arrivals.at_end()
+    if report is None:
+        return
+    costs = report.share > _NOTABLE_SHARE and report.waited_seconds > _NOTABLE_SECONDS
+    logger = get_logger("arrivals")
+    if mode == "on":
+        # As a warning: that is what is shown unless the program asks for more.
+        logger.warning("%s", report)
+    elif costs:
+        logger.warning("%s", report.sentence())
+    else:
+        logger.info("%s", report.sentence())
+
+
+def _listen(number: int) -> None:
+    """Serve a signal, if nobody else does: by default it would end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(number) == signal.SIG_DFL:
+        signal.signal(number, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Show this rank's numbers; the first of a worker prints them a moment later."""
+    del number, frame
+    for arrivals in list(_watched):
+        arrivals.publish()
+    if any(arrivals.leads for arrivals in _watched):
+        # The module threading takes locks, which the interrupted code may hold.
+        _thread.start_new_thread(_print, (os.getpid(),))
+
+
+def _print(process: Any) -> None:
+    """Print the numbers of this worker's ranks; makes no MPI call."""
+    time.sleep(_ANSWER_SECONDS)
+    for arrivals in list(_watched):
+        report = arrivals.of_worker()
+        if arrivals.leads and len(report) and os.getpid() == process:
+            title = f"hpcstrat: worker {arrivals.topology.worker_id}"
+            # Not through sys.stderr, whose lock the end of the interpreter may want.
+            os.write(2, f"{title}: {report}\n".encode())
