@@ -7,8 +7,9 @@ its order is random.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -28,12 +29,44 @@ from hpcstrat.values import PerReplica
 if TYPE_CHECKING:
     from hpcstrat.strategies.base import Strategy
 
-__all__ = ["DealtDataset", "Place", "function_steps", "iterable_steps"]
+__all__ = ["DealtDataset", "Place", "Steps", "function_steps", "iterable_steps"]
 
-Steps = Callable[[], Iterator[list[Tree]]]
+# What a replica says of a step: no batch on any replica any more, no batch and none
+# before, none any more, a batch.
+_STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
+_NEXT = "next of a data set"
 
-# What a replica says of a step: no batch and none before, none any more, a batch.
-_ENDED, _LASTED, _GIVES = 0, 1, 2
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What makes the steps of a worker.
+
+    Parameters
+    ----------
+    source : iterable
+        The program's pipeline.
+    cut : callable
+        Takes an iterable, and returns an iterator of lists of parts.
+    shared : bool
+        Whether all workers read the same elements: one that fails on any of them is
+        then left out on all.
+    """
+
+    source: Iterable[Any]
+    cut: Callable[[Iterable[Any]], Iterator[list[Tree]]]
+    shared: bool = False
+
+    def start(self) -> Iterator[list[Tree]]:
+        """Start the pipeline.
+
+        Not collective.
+
+        Returns
+        -------
+        iterator of list of tree
+            For each step, the parts of the worker's replicas.
+        """
+        return self.cut(self.source)
 
 
 class Place:
@@ -76,8 +109,8 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
 
     Returns
     -------
-    callable
-        Starts the pipeline and returns an iterator of lists of parts.
+    Steps
+        To be started by each iteration.
 
     Raises
     ------
@@ -85,7 +118,7 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
         For policy ``FILE`` without files, or with fewer files than workers.
     """
     if place.num_replicas == 1:
-        return lambda: ([as_batch(element)] for element in dataset)
+        return Steps(dataset, _alone)
     policy = AutoShardPolicy.parse(
         getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
     )
@@ -103,10 +136,17 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
         source = dataset.shard_files(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     if policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE) and batch_size:
-        return lambda: pour_slots(
-            source, batch_size, place.num_replicas, place.replicas
+        return Steps(
+            source,
+            lambda batches: pour_slots(
+                batches, batch_size, place.num_replicas, place.replicas
+            ),
         )
-    return lambda: split_pieces(source, place.num_replicas, place.replicas)
+    return Steps(
+        source,
+        lambda batches: split_pieces(batches, place.num_replicas, place.replicas),
+        shared=source is dataset,
+    )
 
 
 def function_steps(
@@ -127,26 +167,35 @@ def function_steps(
 
     Returns
     -------
-    callable
-        Starts the pipeline and returns an iterator of lists of parts.
+    Steps
+        To be started by each iteration.
     """
     count = place.num_replicas
     if per_replica:
         context = InputContext(count, place.replica_id, count)
         dataset = dataset_fn(context)
-        return lambda: ([as_batch(element)] for element in dataset)
+        return Steps(dataset, _alone)
     dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
-    return lambda: deal_elements(dataset, len(place.replicas))
+    return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
 
 
-def _pickled(parts: list[Tree] | None, count: int) -> list[bytes]:
-    return [pickle.dumps(part, protocol=5) for part in parts or [None] * count]
+def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:
+    # No generator, which an error would end.
+    return map(_alone_with, elements)
+
+
+def _alone_with(element: Any) -> list[Tree]:
+    return [as_batch(element)]
 
 
 class DealtDataset(ReducibleDataset):
     """Per-replica batches of a pipeline that one rank per worker runs.
 
     Collective over the strategy's replicas, as is ``next()``; ``iter()`` is not.
+
+    An error of any pipeline is raised by ``next()`` on all replicas, which are then at
+    the same place: the next one gives what the pipelines give next. A generator ends
+    with the error that it raises; any other iterator may go on.
 
     Parameters
     ----------
@@ -171,79 +220,131 @@ class DealtDataset(ReducibleDataset):
         self._strategy = strategy
         self._place = place
         self._alone = alone or place.num_replicas == 1
-        self._runs = self._alone or place.leads
-        error = None
         self._steps: Steps | None = None
-        if self._runs:
+        what, collectives = "creation of a distributed data set", strategy.collectives
+        if self._alone or place.leads:
             try:
                 self._steps = make_steps()
-            except Exception as caught:
-                error = caught
-        self._share_error("creation of a distributed data set", error)
-
-    def _share_error(self, what: str, error: Exception | None) -> None:
-        """Raise an error of any pipeline on all replicas."""
-        collectives = self._strategy.collectives
-        if error is not None:
-            collectives.fail(what, error)
-            raise error
-        collectives.barrier(what)
-
-    def __iter__(self) -> DistributedIterator:
-        """Start the pipeline."""
-        return DistributedIterator(self._elements())
-
-    def _elements(self) -> Iterator[Tree]:
-        steps = None if self._steps is None else self._steps()
-        if self._place.num_replicas == 1:
-            yield from (parts[0] for parts in steps or ())
-            return
-        empty: Tree = None
-        while True:
-            part = self._next_part(steps)
-            state = _GIVES if part is not None else _LASTED
-            if part is None and empty is None:
-                state = _ENDED
-            most, least = self._states(state)
-            if most < _GIVES:
-                return
-            if part is not None:
-                empty = empty_like(part)
-            if least == _ENDED:
-                empty = self._form(empty)
-                if empty is None:
-                    return
-            yield tree_map(PerReplica, empty if part is None else part)
-
-    def _next_part(self, steps: Iterator[list[Tree]] | None) -> Tree:
-        """Run the pipeline for a step and deal its parts; None at the worker's end."""
-        what = "next of a data set"
-        collectives = self._strategy.collectives
-        parts: list[Tree] | None = None
-        dealt: list[bytes] | None = None
-        if steps is not None:
-            try:
-                parts = next(steps, None)
-                if not self._alone:
-                    dealt = _pickled(parts, self._place.worker_comm.size)
             except Exception as error:
                 collectives.fail(what, error)
                 raise
         collectives.barrier(what)
-        if self._alone:
-            return None if parts is None else parts[0]
-        return pickle.loads(self._place.worker_comm.scatter(dealt, root=0))
 
-    def _states(self, state: int) -> tuple[int, int]:
-        """Return the furthest and the least far state of any replica."""
-        topology = self._strategy.topology
-        states = np.array([state, -state], np.int64)
-        topology.replica_comm.Allreduce(
-            topology.mpi.IN_PLACE, states, op=topology.mpi.MAX
-        )
-        return int(states[0]), -int(states[1])
+    def __iter__(self) -> DistributedIterator:
+        """Begin an iteration; its first step starts the pipeline."""
+        elements = _Elements(self._strategy, self._place, self._steps, self._alone)
+        return DistributedIterator(elements)
+
+
+class _Elements:
+    """This replica's batches; goes on after a step that failed, if a pipeline does."""
+
+    def __init__(
+        self, strategy: Strategy, place: Place, steps: Steps | None, alone: bool
+    ) -> None:
+        self._strategy = strategy
+        self._place = place
+        self._steps = steps
+        self._alone = alone
+        self._running: Iterator[list[Tree]] | None = None
+        # Of a step that another worker could not make.
+        self._kept: list[Tree] | None = None
+        self._empty: Tree = None
+        self._has_failed = self._ended = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tree:
+        if self._ended:
+            raise StopIteration
+        if self._place.num_replicas == 1:
+            parts = self._pull()
+            if parts is None:
+                self._ended = True
+                raise StopIteration
+            return parts[0]
+        part, most, least = self._deal(self._own_parts())
+        if most < _GIVES or least == _STOPPED:
+            self._ended = True
+            raise StopIteration
+        if part is not None:
+            self._empty = empty_like(part)
+        if least == _ENDED:
+            self._empty = self._form(self._empty)
+            if self._empty is None:
+                self._ended = True
+                raise StopIteration
+        return tree_map(PerReplica, self._empty if part is None else part)
+
+    def _pull(self) -> list[Tree] | None:
+        """Run the pipeline for a step; None at its end."""
+        assert self._steps is not None
+        if self._running is None:
+            try:
+                self._running = self._steps.start()
+            except StopIteration as error:
+                # As in a generator (PEP 479): it is not the end of the data.
+                raise RuntimeError(
+                    "expected an iterator, found that its making raised StopIteration; "
+                    "raise another error"
+                ) from error
+        return next(self._running, None)
+
+    def _own_parts(self) -> list[Any]:
+        """Return this worker's parts for the step, as they travel, None at its end."""
+        collectives, num_parts = self._strategy.collectives, len(self._place.replicas)
+        dealt: list[Any] = [None] * num_parts
+        if self._steps is not None:
+            parts, self._kept = self._kept, None
+            try:
+                parts = parts or self._pull()
+                if parts is not None:
+                    dealt = parts if self._alone else [_pickled(p) for p in parts]
+            except Exception as error:
+                self._has_failed = True
+                collectives.fail(_NEXT, error)
+                raise
+            if not self._steps.shared:
+                self._kept = parts
+        collectives.barrier(_NEXT)
+        self._kept = None
+        return dealt
+
+    def _deal(self, dealt: list[Any]) -> tuple[Tree, int, int]:
+        """Return this replica's part, and the furthest and the least far state."""
+        topology, collectives = self._strategy.topology, self._strategy.collectives
+        failed: Exception | None = None
+        with collectives.moving(_NEXT):
+            part = dealt[0]
+            if not self._alone:
+                part = self._place.worker_comm.scatter(dealt, root=0)
+                try:
+                    part = None if part is None else pickle.loads(part)
+                except Exception as error:
+                    failed = error
+            state = _GIVES if part is not None else _LASTED
+            if part is None:
+                state = _ENDED if self._empty is None else _LASTED
+                if self._has_failed and self._steps and self._steps.shared:
+                    # The others go on, but with pieces of batches.
+                    state = _STOPPED
+            states = np.array([state, -state, failed is not None], np.int64)
+            topology.replica_comm.Allreduce(
+                topology.mpi.IN_PLACE, states, op=topology.mpi.MAX
+            )
+        if failed is not None:
+            collectives.fail(_NEXT, failed)
+            raise failed
+        if states[2]:
+            collectives.barrier(_NEXT)
+        return part, int(states[0]), -int(states[1])
 
     def _form(self, own: Tree) -> Tree:
         """Learn the form of a batch from a replica that has one; None for scalars."""
         found = self._strategy.collectives.all_gather_object(own, "form of a batch")
         return next((form for form in found if form is not None), None)
+
+
+def _pickled(part: Tree) -> bytes:
+    return pickle.dumps(part, protocol=5)

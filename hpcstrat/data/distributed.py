@@ -36,8 +36,10 @@ class DistributedDataset(ReducibleDataset):
     """Per-replica batches; made by `Strategy.experimental_distribute_dataset`.
 
     Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
-    ``next()`` is not collective. Elements have PerReplica leaves, bare arrays where
-    there is one replica; an array may have no rows.
+    ``next()`` is not collective, unless the strategy was made with
+    ``on_error="raise"``: a batch that cannot be read on one replica is then skipped by
+    all. Elements have PerReplica leaves, bare arrays where there is one replica; an
+    array may have no rows.
 
     Parameters
     ----------
@@ -158,9 +160,11 @@ class DistributedDataset(ReducibleDataset):
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
         )
+        with strategy.together("iteration"):
+            batches = _Batches(strategy, dataset, _Position(epoch, position))
         self._next = (epoch + 1, 0)
-        self._latest = _Position(epoch, position)
-        return DistributedIterator(_Batches(strategy, dataset, self._latest))
+        self._latest = batches.place
+        return DistributedIterator(batches)
 
 
 class _Batches:
@@ -169,7 +173,7 @@ class _Batches:
     def __init__(self, strategy: Strategy, dataset: Dataset, place: _Position) -> None:
         self._strategy = strategy
         self._dataset = dataset
-        self._place = place
+        self.place = place
         self._order = dataset.order(place.epoch)
         self._end = dataset.num_rows
         if dataset.drop_remainder:
@@ -180,24 +184,30 @@ class _Batches:
         return self
 
     def __next__(self) -> Tree:
-        place, dataset, strategy = self._place, self._dataset, self._strategy
+        place, dataset, strategy = self.place, self._dataset, self._strategy
         if self._ended:
             raise StopIteration
         if place.position >= self._end:
             self._ended = True
-            place.epoch, place.position = place.epoch + 1, 0
+            with strategy.together(f"epoch {place.epoch}"):
+                place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
+        # The position moves on in any case: a batch that cannot be read is skipped.
         start = place.position
         stop = place.position = min(start + dataset.batch_size, self._end)
         count = strategy.num_replicas_in_sync
         first, last = piece(stop - start, count, strategy.replica_id)
-        try:
-            rows = dataset.rows(self._order, start + first, start + last)
-            batch = dataset.columns.read(rows)
-        except Exception as error:
-            strategy.announce_error(f"reading rows {start} to {stop}", error)
-            raise
-        return tree_map(PerReplica, batch) if count > 1 else batch
+        with strategy.together(f"reading rows {start} to {stop}"):
+            try:
+                rows = dataset.rows(self._order, start + first, start + last)
+                batch = dataset.columns.read(rows)
+            except StopIteration as error:
+                # As in a generator (PEP 479): it must not end the epoch here alone.
+                raise RuntimeError(
+                    "expected rows, found that a column raised StopIteration; raise "
+                    "another error"
+                ) from error
+            return tree_map(PerReplica, batch) if count > 1 else batch
 
 
 class _Position:

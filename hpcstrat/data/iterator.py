@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hpcstrat.context import current
 from hpcstrat.errors import OutOfRangeError
+from hpcstrat.timeline import traced
 from hpcstrat.typing import Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.strategies.base import Strategy
 
 __all__ = ["DistributedIterator", "Optional", "ReducibleDataset"]
 
@@ -75,6 +79,7 @@ class DistributedIterator:
         """Return the iterator itself."""
         return self
 
+    @traced("next", "data")
     def __next__(self) -> Tree:
         """Return the next element."""
         entry = current()
@@ -137,6 +142,8 @@ _END = object()
 class ReducibleDataset:
     """What all distributed data sets share."""
 
+    _strategy: Strategy
+
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration."""
         raise NotImplementedError
@@ -159,6 +166,7 @@ class ReducibleDataset:
             The last state.
         """
         state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
+        with self._strategy.together("reduce of a data set"):
+            for element in self:
+                state = reduce_func(state, element)
         return state

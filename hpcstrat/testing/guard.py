@@ -1,0 +1,35 @@
+"""A process that lets stopped ranks go on when the one that stopped them is gone.
+
+It reads ``+N`` and ``-N`` from standard input, for a pidfd N that is stopped, and goes
+on; at the end of the input it continues those that are still stopped. Run as a file,
+without the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Wait for the end of standard input.
+
+    Not collective.
+    """
+    stopped = set()
+    for line in sys.stdin:
+        number = int(line[1:])
+        if line[0] == "+":
+            stopped.add(number)
+        else:
+            stopped.discard(number)
+    for number in stopped:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(number, signal.SIGCONT)
+
+
+if __name__ == "__main__":
+    main()

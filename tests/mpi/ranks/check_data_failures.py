@@ -1,0 +1,340 @@
+"""What ``next`` gives after a failure: all replicas skip the same, and lose no more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from tests.mpi.ranks.check_failures import ERRORS
+from tests.mpi.ranks.check_reductions import assert_usable, outcome
+
+CASES = 12
+
+
+def raise_error(number: int) -> None:
+    error = ERRORS[number % len(ERRORS)][0]()
+    raise error
+
+
+def step_of(strategy: Any, iterator: Any) -> tuple[str, list[int]]:
+    """Return how a step went on this rank, and its rows."""
+    error = outcome(lambda: step_of_rows.append(rows(strategy, next(iterator))))
+    if error is None:
+        return "rows", step_of_rows.pop()
+    if type(error) is StopIteration and not error.args:
+        return "end", []
+    return f"error {error!r}", []
+
+
+step_of_rows: list[list[int]] = []
+
+
+def rows(strategy: Any, batch: Any) -> list[int]:
+    return [int(row) for row in np.atleast_1d(strategy.local_value(batch))]
+
+
+def all_steps(strategy: Any, job: Any, iterator: Any, most: int) -> list[list[Any]]:
+    """Go through a data set; return for each step the rows of each rank, or errors."""
+    steps = []
+    for _ in range(most):
+        parts = job.allgather(step_of(strategy, iterator))
+        # All of them, or none: that is what lets a program skip a batch.
+        assert len({kind.partition(" ")[0] for kind, _ in parts}) == 1, parts
+        if parts[0][0] == "end":
+            return steps
+        failed = parts[0][0] != "rows"
+        steps.append([kind if failed else own for kind, own in parts])
+    raise AssertionError(steps)
+
+
+def good(steps: list[list[Any]]) -> list[list[list[int]]]:
+    return [step for step in steps if not isinstance(step[0], str)]
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    return [row for part in parts for row in part]
+
+
+class Column:
+    """Rows, some of which cannot be read."""
+
+    def __init__(self, length: int, bad: dict[int, int]) -> None:
+        self.shape = (length,)
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, place: Any) -> Any:
+        found = np.arange(len(self))[place]
+        for row in np.atleast_1d(found):
+            if int(row) in self.bad:
+                raise_error(self.bad[int(row)])
+        return found
+
+
+def test_bad_rows_are_skipped_with_their_batch_by_all(
+    make_strategy: Any, job: Any
+) -> None:
+    rng = np.random.default_rng(3)
+    with make_strategy(on_error="raise") as strategy:
+        for case in range(CASES):
+            length, size = int(rng.integers(1, 30)), int(rng.integers(1, 8))
+            bad = {int(row): case + i for i, row in enumerate(rng.integers(0, 30, 3))}
+            source = hs.Dataset(
+                Column(length, bad), size, shuffle=bool(case % 2), seed=case
+            )
+            distributed = strategy.experimental_distribute_dataset(source)
+            order = source.order(0)
+            order = np.arange(length) if order is None else order
+            batches = [order[i : i + size].tolist() for i in range(0, len(order), size)]
+            steps = all_steps(strategy, job, iter(distributed), 40)
+            assert len(steps) == len(batches)
+            for step, batch in zip(steps, batches, strict=True):
+                assert isinstance(step[0], str) == bool(bad.keys() & set(batch)), step
+            found = [joined(step) for step in good(steps)]
+            assert found == [b for b in batches if not bad.keys() & set(b)]
+            assert distributed.state()["epoch"] == 1
+        assert_usable(strategy, job)
+
+
+def test_position_is_behind_the_batch_that_failed(make_strategy: Any, job: Any) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        source = hs.Dataset(Column(12, {5: 0}), 4)
+        distributed = strategy.experimental_distribute_dataset(source)
+        iterator = iter(distributed)
+        kinds = [step_of(strategy, iterator)[0].partition(" ")[0] for _ in range(2)]
+        assert kinds == ["rows", "error"]
+        states = job.allgather(distributed.state())
+        assert {state["global_position"] for state in states} == {8}
+        again = strategy.experimental_distribute_dataset(source)
+        again.restore_state(states[0])
+        left = [rows(strategy, batch) for batch in again]
+        assert joined(joined(job.allgather(left))) == [8, 9, 10, 11]
+
+
+class Elements:
+    """An iterable whose iterator goes on after its errors, as a generator does not."""
+
+    def __init__(self, elements: list[Any], bad: dict[int, int]) -> None:
+        self.elements = elements
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[Any]:
+        def made(index: int) -> Any:
+            if index in self.bad:
+                raise_error(self.bad[index])
+            return self.elements[index]
+
+        return map(made, range(len(self.elements)))
+
+
+def without_stops(bad: dict[int, int]) -> dict[int, int]:
+    """Leave out StopIteration, which is the end of an iterator."""
+    return {
+        place: number
+        for place, number in bad.items()
+        if not isinstance(ERRORS[number % len(ERRORS)][0](), StopIteration)
+    }
+
+
+def test_bad_elements_are_skipped_by_all(make_strategy: Any, job: Any) -> None:
+    rng = np.random.default_rng(4)
+    with make_strategy(on_error="raise") as strategy:
+        topology = strategy.topology if job.size > 1 else None
+        workers = topology.num_workers if topology else 1
+        me = topology.worker_id if topology else 0
+        for case in range(CASES):
+            elements = [
+                np.arange(10 * i, 10 * i + int(rng.integers(1, 9))) for i in range(9)
+            ]
+            bad = [
+                without_stops({int(i): case + w for i in rng.integers(0, 12, 2)})
+                for w in range(workers)
+            ]
+            source = Elements(elements, bad[me])
+            distributed = strategy.experimental_distribute_dataset(source)
+            steps = all_steps(strategy, job, iter(distributed), 40)
+            lost = {i for own in bad for i in own if i < 9}
+            assert [isinstance(step[0], str) for step in steps] == [
+                i in lost for i in range(9)
+            ]
+            wanted = [e.tolist() for i, e in enumerate(elements) if i not in lost]
+            assert [joined(step) for step in good(steps)] == wanted
+        assert_usable(strategy, job)
+
+
+def worker_streams(
+    strategy: Any, job: Any, steps: list[list[Any]]
+) -> dict[int, list[int]]:
+    """Return all rows of each worker, in their order."""
+    own = strategy.topology.worker_id if job.size > 1 else 0
+    streams: dict[int, list[int]] = {}
+    for step in good(steps):
+        for worker, part in zip(job.allgather(own), step, strict=True):
+            streams.setdefault(worker, []).extend(part)
+    return streams
+
+
+def numbered(worker: int, count: int) -> list[Any]:
+    rng = np.random.default_rng(worker)
+    starts = np.cumsum(rng.integers(1, 6, count + 1)) + 1000 * worker
+    return [np.arange(a, b) for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("kind", ["function", "slots", "per_replica"])
+def test_pipelines_of_workers_lose_bad_elements_only(
+    make_strategy: Any, job: Any, kind: str
+) -> None:
+    rng = np.random.default_rng(5)
+    with make_strategy(on_error="raise") as strategy:
+        for case in range(CASES):
+            # What was planned for each pipeline, by its number.
+            bad = [
+                without_stops({int(i): case + w for i in rng.integers(0, 14, 3)})
+                for w in range(job.size)
+            ]
+            made: dict[int, Any] = {}
+
+            def pipeline(number: int, bad: Any = bad, made: Any = made) -> Any:
+                made[number] = numbered(number, 9 + number)
+                return Elements(made[number], bad[number])
+
+            steps = all_steps(strategy, job, iter(open_(strategy, kind, pipeline)), 200)
+            planned = sum(
+                index < 9 + number
+                for part in job.allgather(list(made))
+                for number in part
+                for index in bad[number]
+            )
+            failures = len(steps) - len(good(steps))
+            # Several at once are one failure.
+            assert (failures > 0) == (planned > 0)
+            assert failures <= planned
+            streams = worker_streams(strategy, job, steps)
+            if kind == "per_replica":
+                streams = {
+                    rank: joined([step[rank] for step in good(steps)])
+                    for rank in range(job.size)
+                }
+            for number, elements in made.items():
+                wanted = [e for i, e in enumerate(elements) if i not in bad[number]]
+                assert streams.get(number, []) == joined(wanted), (case, bad)
+        assert_usable(strategy, job)
+
+
+def open_(strategy: Any, kind: str, pipeline: Callable[[int], Any]) -> Any:
+    """Return a data set with a pipeline for each worker, or each replica."""
+    modes = hs.InputReplicationMode
+    if kind == "slots":
+        number = strategy.topology.worker_id if strategy.num_replicas_in_sync > 1 else 0
+        source = pipeline(number)
+        source.batch_size = 4
+        source.auto_shard_policy = "off"
+        return strategy.experimental_distribute_dataset(source)
+    options = hs.InputOptions(
+        experimental_replication_mode=modes.PER_REPLICA
+        if kind == "per_replica"
+        else modes.PER_WORKER
+    )
+    return strategy.distribute_datasets_from_function(
+        lambda context: pipeline(context.input_pipeline_id), options
+    )
+
+
+def test_a_generator_ends_with_its_error_and_the_epoch_with_it(
+    make_strategy: Any, job: Any
+) -> None:
+    def generator() -> Iterator[Any]:
+        for index in range(6):
+            if index == 3 and job.rank == 0:
+                raise OSError("lost connection")
+            yield np.full(job.size, index)
+
+    with make_strategy(on_error="raise") as strategy:
+        distributed = strategy.experimental_distribute_dataset(generator())
+        steps = all_steps(strategy, job, iter(distributed), 10)
+        # No replica goes on with pieces of batches whose other pieces are lost.
+        assert [isinstance(step[0], str) for step in steps] == [False] * 3 + [True]
+        assert all("lost connection" in text for text in steps[3])
+
+
+def test_errors_of_input_functions_are_raised_on_all(
+    make_strategy: Any, job: Any
+) -> None:
+    def make(context: Any) -> Any:
+        raise KeyError("no such file")
+
+    class Unstarted:
+        def __iter__(self) -> Iterator[Any]:
+            raise StopIteration
+
+    with make_strategy(on_error="raise") as strategy:
+        error = outcome(strategy.distribute_datasets_from_function, make)
+        assert isinstance(error, KeyError)
+        iterator = iter(strategy.experimental_distribute_dataset(Unstarted()))
+        assert isinstance(outcome(next, iterator), RuntimeError)
+        assert_usable(strategy, job)
+
+
+class Key:
+    """The key of a column, that cannot be unpickled on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return _key, (self.rank,)
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key)
+
+
+def _key(rank: int) -> Key:
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == rank:
+        raise LookupError("unknown class")
+    return Key(rank)
+
+
+def test_parts_that_one_rank_cannot_read_are_skipped_by_all(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("parts travel between ranks")
+    elements: list[Any] = [{Key(-1): np.full(job.size, i)} for i in range(3)]
+    elements[1] = {Key(job.size - 1): np.full(job.size, 1)}
+    with make_strategy(on_error="raise") as strategy:
+        iterator = iter(strategy.experimental_distribute_dataset(elements))
+        errors = [outcome(next, iterator) for _ in range(4)]
+        assert errors[0] is None
+        assert isinstance(errors[1], LookupError)
+        assert errors[2] is None
+        assert type(errors[3]) is StopIteration
+        assert_usable(strategy, job)
+
+
+def test_a_function_over_a_data_set_that_fails_on_one_rank_fails_on_all(
+    make_strategy: Any, job: Any
+) -> None:
+    def add(state: int, batch: Any) -> int:
+        if state == 2 and job.rank == job.size - 1:
+            raise ZeroDivisionError
+        return state + 1
+
+    with make_strategy(on_error="raise") as strategy:
+        source = hs.Dataset(np.arange(20), 4)
+        for dataset in (source, list(source)):
+            distributed = strategy.experimental_distribute_dataset(dataset)
+            error = outcome(distributed.reduce, 0, add)
+            assert isinstance(error, ZeroDivisionError), error
+            assert_usable(strategy, job)

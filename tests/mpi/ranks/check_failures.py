@@ -1,0 +1,551 @@
+"""After any failure on any ranks all ranks have an error, the same state, and go on.
+
+Random programs, the same on all ranks, with planned failures, against a model of what
+each rank must see. A program has numbered points; a planned failure is a point, a rank
+and an error. Ranks that do not fail go on to the first point after it at which they
+need the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat import metrics, optimizers
+from tests.mpi.ranks.check_reductions import assert_usable, outcome
+
+
+class BadBatch(ValueError):
+    """An error of a program."""
+
+
+class Planned(Exception):
+    """An error of a program, of no common class."""
+
+
+class WithRow(Exception):
+    """An error that no text makes."""
+
+    def __init__(self, row: int, place: str) -> None:
+        super().__init__(f"row {row} at {place}")
+        self.row = row
+
+
+# Errors, and the class that the errors of the other ranks must have, too.
+ERRORS: list[tuple[Callable[[], Exception], Any]] = [
+    (lambda: ValueError("v"), ValueError),
+    (lambda: KeyError("k"), KeyError),
+    (lambda: OSError(5, "disk"), OSError),
+    (lambda: ConnectionResetError(104, "reset"), OSError),
+    (lambda: ZeroDivisionError("z"), ZeroDivisionError),
+    (lambda: FloatingPointError("nan"), FloatingPointError),
+    (lambda: RuntimeError("r"), RuntimeError),
+    (MemoryError, MemoryError),
+    (lambda: np.linalg.LinAlgError("singular"), np.linalg.LinAlgError),
+    (lambda: np.exceptions.AxisError("axis"), ValueError),
+    (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "u"), ValueError),
+    (lambda: BadBatch("b"), BadBatch),
+    (lambda: Planned("p"), Planned),
+    (lambda: WithRow(3, "here"), hs.ReplicaError),
+    (lambda: StopIteration(3), hs.ReplicaError),
+    (lambda: ExceptionGroup("g", [ValueError("v")]), hs.ReplicaError),
+]
+BAD_ARGUMENT = -1
+
+REPLICA = ("all_reduce", "assign", "count", "start", "wait", "gather", "gradients")
+REPLICA_SCOPES = ("merge", "update", "guarded")
+CROSS = ("reduce", "assign_cross", "gather_cross", "read", "values")
+CROSS_SCOPES = ("run", "update_cross")
+# What all ranks must come to; calls of the others are theirs alone.
+LOCAL = ("count", "start", "run", "guarded")
+TAKES_BAD = ("all_reduce", "assign", "gather", "gradients", "reduce", "assign_cross")
+
+
+@dataclass
+class Op:
+    """A call of a program; ``end`` is the point behind its body."""
+
+    kind: str
+    number: int
+    body: list[Op] = field(default_factory=list)
+    end: int = -1
+
+
+def make_ops(rng: Any, counter: Iterator[int], cross: bool, depth: int) -> list[Op]:
+    """Return random calls for one context."""
+    ops = []
+    for _ in range(int(rng.integers(1, 4 if depth else 6))):
+        kinds = CROSS if cross else REPLICA
+        if depth < 3 and rng.random() < 0.3:
+            kinds = CROSS_SCOPES if cross else REPLICA_SCOPES
+        op = Op(str(rng.choice(kinds)), next(counter))
+        if op.kind in ("merge", "run"):
+            op.body = make_ops(rng, counter, op.kind == "merge", depth + 1)
+        elif op.kind == "guarded":
+            kind = str(rng.choice(("all_reduce", "assign", "gather")))
+            op.body = [Op(kind, next(counter))]
+        if op.kind in (*REPLICA_SCOPES, *CROSS_SCOPES):
+            op.end = next(counter)
+        ops.append(op)
+    return ops
+
+
+def walk(ops: list[Op]) -> Iterator[Op]:
+    for op in ops:
+        yield op
+        yield from walk(op.body)
+
+
+@dataclass
+class Plan:
+    """Which ranks fail, at which points, with which of the errors.
+
+    ``lost`` are the calls that failed, and whose error the program caught. ``active``
+    are the ranks whose errors end the run, at ``stop``.
+    """
+
+    failures: dict[int, tuple[int, int]] = field(default_factory=dict)
+    stop: int = 1 << 60
+    active: list[int] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+
+    def done(self, point: int) -> bool:
+        """Whether the call at a point succeeds."""
+        return point not in self.lost and (not self.active or point < self.stop)
+
+    def common(self) -> Any:
+        """Return the class that the errors of all ranks have."""
+        number = self.failures[self.active[0]][1]
+        return ValueError if number == BAD_ARGUMENT else ERRORS[number][1]
+
+
+def make_plan(rng: Any, ops: list[Op], last: int, size: int) -> Plan:
+    """Plan failures, and find out what they must lead to."""
+    every = list(walk(ops))
+    bad = [op.number for op in every if op.kind in TAKES_BAD]
+    meets = {op.number for op in every if op.kind not in LOCAL} | {last}
+    meets |= {op.end for op in every if op.end >= 0 and op.kind != "guarded"}
+    starts = {op.number for op in every if op.kind == "start"}
+    failures = {}
+    for rank in rng.permutation(size)[: int(rng.choice([1, 1, 1, 2, size]))]:
+        if bad and rng.random() < 0.25:
+            failures[int(rank)] = int(rng.choice(bad)), BAD_ARGUMENT
+        else:
+            point = int(rng.integers(0, last + 1))
+            failures[int(rank)] = point, int(rng.integers(len(ERRORS)))
+    # An error inside of the program's own try is caught there, on one rank alone.
+    guarded = {op.body[0].number: op for op in every if op.kind == "guarded"}
+    for rank, (point, number) in failures.items():
+        ends = [op for op in guarded.values() if op.end == point]
+        if ends or (point in guarded and number != BAD_ARGUMENT):
+            op = ends[0] if ends else guarded[point]
+            failures[rank] = op.number, number if number >= 0 else 0
+    plan, left = Plan(failures), dict(failures)
+    while left:
+        first = min(point for point, _ in left.values())
+        stop = min(point for point in meets if point >= first)
+        # The others may notice it in a call that they start, or later.
+        limit = min((s for s in starts if first <= s < stop), default=stop)
+        for rank, (point, number) in left.items():
+            if limit < point <= stop and limit < stop:
+                left[rank] = failures[rank] = limit, max(number, 0)
+        active = sorted(rank for rank, (point, _) in left.items() if point <= stop)
+        caught = all(left.pop(rank) == (stop, BAD_ARGUMENT) for rank in active)
+        if stop not in guarded or not caught:
+            plan.stop, plan.active = stop, active
+            break
+        plan.lost.add(stop)
+    return plan
+
+
+class Model:
+    """Variables, metric and optimizer of a strategy, and what they must be."""
+
+    def __init__(self, strategy: Any, job: Any) -> None:
+        self.strategy, self.job = strategy, job
+        with strategy.scope():
+            self.total = hs.Variable(np.zeros(3, np.int64), aggregation="sum")
+            self.parts = hs.Variable(
+                np.int64(0), synchronization="on_read", aggregation="sum"
+            )
+            self.weights = hs.Variable(np.zeros(2), name="weights")
+            self.mean = metrics.Mean()
+            self.optimizer = optimizers.SGD(self._rate)
+        self.expected_total = np.zeros(3, np.int64)
+        self.expected_weights = np.zeros(2)
+        self.expected_parts = 0
+        self.plan = Plan()
+        self.planted: Exception | None = None
+        self.handles: list[tuple[Any, int]] = []
+
+    def _rate(self, step: int) -> float:
+        return 0.5
+
+    def fail(self, point: int) -> None:
+        """Raise what is planned for this rank and point."""
+        where, number = self.plan.failures.get(self.job.rank, (-1, 0))
+        if where == point and number != BAD_ARGUMENT:
+            self.planted = ERRORS[number][0]()
+            raise self.planted
+
+    def value(self, point: int, good: Any) -> Any:
+        """Return an argument, or a bad one where that is planned."""
+        where, number = self.plan.failures.get(self.job.rank, (-1, 0))
+        if (where, number) == (point, BAD_ARGUMENT):
+            return np.array(["no", "number", "at all"])
+        return good
+
+    def execute(self, ops: list[Op]) -> None:
+        """Make the calls of a context."""
+        for op in ops:
+            self.fail(op.number)
+            getattr(self, f"do_{op.kind}")(op)
+
+    def _sum(self, point: int) -> int:
+        return sum(point + rank for rank in range(self.job.size))
+
+    def do_all_reduce(self, op: Op) -> None:
+        context = hs.get_replica_context()
+        own = np.full(3, op.number + self.job.rank)
+        found = context.all_reduce("sum", self.value(op.number, own))
+        assert found.tolist() == [self._sum(op.number)] * 3
+
+    def do_reduce(self, op: Op) -> None:
+        own = np.full(3, op.number + self.job.rank)
+        found = self.strategy.reduce("sum", self.value(op.number, own), axis=None)
+        assert found.tolist() == [self._sum(op.number)] * 3
+
+    def do_assign(self, op: Op) -> None:
+        own = np.full(3, op.number + self.job.rank)
+        self.total.assign_add(self.value(op.number, own))
+
+    def do_assign_cross(self, op: Op) -> None:
+        self.total.assign(self.value(op.number, np.full(3, op.number)))
+
+    def do_count(self, op: Op) -> None:
+        self.parts.assign_add(1)
+        self.mean.update_state(float(self.job.rank))
+        self.expected_parts += 1
+
+    def do_start(self, op: Op) -> None:
+        own = np.full(40, op.number + self.job.rank)
+        handle = hs.get_replica_context().start_all_reduce("sum", own)
+        self.handles.append((handle, op.number))
+
+    def do_wait(self, op: Op) -> None:
+        hs.get_replica_context().all_reduce("sum", np.ones(2))
+        while self.handles:
+            handle, point = self.handles.pop()
+            assert set(handle.wait().tolist()) == {self._sum(point)}
+
+    def do_gather(self, op: Op) -> None:
+        own = np.array([op.number, self.job.rank])
+        axis = 0 if self.value(op.number, own) is own else 7
+        found = hs.get_replica_context().all_gather(own, axis)
+        assert found[1::2].tolist() == list(range(self.job.size))
+
+    def do_gather_cross(self, op: Op) -> None:
+        found = self.strategy.gather(np.array([self.job.rank]), 0)
+        assert found.tolist() == list(range(self.job.size))
+
+    def do_gradients(self, op: Op) -> None:
+        gradient = self.value(op.number, np.full(2, 0.25))
+        self.optimizer.apply_gradients([(gradient, self.weights)])
+
+    def do_read(self, op: Op) -> None:
+        self.parts.read_value()
+        self.mean.result()
+
+    def do_values(self, op: Op) -> None:
+        found = self.strategy.experimental_distribute_values_from_function(
+            lambda context: np.array([context.replica_id_in_sync_group])
+        )
+        mean = self.strategy.reduce("mean", found, axis=None)
+        assert mean.tolist() == [(self.job.size - 1) / 2]
+
+    def do_merge(self, op: Op) -> None:
+        def merge(strategy: Any) -> None:
+            self.execute(op.body)
+            self.fail(op.end)
+
+        hs.get_replica_context().merge_call(merge)
+
+    def do_run(self, op: Op) -> None:
+        def inner() -> None:
+            self.execute(op.body)
+            self.fail(op.end)
+
+        self.strategy.run(inner)
+
+    def do_update(self, op: Op) -> None:
+        def change(variable: Any) -> None:
+            variable.assign_add(np.full(3, 5))
+            self.fail(op.end)
+
+        self.strategy.extended.update(self.total, change)
+
+    do_update_cross = do_update
+
+    def do_guarded(self, op: Op) -> None:
+        # The program goes on, unless the failure ends more than the call.
+        with contextlib.suppress(Exception):
+            self.execute(op.body)
+        self.fail(op.end)
+
+    def apply(self, ops: list[Op]) -> None:
+        """Bring the model to where the variables must be."""
+        for op in walk(ops):
+            point = op.end if op.kind.startswith("update") else op.number
+            if not self.plan.done(point):
+                continue
+            if op.kind == "assign":
+                self.expected_total += self._sum(op.number)
+            elif op.kind == "assign_cross":
+                self.expected_total[:] = op.number
+            elif op.kind.startswith("update"):
+                self.expected_total += 5
+            elif op.kind == "gradients":
+                self.expected_weights -= 0.5 * 0.25 * self.job.size
+
+    def check_error(self, error: Any) -> str:
+        """Return what is wrong with this rank's error."""
+        plan = self.plan
+        if not plan.active:
+            return "" if error is None else f"an error without a failure: {error!r}"
+        rank, origin, common = self.job.rank, plan.active[0], plan.common()
+        if rank == origin or type(error) is type(self.planted):
+            own = plan.failures[origin][1] == BAD_ARGUMENT or error is self.planted
+            return "" if own else f"another error than the own: {error!r}"
+        if common is not hs.ReplicaError and not isinstance(error, common):
+            return f"no {common.__name__}: {error!r}"
+        if rank in plan.active and not isinstance(error, hs.ReplicaError):
+            # An own error of the common class.
+            own = plan.failures[rank][1] == BAD_ARGUMENT or error is self.planted
+            return "" if own else f"another error than the own: {error!r}"
+        if not isinstance(error, hs.ReplicaError):
+            return f"no ReplicaError: {error!r}"
+        wrong = origin not in error.ranks or not set(error.ranks) <= set(plan.active)
+        return f"ranks {error.ranks}" if wrong else ""
+
+    def state(self) -> Any:
+        """Return what must be equal on all ranks."""
+        return (
+            self.total.component.tolist(),
+            self.weights.component.tolist(),
+            int(self.optimizer.iterations.component),
+        )
+
+    def check(self, error: Any) -> list[str]:
+        """Return what is wrong on any rank; collective."""
+        expected = self.expected_total.tolist(), self.expected_weights.tolist()
+        own = self.check_error(error), self.state(), int(self.parts.component)
+        # All ranks look at everything, so that none leaves the others behind.
+        wrong, states, _ = zip(*self.job.allgather(own), strict=True)
+        problems = [text for text in wrong if text]
+        if any(state != states[0] for state in states):
+            problems.append(f"variables that differ: {states}")
+        if states[0][:2] != expected:
+            problems.append(f"{states[0]}, not {expected}")
+        if own[2] != self.expected_parts:
+            problems.append(f"{own[2]} calls of this rank, not {self.expected_parts}")
+        return problems
+
+
+def run_programs(strategy: Any, job: Any, seed: int, steps: int) -> int:
+    """Run random programs; return how many failures there were."""
+    rng, model, count = np.random.default_rng(seed), Model(strategy, job), 0
+    for step in range(steps):
+        counter = itertools.count()
+        ops = make_ops(rng, counter, False, 0)
+        last = next(counter)
+        model.plan = make_plan(rng, ops, last, job.size)
+        if rng.random() < 0.1:
+            model.plan = Plan()
+        model.planted, model.handles = None, []
+
+        def program(ops: list[Op] = ops, last: int = last) -> None:
+            model.execute(ops)
+            model.fail(last)
+
+        error = outcome(strategy.run, program)
+        model.apply(ops)
+        count += len(model.plan.active) + len(model.plan.lost)
+        problems = model.check(error)
+        assert not problems, (seed, step, problems, ops, model.plan)
+    assert_usable(strategy, job)
+    return count
+
+
+def num_steps(job: Any) -> int:
+    """Return how many steps a busy machine of two cores does in a few seconds."""
+    return {1: 100, 2: 250, 3: 75}.get(job.size, 60)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_random_failures_leave_all_ranks_alike(
+    make_strategy: Any, job: Any, seed: int
+) -> None:
+    """With 2 ranks, all seeds and both layouts, more than 2000 failures."""
+    with make_strategy(on_error="raise") as strategy:
+        steps = num_steps(job)
+        at_least = steps if job.size > 1 else 0.8 * steps
+        assert run_programs(strategy, job, seed, steps) >= at_least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 200))
+def test_many_more_random_failures_leave_all_ranks_alike(
+    make_strategy: Any, job: Any, seed: int
+) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        run_programs(strategy, job, seed, num_steps(job))
+
+
+def test_an_error_caught_on_one_rank_only_is_noticed(
+    make_strategy: Any, job: Any
+) -> None:
+    """By default, where errors stay on their rank."""
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+
+    def step(fails: bool) -> Any:
+        if fails:
+            raise BadBatch("bad")
+        return hs.get_replica_context().all_reduce("sum", np.ones(2))
+
+    with make_strategy() as strategy:
+        for rank in range(job.size):
+            error = outcome(strategy.run, step, (job.rank == rank,))
+            if job.rank == rank:
+                assert type(error) is BadBatch
+                # The program goes on here, while the others are in the first step.
+                error = outcome(strategy.run, step, (False,))
+            assert type(error) is hs.CollectiveError
+            assert_usable(strategy, job)
+
+
+@pytest.mark.parametrize("on_error", ["abort", "raise"])
+def test_an_interrupt_is_not_told_but_noticed(
+    make_strategy: Any, job: Any, on_error: str
+) -> None:
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+
+    def step(fails: bool) -> Any:
+        if fails:
+            raise KeyboardInterrupt
+        return hs.get_replica_context().merge_call(
+            lambda strategy: strategy.reduce("sum", 1.0, axis=None)
+        )
+
+    def interrupted() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            strategy.run(step, (job.rank == 0,))
+        strategy.barrier()
+
+    with make_strategy(on_error=on_error) as strategy:
+        for _ in range(3):
+            assert type(outcome(interrupted)) is hs.CollectiveError
+            assert_usable(strategy, job)
+
+
+def test_started_calls_end_with_the_run_that_failed(
+    make_strategy: Any, job: Any
+) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        for when in range(4):
+            handles: list[Any] = []
+
+            def step(when: int = when, handles: list[Any] = handles) -> None:
+                context = hs.get_replica_context()
+                for number in range(3):
+                    if job.rank == 0 and number == when:
+                        raise BadBatch("in flight")
+                    own = np.full(9, number + job.rank)
+                    handles.append(context.start_all_reduce("sum", own))
+                if when == 3 and job.rank == 0:
+                    context.start_all_reduce("sum", np.array(["no sum"]))
+
+            error = outcome(strategy.run, step)
+            assert isinstance(error, BadBatch if when < 3 else ValueError)
+            assert all(handle.test() for handle in handles)
+            for number, handle in enumerate(handles):
+                found = outcome(handle.wait)
+                if number < when:
+                    assert found is None
+                    total = sum(number + rank for rank in range(job.size))
+                    assert set(handle.wait().tolist()) == {total}
+                else:
+                    assert isinstance(found, hs.ReplicaError)
+            assert_usable(strategy, job)
+
+
+def test_the_place_of_the_error_is_named(make_strategy: Any, job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("one rank has its own traceback")
+
+    def step() -> None:
+        if job.rank == 1:
+            raise BadBatch("no rows")
+
+    with make_strategy(on_error="raise") as strategy:
+        error = outcome(strategy.run, step)
+        assert isinstance(error, BadBatch)
+        if job.rank != 1:
+            line = step.__code__.co_firstlineno + 2
+            assert f"check_failures.py:{line}): BadBatch: no rows" in str(error)
+            assert error.ranks == (1,)
+
+
+def test_a_rule_that_fails_on_one_rank_changes_nothing(
+    make_strategy: Any, job: Any
+) -> None:
+    def rate(step: int) -> float:
+        if step == 1 and job.rank == job.size - 1 and not warned:
+            warned.append(step)
+            raise ZeroDivisionError
+        return 1.0
+
+    warned: list[int] = []
+    with make_strategy(on_error="raise") as strategy:
+        with strategy.scope():
+            weights = hs.Variable(np.zeros(2), name="weights")
+            optimizer = optimizers.SGD(rate)
+
+        def step() -> None:
+            optimizer.apply_gradients([(np.ones(2), weights)])
+
+        errors = [outcome(strategy.run, step) for _ in range(3)]
+        assert [isinstance(e, ZeroDivisionError) for e in errors] == [0, 1, 0]
+        assert weights.numpy().tolist() == [-2.0 * job.size] * 2
+        assert int(optimizer.iterations.numpy()) == 2
+
+
+def test_what_one_rank_cannot_assign_none_assigns(make_strategy: Any, job: Any) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        with strategy.scope():
+            mirrored = hs.Variable([1.0, 2.0])
+            parts = hs.Variable(0.0, synchronization="on_read", aggregation="mean")
+        bad = job.rank == 0
+        rows = hs.IndexedSlices(np.ones(1, np.float32), np.array([5 if bad else 0]))
+        calls: list[Callable[[], Any]] = [
+            lambda: mirrored.assign("text" if bad else [3.0, 4.0]),
+            lambda: mirrored.assign(np.ones(3 if bad else 2, np.float32)),
+            lambda: mirrored.assign_add(hs.PerReplica([1.0, 1.0]) if bad else [1, 1]),
+            lambda: mirrored.scatter_add(rows),
+            lambda: parts.assign("text" if bad else 3.0),
+        ]
+        for number, call in enumerate(calls):
+            assert isinstance(outcome(call), (ValueError, TypeError, IndexError)), (
+                number
+            )
+            assert mirrored.numpy().tolist() == [1.0, 2.0], number
+            assert float(parts.component) == 0.0, number
+        assert_usable(strategy, job)
