@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcstrat import cluster_resolver as cluster_resolver
     from hpcstrat import data as data
+    from hpcstrat import elastic as elastic
     from hpcstrat import errors as errors
     from hpcstrat import layers as layers
     from hpcstrat import metrics as metrics
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from hpcstrat.data import DistributedDataset as DistributedDataset
     from hpcstrat.errors import CheckpointError as CheckpointError
     from hpcstrat.errors import CollectiveError as CollectiveError
+    from hpcstrat.errors import DivergenceError as DivergenceError
     from hpcstrat.errors import HpcstratError as HpcstratError
+    from hpcstrat.errors import NonFiniteError as NonFiniteError
+    from hpcstrat.errors import RankLostError as RankLostError
     from hpcstrat.errors import ReplicaError as ReplicaError
     from hpcstrat.errors import TopologyError as TopologyError
     from hpcstrat.indexed_slices import IndexedSlices as IndexedSlices
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
     from hpcstrat.strategies.replica_context import ReplicaContext as ReplicaContext
+    from hpcstrat.timeline import trace as trace
     from hpcstrat.topology import Topology as Topology
     from hpcstrat.tracing import get_logger as get_logger
     from hpcstrat.tracing import print_once as print_once
@@ -81,6 +86,7 @@ __version__ = "0.1.0"
 _MODULES = (
     "cluster_resolver",
     "data",
+    "elastic",
     "errors",
     "layers",
     "metrics",
@@ -100,7 +106,10 @@ _NAMES = {
     "errors": (
         "CheckpointError",
         "CollectiveError",
+        "DivergenceError",
         "HpcstratError",
+        "NonFiniteError",
+        "RankLostError",
         "ReplicaError",
         "TopologyError",
     ),
@@ -135,6 +144,7 @@ _NAMES = {
         "in_cross_replica_context",
     ),
     "strategies.replica_context": ("ReplicaContext",),
+    "timeline": ("trace",),
     "topology": ("Topology",),
     "tracing": ("get_logger", "print_once"),
     "values": ("DistributedValues", "Mirrored", "PerReplica"),

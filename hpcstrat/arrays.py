@@ -9,7 +9,7 @@ import optree
 
 from hpcstrat.typing import Array, ArrayLike
 
-__all__ = ["as_array", "is_half", "to_reducible"]
+__all__ = ["as_array", "is_half", "nvtx_ranges", "to_reducible"]
 
 _INT32 = np.iinfo(np.int32)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -160,3 +160,20 @@ def to_reducible(value: ArrayLike) -> Array:
     raise ValueError(
         f"expected an array with a sum over replicas, found dtype {dtype}; {advice}"
     )
+
+
+def nvtx_ranges() -> Any:
+    """Return what marks ranges of time for NVIDIA's profilers.
+
+    Not collective. Loads CuPy.
+
+    Returns
+    -------
+    module or None
+        ``cupy.cuda.nvtx``; None where there is no CuPy, or it has no NVTX.
+    """
+    try:
+        from cupy.cuda import nvtx
+    except ImportError:
+        return None
+    return nvtx if hasattr(nvtx, "RangePush") else None

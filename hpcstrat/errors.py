@@ -14,8 +14,11 @@ __all__ = [
     "CheckpointMismatchError",
     "CollectiveError",
     "CorruptCheckpointError",
+    "DivergenceError",
     "HpcstratError",
+    "NonFiniteError",
     "OutOfRangeError",
+    "RankLostError",
     "ReplicaError",
     "TopologyError",
 ]
@@ -54,6 +57,49 @@ class ReplicaError(CollectiveError):
 
     Where that replica raised a ValueError, OSError or the like, this error is of that
     class, too, so that the same ``except`` clause catches both.
+    """
+
+
+class DivergenceError(CollectiveError):
+    """The copies of a mirrored variable have come to differ; raised on every replica.
+
+    Parameters
+    ----------
+    message : str
+        Which variable, in which element, with which values.
+    ranks : sequence of int
+        The replicas whose copies are not those of most of them.
+    variable : str
+        Name of the first variable that differs, in order of creation.
+    element : tuple of int
+        Index of its first element that differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: Sequence[int] = (),
+        variable: str = "",
+        element: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message, ranks)
+        self.variable = variable
+        self.element = tuple(element)
+
+
+class RankLostError(CollectiveError):
+    """The process of a rank has died; raised on every rank that is left.
+
+    Only with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`. The strategy can
+    make no call any more. ``ranks`` are the replicas known to be lost; a survivor that
+    learns of the loss from another may not know them.
+    """
+
+
+class NonFiniteError(HpcstratError, FloatingPointError):
+    """A combined gradient is NaN or infinite; raised on every replica.
+
+    Only with the setting ``non_finite="raise"``; no variable has changed.
     """
 
 

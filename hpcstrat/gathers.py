@@ -64,7 +64,8 @@ class Gathers(ObjectCollectives):
             for a, s in zip(arrays, shapes, strict=True)
         )
         details = f"{text} in {structure}" if len(arrays) != 1 else text
-        call = describe_call(f"{what}(axis={axis})", details)
+        nbytes = sum(a.nbytes for a in arrays)
+        call = describe_call(f"{what}(axis={axis})", details, nbytes)
         self.channel.agree(call, self._timeout_seconds)
         with self.channel.moving(call):
             leaves = self._concatenated(arrays, axis, self.channel.topology)
@@ -121,7 +122,8 @@ class Gathers(ObjectCollectives):
         if self.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
         text = signature_text(structure, arrays)
-        call = describe_call(f"{what}(root={root})", text)
+        nbytes = sum(a.nbytes for a in arrays)
+        call = describe_call(f"{what}(root={root})", text, nbytes)
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
         self.channel.agree(call, self._timeout_seconds)

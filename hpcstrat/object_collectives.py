@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.closed import ClosedChannel
 from hpcstrat.collectives.flat import all_gather_bytes, broadcast
 from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.scopes import Scope
 
 __all__ = ["ObjectCollectives"]
 
@@ -57,6 +59,46 @@ class ObjectCollectives:
         """
         if self.channel is not None:
             self.channel.agree(describe_call(what), self._timeout_seconds)
+
+    def scope(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a part of the program that all replicas leave together.
+
+        Collective over ``topology.replica_comm`` is its end: an error of one replica is
+        raised on all.
+
+        Parameters
+        ----------
+        what : str
+            The part, for messages.
+
+        Returns
+        -------
+        context manager
+            See `hpcstrat.collectives.scopes`.
+        """
+        if isinstance(self.channel, Channel):
+            return Scope(self.channel, what, self._timeout_seconds)
+        return contextlib.nullcontext()
+
+    def moving(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds an exchange that follows a barrier.
+
+        Not collective. An error in it leaves the other replicas in the call, and no
+        further call can be made.
+
+        Parameters
+        ----------
+        what : str
+            The call, for messages.
+
+        Returns
+        -------
+        context manager
+            Does nothing where there is no channel.
+        """
+        if isinstance(self.channel, Channel):
+            return self.channel.moving(describe_call(what))
+        return contextlib.nullcontext()
 
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
         """Give every replica one replica's Python object.

@@ -201,6 +201,51 @@ class RandomStreams:
         _unpack(np.asarray(state["shared"]), self.shared)
         self.generation = generation
 
+    def own_state(self) -> dict[str, Any]:
+        """Return what `state` returns, with this replica's row alone.
+
+        Not collective.
+
+        Returns
+        -------
+        dict of str to object
+            As `state`; its ``state`` has shape (1, 12).
+        """
+        return {
+            "bit_generator": _BIT_GENERATOR,
+            "root_entropy": self.seed,
+            "generation": self.generation,
+            "state": _pack(self.generator, self._birth)[np.newaxis],
+            "shared": _pack(self.shared, 0),
+        }
+
+    def restore_own_state(
+        self, state: dict[str, Any], row: Array | None, *, changed: bool
+    ) -> None:
+        """Go on with a row of this replica, or with a stream that was never used.
+
+        Not collective: call it on every replica, with the same ``shared`` and
+        ``generation``.
+
+        Parameters
+        ----------
+        state : dict of str to object
+            From `own_state`, of any replica.
+        row : ndarray of shape (12,), optional
+            This replica's row, perhaps of another place; None for a new stream.
+        changed : bool
+            Whether any replica has been lost since; the same on every replica.
+        """
+        self.check_state(state)
+        self.generation = int(state["generation"]) + changed
+        if row is not None:
+            self._birth = _unpack(np.asarray(row), self.generator)
+        else:
+            self._birth = self.generation
+            key = self._key(self.generation, self._strategy.replica_id)
+            self.generator.bit_generator.state = np.random.Philox(key=key).state
+        _unpack(np.asarray(state["shared"]), self.shared)
+
     def __repr__(self) -> str:
         """Show name and seed."""
         return f"RandomStreams({self.name!r}, seed={self.seed})"

@@ -120,10 +120,10 @@ def plan_reduction(
         details += f" in pieces of {options.bytes_per_pack} bytes"
     if options.wire_dtype is not None:
         details += f" as {options.wire_dtype} between workers"
-    call = describe_call(f"{what}({op.name})", details)
+    nbytes = sum(a.size * wire_dtype(a.dtype, means)[0].itemsize for a in arrays)
+    call = describe_call(f"{what}({op.name})", details, nbytes)
     signatures = tuple((a.dtype, a.shape) for a in arrays)
     results = tuple((a.shape, _result_dtype(a.dtype, means)) for a in arrays)
-    nbytes = sum(a.size * wire_dtype(a.dtype, means)[0].itemsize for a in arrays)
     if channel is None or not nbytes:
         return ReductionPlan(call, signatures, results, int(means))
     topology = channel.topology

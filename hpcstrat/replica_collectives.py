@@ -23,6 +23,7 @@ from hpcstrat.reduction_plan import (
     misfit,
     plan_reduction,
 )
+from hpcstrat.timeline import active
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -252,6 +253,8 @@ class Collectives(Gathers):
                 *(arrays, results, planned.divisor, call, timeout_seconds),
                 separate=separate,
             )
+            if active.recorder is not None:
+                active.recorder.leave_data(call.text, pushed=False)
             return results
         try:
             if outs is not None:

@@ -98,7 +98,13 @@ class Segment:
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDWR)
             mapped = _map(handle, nbytes, first, own + self.part_bytes)
-        everywhere = all(comm.allgather(mapped is not None))
+        try:
+            everywhere = all(comm.allgather(mapped is not None))
+        except BaseException:
+            # The rank that would have unlinked it may be the one that was lost.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            raise
         if comm.rank == 0:
             os.unlink(path)
         if everywhere and self.room_bytes > self.part_bytes:
@@ -156,6 +162,16 @@ class Segment:
 
         Collective over the communicator it was made with.
         """
+        self.release()
+        if self._window is not None:
+            self._window.Free()
+            self._window = None
+
+    def release(self) -> None:
+        """Let go of the memory on this rank, also where others have died.
+
+        Not collective; a window is left to the end of the process.
+        """
         # Where somebody still holds a view, the mapping goes with the last of them.
         with contextlib.suppress(BufferError):
             self.buffer.release()
@@ -165,9 +181,6 @@ class Segment:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
-        if self._window is not None:
-            self._window.Free()
-            self._window = None
 
 
 def _create(nbytes: int, folder: str) -> str:

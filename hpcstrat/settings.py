@@ -46,6 +46,43 @@ class Settings:
         After how many seconds of waiting it says so. Default: 60.
     limit_seconds : float, optional
         After how many seconds of waiting the job ends. Default: 1800.
+    stack_signal : int, optional
+        By which real-time signal, counted from SIGRTMIN, a rank that is stuck in C code
+        is made to show its stack by another rank of its machine; 0: by none.
+        Default: 9.
+    divergence : str, optional
+        How mirrored variables, whose copies must be equal, are compared at entries into
+        ``run``: ``"rolling"``, a thousandth of the bytes each time; ``"full"``, also
+        all bytes, every `divergence_interval` times; ``"off"``. Default: ``"rolling"``.
+    divergence_interval : int, optional
+        See there. Default: 1000.
+    divergence_tolerance : float, optional
+        By how much floating copies may differ, relative to the largest absolute value
+        of the variable. 0 compares bits; anything else, which needs messages, turns the
+        rolling comparison off, so that only full ones are left. Default: 0.
+    non_finite : str, optional
+        What optimizers do about combined gradients that are NaN or infinite: ``"off"``;
+        ``"warn"``; ``"raise"`` a NonFiniteError on all replicas; ``"skip"`` the step on
+        all of them, with a warning. Default: ``"off"``.
+    summary : str, optional
+        Whether replica 0 says at the end who was late: ``"on"``; ``"auto"``, if more
+        than a tenth of the time and more than 10 s were lost by waiting for late
+        replicas; ``"off"``. Default: ``"auto"``.
+    summary_signal : str, optional
+        On which signal each worker's first replica says who was late so far:
+        ``"usr1"``, ``"usr2"``, ``"none"``. One that the program uses itself is left
+        alone. Default: ``"usr2"``.
+    timeline : str, optional
+        Folder for a timeline of the whole program; empty for none. Default: empty.
+    timeline_megabytes : int, optional
+        After how many MiB a rank's file of a timeline ends. Default: 256.
+    direct_io : str, optional
+        Whether checkpoints go past the page cache (O_DIRECT): ``"on"``; ``"off"``;
+        ``"auto"`` does so on ext4 and XFS, not on parallel and network file systems.
+        Default: ``"auto"``.
+    nvtx : bool, optional
+        Whether a timeline's ranges are shown to NVIDIA's profilers, where CuPy is
+        installed; also without a timeline. Default: False.
 
     Raises
     ------
@@ -56,6 +93,17 @@ class Settings:
     watchdog: bool | None = _setting(True)
     warn_seconds: float | None = _setting(60.0, least=0.01)
     limit_seconds: float | None = _setting(1800.0, least=0.01)
+    stack_signal: int | None = _setting(9)
+    divergence: str | None = _setting("rolling", choices=("rolling", "full", "off"))
+    divergence_interval: int | None = _setting(1000, least=1)
+    divergence_tolerance: float | None = _setting(0.0)
+    non_finite: str | None = _setting("off", choices=("off", "warn", "raise", "skip"))
+    summary: str | None = _setting("auto", choices=("auto", "on", "off"))
+    summary_signal: str | None = _setting("usr2", choices=("usr1", "usr2", "none"))
+    timeline: str | None = _setting("")
+    timeline_megabytes: int | None = _setting(256, least=1)
+    direct_io: str | None = _setting("auto", choices=("auto", "on", "off"))
+    nvtx: bool | None = _setting(False)
 
     def __post_init__(self) -> None:
         """Check the values."""

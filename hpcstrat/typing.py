@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "ArrayLike", "SupportsCheckpoint", "Tree"]
+if TYPE_CHECKING:
+    from hpcstrat.errors import CollectiveError
+
+__all__ = ["Array", "ArrayLike", "CopyCheck", "SupportsCheckpoint", "Tree"]
 
 Array: TypeAlias = npt.NDArray[Any]
 """An array that a replica holds; NumPy so far."""
@@ -17,6 +20,45 @@ ArrayLike: TypeAlias = Any
 
 Tree: TypeAlias = Any
 """A leaf, or nested lists, tuples, named tuples and mappings of leaves."""
+
+
+class CopyCheck(Protocol):
+    """What watches over variables whose copies all replicas keep equal."""
+
+    def mark(self, run_index: int, mark: int) -> int:
+        """Return what the headers of the calls after an entry into ``run`` carry.
+
+        Logically collective over the replicas.
+
+        Parameters
+        ----------
+        run_index : int
+            How often this rank has entered ``run``.
+        mark : int
+            What they carried before.
+
+        Returns
+        -------
+        int
+            From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and
+            the copies that were looked at.
+        """
+
+    def difference(self, comm: Any) -> CollectiveError | None:
+        """Compare all copies, after marks that differ.
+
+        Collective over ``comm``.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The replicas, which are all at the same call.
+
+        Returns
+        -------
+        CollectiveError or None
+            What all replicas raise; None where the copies are equal.
+        """
 
 
 class SupportsCheckpoint(Protocol):

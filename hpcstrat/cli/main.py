@@ -13,6 +13,8 @@ from rich.table import Table
 import hpcstrat
 from hpcstrat.checkpoint.layout import list_checkpoints
 from hpcstrat.checkpoint.reader import read_header
+from hpcstrat.cli.chaos import chaos
+from hpcstrat.cli.timeline import timeline
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
 
@@ -28,6 +30,10 @@ def main() -> None:
 
     Not collective.
     """
+
+
+main.add_command(chaos)
+main.add_command(timeline)
 
 
 @main.command()

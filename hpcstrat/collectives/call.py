@@ -29,14 +29,17 @@ class Call:
         For people: the operation, and shape and dtype of each array.
     digest : int
         63 bits of a hash of all that ranks must agree on; the same in every process.
+    nbytes : int
+        How much data this rank brings, where that is known; for timelines.
     """
 
     text: str
     digest: int
+    nbytes: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
-def describe_call(what: str, details: str = "") -> Call:
+def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
     """Return the call for a text.
 
     Not collective.
@@ -47,6 +50,8 @@ def describe_call(what: str, details: str = "") -> Call:
         The operation with its arguments.
     details : str
         More that ranks must agree on, shown shortened.
+    nbytes : int
+        How much data this rank brings; need not be the same on all.
 
     Returns
     -------
@@ -57,7 +62,7 @@ def describe_call(what: str, details: str = "") -> Call:
     text = f"{what} of {details}" if details else what
     if len(text) > 400:
         text = f"{text[:360]} ... ({len(text)} characters in all)"
-    return Call(text, int.from_bytes(digest, "little") >> 1)
+    return Call(text, int.from_bytes(digest, "little") >> 1, nbytes)
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:

@@ -65,6 +65,12 @@ class ClosedChannel:
         """
         raise self._error(call.text)
 
+    def enter_run(self) -> None:
+        """Take note of nothing.
+
+        Not collective.
+        """
+
     def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Surround nothing: there is no call.
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.errors import CollectiveError, ReplicaError
+from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
 
-__all__ = ["FAILED", "LEFT", "Announcement", "explain"]
+__all__ = [
+    "FAILED",
+    "LEFT",
+    "Announcement",
+    "announce_error",
+    "class_names",
+    "common_class",
+    "explain",
+    "only_marks_differ",
+    "origin",
+]
 
 LEFT = 1
 FAILED = 2
@@ -18,9 +30,10 @@ FAILED = 2
 _COMBINABLE = (
     *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError),
     *(FloatingPointError, IndexError, KeyError, LookupError, MemoryError),
-    *(NotImplementedError, OSError, OverflowError, PermissionError, TypeError),
-    *(ValueError, ZeroDivisionError),
+    *(NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError),
+    *(TypeError, ValueError, ZeroDivisionError),
 )
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass(slots=True)
@@ -37,24 +50,128 @@ class Announcement:
         The call, or what the rank was doing.
     reason : str
         The error of a rank that failed.
-    kind : type, optional
-        Its class.
+    classes : tuple of str
+        Its class, and the bases of that, as of `class_names`.
+    secondary : bool
+        Whether the error only tells of another rank's.
     site : str
         File and line.
     run_index : int
         How often the rank has entered ``run``.
     pending : int
         How many of the rank's started calls have not ended.
+    depth : int
+        How many scopes the rank is in.
+    digest : int
+        Of the call; with `run_mark`, of a call that waits.
+    run_mark : int
+        What stands for ``run_index``, and for the copies of variables, in the record.
     """
 
     rank: int
     flags: int
     text: str
     reason: str = ""
-    kind: Any = None
+    classes: tuple[str, ...] = ()
+    secondary: bool = False
     site: str = ""
     run_index: int = 0
     pending: int = 0
+    depth: int = 0
+    digest: int = 0
+    run_mark: int = 0
+
+
+def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
+    """Return what a rank that failed tells the others.
+
+    Not collective.
+
+    Parameters
+    ----------
+    rank : int
+        Which rank.
+    what : str
+        What it was doing.
+    error : BaseException
+        Why it cannot go on.
+
+    Returns
+    -------
+    Announcement
+        Only of text and numbers: the error's class may be unknown elsewhere.
+    """
+    try:
+        reason = f"{type(error).__name__}: {error}"
+    except Exception:
+        # The class may be a program's own and faulty.
+        reason = type(error).__name__
+    return Announcement(
+        *(rank, FAILED, what, reason, class_names(error)),
+        secondary=isinstance(error, ReplicaError),
+        site=_error_site(error),
+    )
+
+
+def class_names(error: BaseException) -> tuple[str, ...]:
+    """Return the names of an error's class and its bases, the nearest first.
+
+    Not collective.
+
+    Parameters
+    ----------
+    error : BaseException
+        Any.
+
+    Returns
+    -------
+    tuple of str
+        Module and qualified name, with a colon between them.
+    """
+    return tuple(
+        f"{c.__module__}:{c.__qualname__}"
+        for c in type(error).__mro__
+        if c not in (Exception, BaseException, object)
+    )
+
+
+def origin(announcements: Sequence[Announcement]) -> Announcement | None:
+    """Return the announcement of the first rank that failed by itself.
+
+    Not collective.
+
+    Parameters
+    ----------
+    announcements : sequence of Announcement
+        Of every rank, in order.
+
+    Returns
+    -------
+    Announcement or None
+        None where no rank failed.
+    """
+    failed = [a for a in announcements if a.flags & FAILED]
+    return next((a for a in failed if not a.secondary), failed[0] if failed else None)
+
+
+def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, but may have other variables.
+
+    Not collective.
+
+    Parameters
+    ----------
+    announcements : sequence of Announcement
+        Of every rank.
+
+    Returns
+    -------
+    bool
+        False where the calls themselves differ.
+    """
+    calls = {(a.flags, a.text, a.digest, a.run_index) for a in announcements}
+    marks = {a.run_mark for a in announcements}
+    return len(calls) == 1 and len(marks) > 1 and not announcements[0].flags
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:
@@ -73,12 +190,14 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
         The same text on every rank.
     """
     failed = [a for a in announcements if a.flags & FAILED]
+    failed = [a for a in failed if not a.secondary] or failed
     left = [a for a in announcements if a.flags & LEFT]
     if failed:
         words = "; ".join(
             f"rank {a.rank} failed in {a.text}{_at(a)}: {a.reason}" for a in failed
         )
-        return _replica_error_class(failed[0].kind)(
+        kind: type[ReplicaError] = _replica_error_class(common_class(failed[0].classes))
+        return kind(
             f"expected every replica to go on, found that {words}; handle the error on "
             "that rank, or skip this step on all",
             [a.rank for a in failed],
@@ -110,15 +229,72 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
     )
 
 
-@functools.cache
-def _replica_error_class(kind: Any) -> type[ReplicaError]:
+def common_class(names: Sequence[str]) -> Any:
+    """Return the nearest class of an error that errors on other ranks can have, too.
+
+    Not collective.
+
+    Parameters
+    ----------
+    names : sequence of str
+        From `class_names`.
+
+    Returns
+    -------
+    type or None
+        A common built-in class, or a class of the program that adds no constructor to
+        one; None where there is none.
+    """
+    for name in names:
+        module, _, path = name.partition(":")
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, type) and _replica_error_class(found) is not None:
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _combined(kind: Any) -> type[ReplicaError] | None:
+    """Return ReplicaError as a subclass of an error's class, if that can be."""
+    if issubclass(ReplicaError, kind) and issubclass(kind, RuntimeError):
+        return ReplicaError
+    for base in kind.__mro__:
+        if base in _COMBINABLE or base in (Exception, HpcstratError):
+            break
+        # What it makes of its arguments cannot be had from a message alone.
+        if {"__init__", "__new__", "__str__"} & vars(base).keys():
+            return None
+        if base.__module__ == "builtins":
+            return None
+    try:
+        return type("ReplicaError", (ReplicaError, kind), {"__doc__": kind.__doc__})
+    except TypeError:
+        return None
+
+
+def _replica_error_class(kind: Any) -> Any:
     """Return ReplicaError as a subclass of the error that another rank raised.
 
     One ``except ValueError`` then does the same on every rank.
     """
-    if kind not in _COMBINABLE:
+    if kind is None:
         return ReplicaError
-    return type("ReplicaError", (ReplicaError, kind), {"__doc__": kind.__doc__})
+    if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
+        return None
+    return _combined(kind)
+
+
+def _error_site(error: BaseException) -> str:
+    """Return file and line of the last frame outside the library that it passed."""
+    site, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE):
+            site = f"{os.path.basename(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return site
 
 
 def _at(announcement: Announcement) -> str:

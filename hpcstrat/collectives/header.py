@@ -1,45 +1,32 @@
-"""The agreement of all ranks at the start of every collective call.
-
-Before any data moves, each rank announces a record: its sequence number, how often it
-has entered ``run``, the digest of the call, and flags. Only when the records of all
-ranks are equal does any rank go on; a difference is an error on every rank, where MPI
-itself would give wrong numbers or wait for ever. A rank that has failed, or leaves the
-program, announces that in the same way.
-
-`hpcstrat.collectives.records` says where the records lie.
-"""
+"""The channel of a topology: headers, calls that are started, and the end of a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
 from typing import Any
 
-from hpcstrat.collectives.call import Call, call_site, describe_call
-from hpcstrat.collectives.disagreement import FAILED, LEFT, Announcement, explain
+from hpcstrat.collectives.agreement import Agreement, EveryRankError
+from hpcstrat.collectives.call import Call, describe_call
+from hpcstrat.collectives.disagreement import LEFT, Announcement
 from hpcstrat.collectives.progress import ProgressThread, check_progress_thread
-from hpcstrat.collectives.records import SegmentRecords, WireRecords
-from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.started import Started
-from hpcstrat.collectives.waiting import Waiter, late_ranks
+from hpcstrat.collectives.waiting import Waiting, late_ranks
 from hpcstrat.errors import CollectiveError
+from hpcstrat.timeline import active, recorded_wait
 from hpcstrat.topology import Topology
 
 __all__ = ["Channel", "EveryRankError"]
 
-_FAILING = describe_call("failure")
 _LEAVING = describe_call("leaving the program")
-_ANNOUNCED = "_hpcstrat_announced"
+
+# What MPI may write to after a death, as long as it has not given up these calls.
+_abandoned: list[Any] = []
 
 
-class EveryRankError(Exception):
-    """A ValueError in the exchange of data that every rank raises in the same place."""
-
-
-class Channel:
-    """Carries the headers of one topology's calls.
+class Channel(Agreement):
+    """Carries one topology's calls.
 
     Collective over ``topology.replica_comm``.
 
@@ -47,95 +34,12 @@ class Channel:
     ----------
     topology : Topology
         At least two replicas.
-
-    Attributes
-    ----------
-    run_index : int
-        How often this rank has entered ``run``; part of every header, so that a call
-        left out in one step is noticed in the next.
-    broken : str
-        Why no call can be made any more; empty while all is well.
-    slots : Slots
-        Shared memory of the worker's ranks, for data.
-    started : deque of Started
-        Calls that have been started and have not ended, in order.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.run_index = 0
-        self.broken = ""
-        self.closed = False
-        self._sequence = 0
-        self._comm = topology.replica_comm.Dup()
-        self._rank = self._comm.rank
-        self._steps = SegmentRecords(topology)
-        self._records: Any = (
-            self._steps
-            if topology.num_workers == 1
-            else WireRecords(topology, self._comm)
-        )
-        self.slots = Slots(topology)
-        self.started: deque[Started] = deque()
+        super().__init__(topology)
         self._progress: ProgressThread | None = None
         self._lock = threading.RLock()
-        self._waiter = Waiter(topology, self._comm, self._steps)
-
-    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
-        """Return once every rank has announced the same call.
-
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        call : Call
-            What this rank is about to do.
-        timeout_seconds : float, optional
-            How long to wait for late ranks.
-
-        Raises
-        ------
-        CollectiveError
-            On every rank, if any announced something else, or left the program.
-        ReplicaError
-            On every rank that did not fail, if another announced that it had.
-        """
-        if not self._announce(self.run_index, call, 0, timeout_seconds):
-            self._raise_disagreement(Announcement(self._rank, 0, call.text))
-
-    def fail(self, what: str, error: BaseException) -> None:
-        """Tell the other ranks that this one failed; the caller then raises ``error``.
-
-        Collective over ``topology.replica_comm``: it is this rank's part of the next
-        call of the others.
-
-        Parameters
-        ----------
-        what : str
-            What this rank was doing.
-        error : BaseException
-            Why it cannot go on.
-        """
-        if self.broken or self.closed:
-            return
-        if getattr(error, _ANNOUNCED, None) == (id(self), self._sequence):
-            # On its way up from a call of which all ranks know.
-            return
-        announcement = Announcement(self._rank, FAILED, what)
-        announcement.reason = _reason(error)
-        if type(error).__module__ == "builtins":
-            announcement.kind = type(error)
-        with contextlib.suppress(Exception):
-            setattr(error, _ANNOUNCED, (id(self), self._sequence + 1))
-        if not self._announce(0, _FAILING, FAILED, None):
-            try:
-                self._raise_disagreement(announcement)
-            except CollectiveError as others:
-                error.add_note(f"hpcstrat: on the other replicas: {others}")
-        else:
-            # All have failed, perhaps at different points.
-            self.run_index = max(self._comm.allgather(self.run_index))
-            self.slots.restart()
 
     def post_leave(self) -> None:
         """Announce that this rank ends the program; waits for started calls only.
@@ -146,6 +50,8 @@ class Channel:
             self.drain()
         self._sequence += 1
         self._records.post(0, _LEAVING.digest, LEFT)
+        now, thread = time.monotonic(), threading.get_ident()
+        self._waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
 
     def poll_leave(self) -> str | None:
         """Look whether all ranks have answered `post_leave`.
@@ -157,10 +63,20 @@ class Channel:
         str or None
             None while ranks are missing; empty when all are leaving; else what the
             others did instead.
+
+        Raises
+        ------
+        CollectiveError
+            If they do not come in time.
         """
-        if self._records.missing():
+        late, waiting = self._records.missing(), self._waiter.waiting
+        if late:
+            self._waiter.late = late
             self._comm.Iprobe()
+            if waiting is not None:
+                self._waiter.check_limit(waiting)
             return None
+        self._waiter.waiting = None
         if self._records.agreed():
             return ""
         announcement = Announcement(self._rank, LEFT, "left the program")
@@ -209,7 +125,7 @@ class Channel:
         for _ in range(self._waiter.quick_looks):
             if agreed():
                 return
-        if not self._waiter.wait(awaited, call, None):
+        if not self.arrivals.wait_data(self._waiter, awaited, call):
             raise CollectiveError(
                 f"expected every rank in the same step of {call.text}, found "
                 "another call's; end the program on every rank"
@@ -226,6 +142,8 @@ class Channel:
             The call.
         """
         self._refuse_if_broken(started.call)
+        if active.recorder is not None:
+            active.recorder.started(started)
         with self._lock:
             self.started.append(started)
             self.progress()
@@ -266,6 +184,8 @@ class Channel:
         """Take an ended call off the queue, which an error may have emptied."""
         if self.started and self.started[0] is ended:
             self.started.popleft()
+            if active.recorder is not None:
+                active.recorder.ended(ended)
 
     def use_progress_thread(self) -> None:
         """Take started calls further in a thread from now on.
@@ -321,6 +241,7 @@ class Channel:
         """
         records = self._records
         if records.agreed():
+            self.last_call = call
             return True
         if records.missing():
             self._comm.Iprobe()
@@ -346,8 +267,11 @@ class Channel:
         CollectiveError
             On every rank, if any announced something else, or left the program.
         """
-        with self.moving(call):
-            agreed = self._waiter.wait(self._records, call, timeout_seconds)
+        with self.moving(call), recorded_wait(call.text):
+            agreed = self.arrivals.wait(
+                self._waiter, self._records, call, timeout_seconds
+            )
+        self.last_call = call
         if not agreed:
             self._raise_disagreement(Announcement(self._rank, 0, call.text))
 
@@ -398,107 +322,21 @@ class Channel:
             if self._progress is not None:
                 self._progress.end()
             self.closed = True
+            self.arrivals.close()
             self.slots.close()
             self._steps.close()
             self._comm.Free()
 
-    @contextlib.contextmanager
-    def moving(self, call: Call) -> Iterator[None]:
-        """Surround the exchange of data that follows `agree`.
+    def abandon(self) -> None:
+        """Let go of what the channel holds on this rank: others have died.
 
-        Not collective. An error in it leaves the other ranks in the call: no further
-        call can be made, and the end of this rank ends the job, unless it is an
-        EveryRankError, which becomes a ValueError.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-
-        Yields
-        ------
-        None
-            Nothing.
+        Not collective. A second call does nothing.
         """
-        try:
-            yield
-        except EveryRankError as error:
-            raise ValueError(*error.args) from error.__cause__
-        except BaseException:
-            self.interrupted(call)
-            raise
-
-    def interrupted(self, call: Call) -> None:
-        """Take note that this rank has left a call half-made.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-        """
-        self.broken = f"{call.text} was interrupted on this rank"
-
-    def _announce(
-        self, run: int, call: Call, flags: int, timeout_seconds: float | None
-    ) -> bool:
-        self._refuse_if_broken(call)
-        if self.started:
-            self.drain()
-            self._refuse_if_broken(call)
-        try:
-            self._sequence += 1
-            records = self._records
-            records.post(run, self._marked(call), flags)
-            agreed: Callable[[], bool] = records.agreed
-            for _ in range(self._waiter.quick_looks):
-                if agreed():
-                    return True
-            return self._waiter.wait(records, call, timeout_seconds)
-        except BaseException:
-            self.interrupted(call)
-            raise
-
-    def _marked(self, call: Call) -> int:
-        """Return what ranks compare: the call, and the place of its data.
-
-        An interrupt before a header leaves a rank's ring a place ahead.
-        """
-        if self._records is self._steps:
-            return call.digest ^ self.slots.next
-        # Each worker has its own rings; its steps compare them.
-        return call.digest
-
-    def _refuse_if_broken(self, call: Call) -> None:
-        if self.broken or self.closed:
-            raise CollectiveError(
-                f"expected a working strategy for {call.text}, found that "
-                f"{self.broken or 'it is closed'}; end the program on every rank"
-            )
-
-    def _raise_disagreement(self, announcement: Announcement) -> None:
-        announcement.site = call_site()
-        announcement.run_index = self.run_index
-        announcement.pending = len(self.started)
-        announcements: list[Announcement] = self._comm.allgather(announcement)
-        # From here on all ranks are at the same point again, and look at no data.
-        self.slots.restart()
-        self.run_index = max(a.run_index for a in announcements)
-        leavers = [a.rank for a in announcements if a.flags & LEFT]
-        if leavers:
-            self.broken = f"ranks {leavers} have left the program"
-        disagreement = explain(announcements)
-        if max(a.pending for a in announcements) > 1 and not self.broken:
-            # Nobody knows which of them the others have started, or will start.
-            self.broken = f"several started calls were under way when {disagreement}"
-        setattr(disagreement, _ANNOUNCED, (id(self), self._sequence))
-        raise disagreement
-
-
-def _reason(error: BaseException) -> str:
-    """Describe an error, whose class may be a program's own and faulty."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+        if not self.closed:
+            self.closed = True
+            self.deaths.wake()
+            _abandoned.append((self._records, list(self.started)))
+            self.started.clear()
+            self.arrivals.close()
+            self.slots.close()
+            self._steps.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.collectives.call import Call
+from hpcstrat.errors import RankLostError
 
 __all__ = ["Message", "Started"]
 
@@ -64,6 +65,8 @@ class Started:
         timeout_seconds: float | None = None,
     ) -> None:
         self.call = call
+        # Which of this rank's started calls it is, in a timeline.
+        self.mark = ""
         self._channel = channel
         self._steps = steps
         self._result = result
@@ -136,6 +139,10 @@ class Started:
                     return False
         except BaseException as error:
             # The rank that waits for it raises this, in the same place as the others.
+            try:
+                self._channel.look_for_death(error, self.call.text)
+            except RankLostError as loss:
+                self.end(loss)
             self.end(error)
             if not isinstance(error, Exception):
                 self._channel.interrupted(self.call)

@@ -1,30 +1,111 @@
 """How a rank waits for others.
 
 It spins for a moment, and then naps and drives MPI's progress, so that signals are
-served, late ranks are named, and the death of a process is seen.
+served, and the death of a process is seen. The watchdog's thread
+(`hpcstrat.safety.watchdog`) reads what it waits for, and says who is late.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.collectives.call import Call, call_site
+from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.records import SegmentRecords
-from hpcstrat.errors import CollectiveError
+from hpcstrat.errors import CollectiveError, RankLostError
 from hpcstrat.topology import Topology
-from hpcstrat.tracing import get_logger
 
-__all__ = ["Waiter", "late_ranks"]
+__all__ = ["Waiter", "Waiting", "late_ranks"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-_WARN_SECONDS = 60.0
 _LIMIT_SECONDS = 1800.0
+# When, before the end, the watchdog looks once more who is late, and how long a rank
+# waits for what it finds.
+_LEAD_SECONDS = 8.0
+_VERDICT_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """What a rank waits for; times are of the machine's monotonic clock.
+
+    Parameters
+    ----------
+    call : Call
+        In which call.
+    start : float
+        Since when.
+    thread : int
+        Which thread.
+    leaves : bool
+        Whether it has come to the end of the program.
+    timeout_seconds : float, optional
+        The call's own limit, where it has one.
+    looked_at : float
+        When the watchdog last found out who is late.
+    late : sequence of int
+        The ranks that it found.
+    patient_until : float
+        Until when one of them at least had said that it would be slow.
+    held_until : float
+        Until when a report may be on its way, which the wait must not cut off.
+    """
+
+    call: Call
+    start: float
+    thread: int
+    leaves: bool = False
+    timeout_seconds: float | None = None
+    looked_at: float = -math.inf
+    late: Sequence[int] = ()
+    patient_until: float = -math.inf
+    held_until: float = -math.inf
+
+    def begin(self, slow_until: float = -math.inf) -> float:
+        """Return from when on the seconds of warning and limit count.
+
+        Not collective.
+
+        Parameters
+        ----------
+        slow_until : float
+            Until when the waiting rank itself had said that it would be slow.
+
+        Returns
+        -------
+        float
+            Not before anybody's announced time is over.
+        """
+        return max(self.start, self.patient_until, slow_until)
+
+    def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
+        """Return when the watchdog looks once more, before the end.
+
+        Not collective.
+
+        Parameters
+        ----------
+        limit_seconds : float
+            Limit of the job.
+        slow_until : float
+            See `begin`.
+
+        Returns
+        -------
+        float
+            Some seconds before the limit.
+        """
+        lead = min(_LEAD_SECONDS, limit_seconds / 2)
+        return self.begin(slow_until) + limit_seconds - lead
 
 
 class Waiter:
@@ -43,12 +124,27 @@ class Waiter:
     ----------
     quick_looks : int
         How often a caller may look before it calls `wait`.
+    limit_seconds : float
+        How long this rank waits for others, where a call has no limit of its own.
+    waiting : Waiting or None
+        What it waits for, once that takes longer than a moment.
+    watched : bool
+        Whether a watchdog looks at it.
+    slow_until : float
+        Until when this rank had said that it would be slow.
     """
 
     def __init__(self, topology: Topology, comm: Any, steps: SegmentRecords) -> None:
         self._comm = comm
-        self._rank = comm.rank
         self._steps = steps
+        self.limit_seconds = _LIMIT_SECONDS
+        self.waiting: Waiting | None = None
+        self.watched = False
+        self.slow_until = -math.inf
+        # Who was missing at the last look; see collectives.arrivals.
+        self.late: list[int] = []
+        # How often to look for dead processes. Survivors are in a hurry.
+        self._look_seconds = 0.05 if topology.survives else 1.0
         # Where ranks share cores, one that looks keeps the awaited one from running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
@@ -86,41 +182,69 @@ class Waiter:
                     return True
                 if self._shares_cores:
                     os.sched_yield()
-        turns, look_at, warn_at = 0, start + 1, start + _WARN_SECONDS
-        limit = start + (timeout_seconds or _LIMIT_SECONDS)
+        outer, self.waiting = self.waiting, Waiting(call, start, threading.get_ident())
+        self.waiting.timeout_seconds = timeout_seconds
+        try:
+            return self._nap(awaited, self.waiting)
+        finally:
+            self.waiting = outer
+
+    def _nap(self, awaited: Any, waiting: Waiting) -> bool:
+        """Wait, while others may need the processor."""
+        turns, look_at = 0, waiting.start + self._look_seconds
         while True:
-            if not awaited.missing():
+            late = awaited.missing()
+            if not late:
                 return bool(awaited.agreed())
+            self.late = late
             now = time.monotonic()
             if now > look_at:
-                look_at = now + 1
-                self._check_alive(call)
-            if now > warn_at:
-                warn_at = now + 10 * _WARN_SECONDS
-                get_logger().warning(
-                    "rank %d has waited %.0f s in %s (%s) for %s",
-                    *(
-                        self._rank,
-                        now - start,
-                        call.text,
-                        call_site(),
-                        late_ranks(awaited),
-                    ),
-                )
-            if now > limit:
-                raise CollectiveError(
-                    f"expected all ranks in {call.text} within {limit - start:g} s, "
-                    f"found that {late_ranks(awaited)} did not come; see what they do, "
-                    "or raise timeout_seconds"
-                )
+                look_at = now + self._look_seconds
+                self._check_alive(waiting.call)
+            if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
+                self.check_limit(waiting)
             self._comm.Iprobe()
             time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
             turns += 1
 
+    def check_limit(self, waiting: Waiting) -> None:
+        """End a wait that has taken too long.
+
+        Not collective.
+
+        Parameters
+        ----------
+        waiting : Waiting
+            Which has taken longer than the limit; late ranks may have been slow in
+            agreement.
+
+        Raises
+        ------
+        CollectiveError
+            If that is over, too.
+        """
+        now, limit = time.monotonic(), self.limit_seconds
+        advice = "see what they do, or raise "
+        if waiting.timeout_seconds:
+            limit, advice = waiting.timeout_seconds, advice + "timeout_seconds"
+        else:
+            advice += "limit_seconds"
+            end = waiting.begin(self.slow_until) + limit
+            looked = waiting.looked_at >= waiting.last_look(limit, self.slow_until)
+            unclear = not looked or now < waiting.held_until
+            if now < end or (self.watched and unclear and now < end + _VERDICT_SECONDS):
+                return
+        late = list(waiting.late or self.late)
+        raise CollectiveError(
+            f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
+            f"{_some(late)} did not come; {advice}",
+            [rank for rank in late if rank >= 0],
+        )
+
     def _check_alive(self, call: Call) -> None:
         dead = self._steps.dead()
         if dead:
-            raise CollectiveError(
+            raise RankLostError(
                 f"expected all ranks in {call.text}, found that the processes of ranks "
                 f"{dead} have died; look for their last output",
                 dead,
@@ -142,5 +266,8 @@ def late_ranks(awaited: Any) -> str:
     str
         Such as ``ranks [1, 3]``.
     """
-    late = awaited.missing()
-    return "other ranks" if late == [-1] else f"ranks {late}"
+    return _some(awaited.missing())
+
+
+def _some(late: Sequence[int]) -> str:
+    return f"ranks {list(late)}" if late and -1 not in late else "other ranks"

@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
 
 from hpcstrat.collectives.header import Channel
 from hpcstrat.errors import ReplicaError
+from hpcstrat.safety import lateness, recording, watchdog
 from hpcstrat.topology import start_mpi
 from hpcstrat.tracing import get_logger, place
 
-__all__ = ["register", "unregister"]
+__all__ = ["install", "register", "unregister"]
 
-_WARN_SECONDS = 60.0
-_LIMIT_SECONDS = 1800.0
 _LONGEST_NAP_SECONDS = 0.01
 # How long a rank lets others print first.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
 _FORWARD_SECONDS = 0.1
+_ABORT_SECONDS = 10
+_CLOCKS_SECONDS = 5.0
 
 _channels: list[Channel] = []
 
@@ -53,6 +56,14 @@ def register(channel: Channel) -> None:
         Open.
     """
     _channels.append(channel)
+    install()
+
+
+def install() -> None:
+    """Let an uncaught exception of this process end the job, from now on.
+
+    Not collective.
+    """
     if not _Hooks.installed:
         _Hooks.installed = True
         _Hooks.process = os.getpid()
@@ -75,7 +86,8 @@ def unregister(channel: Channel) -> None:
     channel : Channel
         Registered before.
     """
-    _channels.remove(channel)
+    if channel in _channels:
+        _channels.remove(channel)
 
 
 def _end_job(
@@ -103,11 +115,16 @@ def _end_job(
 
 
 def _abort(message: str, code: int) -> None:
+    recording.flush()
     sys.stdout.flush()
     os.write(2, f"{message}\n".encode())
     sys.stderr.flush()
     # The launcher must have passed on the lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
+    if threading.current_thread() is threading.main_thread():
+        # Where the launcher lets others live, it may not answer a second rank's call.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_ABORT_SECONDS)
     start_mpi().COMM_WORLD.Abort(code)
     # MPICH's MPI_Abort returns.
     os._exit(code)
@@ -130,29 +147,37 @@ def _leave() -> None:
         elif not channel.closed:
             channel.post_leave()
             waiting.append(channel)
-    start = time.monotonic()
-    nap, warn_at, look_at = 0.0, start + _WARN_SECONDS, start + 1
+    nap, look_at = 0.0, time.monotonic() + 1
     while waiting := _still_waiting(waiting):
         now = time.monotonic()
         if now > look_at:
             look_at = now + 1
-            _check_alive(waiting, now - start)
-        if now > warn_at:
-            warn_at = now + 10 * _WARN_SECONDS
-            get_logger().warning(
-                "%s has finished and waits for %s, which have not",
-                place(),
-                waiting[0].late(),
-            )
+            _check_alive(waiting)
         time.sleep(nap)
         nap = min(nap + 1e-4, _LONGEST_NAP_SECONDS)
+    _sum_up()
+    watchdog.stop()
+
+
+def _sum_up() -> None:
+    """Say who was late, and end the timeline, where all ranks have left together."""
+    left = [c for c in _channels if not c.broken and not c.closed]
+    for channel in left:
+        lateness.conclude(channel.arrivals)
+    together = len(left) == len(_channels)
+    recording.stop(together=together, limit_seconds=_CLOCKS_SECONDS)
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:
     """Return the channels on which ranks are missing; say what others did instead."""
     missing = []
     for channel in channels:
-        outcome = channel.poll_leave()
+        try:
+            outcome = channel.poll_leave()
+        except Exception as error:
+            # Under a launcher that lets the others live, this is how a death shows.
+            _abort(f"hpcstrat: {place()} ends the job: {error}", 1)
+            raise
         if outcome is None:
             missing.append(channel)
         elif outcome:
@@ -181,7 +206,7 @@ def _give_up(channel: Channel) -> None:
     )
 
 
-def _check_alive(waiting: list[Channel], seconds: float) -> None:
+def _check_alive(waiting: list[Channel]) -> None:
     for channel in waiting:
         dead = channel.dead()
         # A rank that has answered every channel may be gone already.
@@ -192,9 +217,3 @@ def _check_alive(waiting: list[Channel], seconds: float) -> None:
                 "died; look for their last output",
                 1,
             )
-    if seconds > _LIMIT_SECONDS:
-        _abort(
-            f"hpcstrat: {place()} ends the job: it has finished and has waited "
-            f"{seconds:.0f} s for {waiting[0].late()}, which make no call",
-            1,
-        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from hpcstrat.context import Entry, current, pop, push
 from hpcstrat.options import (
@@ -12,9 +15,12 @@ from hpcstrat.options import (
     VariableSynchronization,
 )
 from hpcstrat.replica_collectives import Collectives
+from hpcstrat.settings import Settings
 from hpcstrat.strategies.cross_replica import CrossReplicaMethods
 from hpcstrat.strategies.extended import StrategyExtended
+from hpcstrat.strategies.records import RecordMethods
 from hpcstrat.strategies.replica_context import ReplicaContext
+from hpcstrat.timeline import active
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import DistributedValues, PerReplica, localize
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Strategy"]
 
 
-class Strategy(CrossReplicaMethods):
+class Strategy(CrossReplicaMethods, RecordMethods):
     """Base class: everything that strategies share.
 
     Parameters
@@ -39,8 +45,10 @@ class Strategy(CrossReplicaMethods):
         This replica's device.
     on_error : str
         ``"abort"``: an exception in a replica function stays on its replica, and ends
-        the job when nothing catches it. ``"raise"``: it is raised on all replicas, at
-        their next call, so that all can skip a step together.
+        the job when nothing catches it. ``"raise"``: it is raised on all replicas, out
+        of the same ``run``, so that all can skip a step together; ``run``, merge calls,
+        updates, assignments in cross-replica context and ``next()`` of a data set then
+        end with an agreement of all replicas.
 
     Attributes
     ----------
@@ -70,6 +78,7 @@ class Strategy(CrossReplicaMethods):
         self.update_entry = Entry(self, updating=True)
         self.replica_entry = Entry(self, ReplicaContext(self, replica_id))
         self._raises = on_error == "raise"
+        self._settings: Settings | None = None
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -88,6 +97,24 @@ class Strategy(CrossReplicaMethods):
     def cluster_resolver(self) -> Any:
         """The resolver in use; None where MPI itself says which ranks there are."""
         return None
+
+    @property
+    def settings(self) -> Settings:
+        """How this strategy watches over its ranks; the same on every replica."""
+        if self._settings is None:
+            self._settings = Settings().resolved()
+        return self._settings
+
+    def register(self, variable: MirroredVariable) -> None:
+        """Take a variable among those whose copies are compared; for variables alone.
+
+        Logically collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        variable : MirroredVariable
+            New.
+        """
 
     def variable_class(self, synchronization: VariableSynchronization) -> Any:
         """Return the class of variables made in this strategy's scope.
@@ -166,7 +193,7 @@ class Strategy(CrossReplicaMethods):
         """Call a function once on every replica.
 
         Logically collective over the strategy's replicas: all must call it, but it does
-        not communicate by itself.
+        not communicate by itself. With ``on_error="raise"`` its end is collective.
 
         Parameters
         ----------
@@ -192,48 +219,109 @@ class Strategy(CrossReplicaMethods):
             If ``args`` is no list or tuple.
         RuntimeError
             In replica context.
+        ReplicaError
+            With ``on_error="raise"``, if the function failed on another replica.
         """
         del options
         entry = current()
         if entry is not None:
             self._require_cross("run")
-        if not isinstance(args, (list, tuple)):
-            error = ValueError(
-                f"expected a list or tuple of arguments, found {type(args).__name__}; "
-                "write args=(value,)"
-            )
-            self.announce_error("run", error)
-            raise error
         channel = self.collectives.channel
         if channel is not None:
-            channel.run_index += 1
-        if args:
-            args = [localize(argument) for argument in args]
-        named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
-        token = push(self.replica_entry)
-        try:
-            result = fn(*args, **named)
-        except Exception as error:
-            self.announce_error("run", error)
-            raise
-        finally:
-            pop(token)
-        return result if result is None else self.distributed(result)
+            channel.enter_run()
+        if active.recorder is not None:
+            number = None if channel is None else {"run": channel.run_index}
+            fn = active.recorder.around(fn, "run", "step", number)
+        with self.together("run"):
+            if not isinstance(args, (list, tuple)):
+                raise ValueError(
+                    "expected a list or tuple of arguments, found "
+                    f"{type(args).__name__}; write args=(value,)"
+                )
+            if args:
+                args = [localize(argument) for argument in args]
+            named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
+            token = push(self.replica_entry)
+            try:
+                result = fn(*args, **named)
+            finally:
+                pop(token)
+            return result if result is None else self.distributed(result)
 
-    def announce_error(self, what: str, error: BaseException) -> None:
-        """Raise an error on all replicas, where this strategy was asked to.
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Return what surrounds a part of the program that runs on every replica.
 
-        Collective over the strategy's replicas with ``on_error="raise"``.
+        Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
+        an error of one replica is raised on all; else not collective.
 
         Parameters
         ----------
         what : str
-            What this replica was doing.
-        error : BaseException
-            What happened.
+            The part, for messages.
+
+        Returns
+        -------
+        context manager
+            See `hpcstrat.collectives.scopes`.
         """
-        if self._raises:
-            self.collectives.fail(what, error)
+        return self.collectives.scope(what) if self._raises else _ALONE
+
+    def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
+        """Let the others wait longer for this replica; here there are none.
+
+        Not collective.
+
+        Parameters
+        ----------
+        seconds : float
+            How long the block may take.
+
+        Returns
+        -------
+        context manager
+            For compilations, long evaluations, and the like.
+
+        Raises
+        ------
+        ValueError
+            If ``seconds`` is not positive and finite.
+        """
+        if not 0 < seconds < math.inf:
+            raise ValueError(
+                f"expected seconds > 0 and finite, found {seconds}; say how long the "
+                "block may take"
+            )
+        return nullcontext()
+
+    @contextmanager
+    def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:
+        """Surround a change of this replica's component of a variable.
+
+        Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
+        if it fails on any of them, the component is as before on all.
+
+        Parameters
+        ----------
+        variable : Variable
+            Of this strategy.
+        what : str
+            How it is changed, for messages.
+
+        Yields
+        ------
+        None
+            Nothing.
+        """
+        if not self._raises:
+            yield
+            return
+        before = variable.component.copy()
+        try:
+            with self.together(f"{what} of variable {variable.name!r}"):
+                yield
+        except BaseException:
+            np.copyto(variable.component, before)
+            raise
 
     def distributed(self, tree: Tree) -> Tree:
         """Wrap what a replica function returned.
@@ -283,6 +371,9 @@ class Strategy(CrossReplicaMethods):
             f"{type(self).__name__}(replica {self.replica_id} of "
             f"{self.num_replicas_in_sync})"
         )
+
+
+_ALONE = nullcontext()
 
 
 def check_on_error(on_error: str) -> None:

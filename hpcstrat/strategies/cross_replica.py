@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from hpcstrat.options import InputContext, InputOptions, ReduceOp, ValueContext
@@ -29,6 +30,23 @@ class CrossReplicaMethods:
     num_replicas_in_sync: Any
 
     def _require_cross(self, what: str) -> None:
+        raise NotImplementedError(what)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Return what surrounds a part of the program; see `Strategy`.
+
+        Not collective.
+
+        Parameters
+        ----------
+        what : str
+            The part.
+
+        Returns
+        -------
+        context manager
+            See `Strategy.together`.
+        """
         raise NotImplementedError(what)
 
     def reduce(
@@ -159,7 +177,7 @@ class CrossReplicaMethods:
     ) -> Tree:
         """Make a distributed value by a function.
 
-        Not collective.
+        Not collective, but its end is with ``on_error="raise"``.
 
         Parameters
         ----------
@@ -171,7 +189,8 @@ class CrossReplicaMethods:
         tree
             With PerReplica leaves, also for one replica.
         """
-        value = value_fn(ValueContext(self.replica_id, self.num_replicas_in_sync))
+        with self.together("experimental_distribute_values_from_function"):
+            value = value_fn(ValueContext(self.replica_id, self.num_replicas_in_sync))
         return tree_map(PerReplica, value) if self.distributes else value
 
     def experimental_distribute_dataset(
@@ -265,6 +284,20 @@ class CrossReplicaMethods:
         Collective over the strategy's replicas.
         """
         self.collectives.barrier()
+
+    def check_divergence(self) -> None:
+        """Compare all copies of all mirrored variables now.
+
+        Collective over the strategy's replicas. One replica has nothing to compare.
+
+        Raises
+        ------
+        DivergenceError
+            If copies of a variable differ. On every replica.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("check_divergence")
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Give every replica one replica's Python object.

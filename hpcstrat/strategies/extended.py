@@ -218,16 +218,18 @@ class StrategyExtended(ExtendedV1):
             )
         strategy._require_cross("update")
         named = kwargs or {}
-        self._check_update(var, [*args, *named.values()])
-        token = push(strategy.update_entry)
-        try:
-            result = fn(
-                var,
-                *[localize(argument) for argument in args],
-                **{k: localize(v) for k, v in named.items()},
-            )
-        finally:
-            pop(token)
+        with strategy.together("update"):
+            self._check_update(var, [*args, *named.values()])
+        with strategy.all_or_none(var, "update"):
+            token = push(strategy.update_entry)
+            try:
+                result = fn(
+                    var,
+                    *[localize(argument) for argument in args],
+                    **{k: localize(v) for k, v in named.items()},
+                )
+            finally:
+                pop(token)
         if not group:
             return (result,)
         if strategy.num_replicas_in_sync == 1:

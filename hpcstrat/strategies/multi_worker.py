@@ -40,14 +40,22 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         workers travel while the program computes without calling the library. Needs a
         second core for each rank, and ``MPI_THREAD_MULTIPLE``, with which the first
         strategy of a program starts MPI when asked for this.
+    on_lost_rank : str
+        ``"abort"``: the death of a rank ends the job. ``"raise"``: it is a
+        RankLostError on every rank that is left, at its current or next collective
+        call, after which this strategy is to be left by `close`, and another one may be
+        made of a communicator of the survivors. Needs ``mpirun --with-ft ulfm`` of
+        Open MPI 5. `hpcstrat.elastic.run` does all this.
     settings : Settings, optional
         How the strategy watches over its ranks.
 
     Raises
     ------
     TopologyError
-        If there is no second core for each rank, or MPI was started for one thread. On
-        every rank.
+        If there is no second core for each rank, or MPI was started for one thread, or
+        the loss of a rank cannot be survived here. On every rank.
+    RankLostError
+        If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
         on_error: str = "abort",
         progress_thread: bool = False,
+        on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
         if hasattr(cluster_resolver, "Get_size"):
@@ -74,6 +83,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             communication_options=communication_options,
             on_error=on_error,
             progress_thread=progress_thread,
+            on_lost_rank=on_lost_rank,
             settings=settings,
         )
         self._cluster_resolver = cluster_resolver

@@ -91,6 +91,8 @@ class ReplicaContext:
         ------
         CollectiveError
             If another replica made another call. On every replica.
+        ReplicaError
+            With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
         RuntimeError
             Outside the replica function.
         """
@@ -99,17 +101,15 @@ class ReplicaContext:
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         what = f"merge_call of {name}"
         strategy.collectives.barrier(what)
-        merged = [strategy.distributed(argument) for argument in args]
-        named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
-        token = push(strategy.cross_entry)
-        try:
-            result = merge_fn(strategy, *merged, **named)
-        except Exception as error:
-            strategy.announce_error(what, error)
-            raise
-        finally:
-            pop(token)
-        return localize(result)
+        with strategy.together(what):
+            merged = [strategy.distributed(argument) for argument in args]
+            named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
+            token = push(strategy.cross_entry)
+            try:
+                result = merge_fn(strategy, *merged, **named)
+            finally:
+                pop(token)
+            return localize(result)
 
     def all_reduce(
         self,

@@ -103,6 +103,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
+    def _made(self) -> None:
+        self._strategy.register(self)
+
     def value(self) -> Array:
         """Return this replica's component without a copy.
 
@@ -122,14 +125,21 @@ class MirroredVariable(DistributedVariable, Mirrored):
             if self._strategy.num_replicas_in_sync > 1:
                 value = self._aggregated(method, value)
             return self._apply(method, self._converted(method, value), read_value)
+        if mode is _UPDATE:
+            return self._apply(method, self._one_value(method, value), read_value)
+        with self._strategy.all_or_none(self, method):
+            result = self._apply(method, self._one_value(method, value), read_value)
+        return self._as_mirrored(result)
+
+    def _one_value(self, method: str, value: Any) -> Array:
+        """Refuse values that differ between replicas."""
         if type(value) is PerReplica:
             raise ValueError(
                 f"expected one value in {method} of mirrored variable {self.name!r} in "
                 "cross-replica context, found a PerReplica, which would make its "
                 "copies differ; reduce it first, or assign inside strategy.run"
             )
-        result = self._apply(method, self._converted(method, value), read_value)
-        return result if mode is _UPDATE else self._as_mirrored(result)
+        return self._converted(method, value)
 
     def _aggregated(self, method: str, value: Any) -> Array:
         """Combine the replicas' values by the variable's aggregation."""
@@ -160,9 +170,12 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
         mode = self._mode()
-        if mode is not _REPLICA:
-            result = super()._scatter(method, rows)
-            return result if mode is _UPDATE else self._as_mirrored(result)
+        if mode is _UPDATE:
+            return super()._scatter(method, rows)
+        if mode is _CROSS:
+            with self._strategy.all_or_none(self, method):
+                result = super()._scatter(method, rows)
+            return self._as_mirrored(result)
         if self._strategy.num_replicas_in_sync > 1:
             rows = self._aggregated_rows(method, rows)
         return super()._scatter(method, rows)
@@ -227,6 +240,15 @@ class SyncOnReadVariable(DistributedVariable):
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         if self._mode() is not _CROSS:
             return self._apply(method, self._converted(method, value), read_value)
+        with self._strategy.all_or_none(self, method):
+            array = self._assign_share(method, value)
+        if not read_value:
+            return None
+        adds = method != "assign"
+        return self._as_mirrored(self.read_value() if adds else array.copy())
+
+    def _assign_share(self, method: str, value: Any) -> Array:
+        """Give this replica its share of a value that all of them are given."""
         if type(value) is PerReplica:
             raise TypeError(
                 f"expected one value in {method} of variable {self.name!r} in "
@@ -246,9 +268,7 @@ class SyncOnReadVariable(DistributedVariable):
             count = self._strategy.num_replicas_in_sync
             share = share_of(array, count, self._strategy.replica_id)
         self._apply(method, share, False)
-        if not read_value:
-            return None
-        return self._as_mirrored(self.read_value() if adds else array.copy())
+        return array
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
         raise NotImplementedError(

@@ -96,6 +96,10 @@ class Variable(ScatterMethods, ArrayOperators):
         self._component = self._initialize(initial_value, dtype)
         self._view = self._component.view()
         self._view.flags.writeable = False
+        self._made()
+
+    def _made(self) -> None:
+        """Do what is left when the component is there."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = initial_value() if callable(initial_value) else initial_value

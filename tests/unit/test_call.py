@@ -124,7 +124,8 @@ BUILTINS = [
 
 
 def _explained(kind: Any) -> Any:
-    failed = Announcement(1, FAILED, "run", reason="the reason", kind=kind)
+    names = [f"{c.__module__}:{c.__qualname__}" for c in kind.__mro__[:-2]]
+    failed = Announcement(1, FAILED, "run", "the reason", tuple(names))
     return explain([Announcement(0, 0, "reduce"), failed])
 
 

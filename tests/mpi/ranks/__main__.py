@@ -26,7 +26,7 @@ OPTIONS = (
     "-o",
     "python_files=check_*.py",
     "-o",
-    "faulthandler_timeout=60",
+    "faulthandler_timeout=120",
     "-o",
     "faulthandler_exit_on_timeout=true",
 )

@@ -12,7 +12,6 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from tests.mpi.ranks.check_checkpoint import folder, strategies
 from tests.mpi.ranks.check_optimizer_rules import RULES, Model, batches
 from tests.mpi.ranks.check_reductions import (
     assert_only_one_failed,
@@ -20,8 +19,6 @@ from tests.mpi.ranks.check_reductions import (
     assert_usable,
     outcome,
 )
-
-__all__ = ["folder", "strategies"]
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ Jobs of other sizes are strategies over the first ranks of this job.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +18,6 @@ from hpcstrat.errors import CheckpointMismatchError, CollectiveError, ReplicaErr
 DRAWS = 10_000
 FIRST = [8993393713734408655, 43150526051168253]
 FIRST_SHARED = [10756711358996851723, 805372543079748514]
-
-
-@pytest.fixture
-def folder(job: Any) -> Iterator[Path]:
-    """Yield a folder that all ranks see; removed at the end."""
-    name = tempfile.mkdtemp(prefix="hpcstrat-") if job.rank == 0 else None
-    path = Path(job.bcast(name))
-    yield path
-    job.Barrier()
-    if job.rank == 0:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def strategies(job: Any) -> Iterator[dict[int, Any]]:
-    """Yield a strategy over the first k ranks for each k, where this rank is in it."""
-    made, parts = {}, []
-    for count in range(1, job.size + 1):
-        part = job.Split(int(job.rank >= count), job.rank)
-        parts.append(part)
-        if job.rank < count:
-            made[count] = hs.MultiWorkerMirroredStrategy(comm=part)
-    yield made
-    for strategy in made.values():
-        strategy.close()
-    for part in parts:
-        part.Free()
 
 
 def _words(generator: Any, count: int = DRAWS) -> Any:

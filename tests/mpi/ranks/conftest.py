@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +98,32 @@ def job() -> Any:
 def make_strategy(topology_layout: Layout) -> Callable[..., Any]:
     """Return a function that makes more strategies of the layout."""
     return topology_layout.make_strategy
+
+
+@pytest.fixture
+def folder(job: Any) -> Iterator[Path]:
+    """Yield a folder that all ranks see; removed at the end."""
+    name = tempfile.mkdtemp(prefix="hpcstrat-") if job.rank == 0 else None
+    path = Path(job.bcast(name))
+    yield path
+    job.Barrier()
+    if job.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def strategies(job: Any) -> Iterator[dict[int, Any]]:
+    """Yield a strategy over the first k ranks for each k, where this rank is in it."""
+    import hpcstrat
+
+    made, parts = {}, []
+    for count in range(1, job.size + 1):
+        part = job.Split(int(job.rank >= count), job.rank)
+        parts.append(part)
+        if job.rank < count:
+            made[count] = hpcstrat.MultiWorkerMirroredStrategy(comm=part)
+    yield made
+    for strategy in made.values():
+        strategy.close()
+    for part in parts:
+        part.Free()

@@ -1,0 +1,389 @@
+"""The agreement of all ranks at the start of every collective call.
+
+Before any data moves, each rank announces a record: its sequence number, how often it
+has entered ``run``, the digest of the call, and flags. Only when the records of all
+ranks are equal does any rank go on; a difference is an error on every rank, where MPI
+itself would give wrong numbers or wait for ever. A rank that has failed, or leaves the
+program, announces that in the same way.
+
+`hpcstrat.collectives.records` says where the records lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcstrat.collectives.arrivals import Arrivals
+from hpcstrat.collectives.call import Call, call_site, describe_call
+from hpcstrat.collectives.deaths import Deaths
+from hpcstrat.collectives.disagreement import (
+    FAILED,
+    LEFT,
+    Announcement,
+    announce_error,
+    explain,
+    only_marks_differ,
+)
+from hpcstrat.collectives.records import SegmentRecords, WireRecords
+from hpcstrat.collectives.scopes import Failure, Scopes
+from hpcstrat.collectives.slots import Slots
+from hpcstrat.collectives.started import Started
+from hpcstrat.collectives.waiting import Waiter
+from hpcstrat.errors import CollectiveError
+from hpcstrat.timeline import active
+from hpcstrat.topology import Topology
+from hpcstrat.typing import CopyCheck
+
+__all__ = ["Agreement", "EveryRankError"]
+
+_FAILING = describe_call("failure")
+_ANNOUNCED = "_hpcstrat_announced"
+
+
+class EveryRankError(Exception):
+    """A ValueError in the exchange of data that every rank raises in the same place."""
+
+
+class Agreement(ABC):
+    """The headers of one topology's calls.
+
+    Collective over ``topology.replica_comm``.
+
+    Parameters
+    ----------
+    topology : Topology
+        At least two replicas.
+
+    Attributes
+    ----------
+    run_index : int
+        How often this rank has entered ``run``; part of every header, so that a call
+        left out in one step is noticed in the next.
+    run_mark : int
+        What headers carry in its place: ``run_index`` and what `copy_check` makes of
+        it. Calls that are started carry ``run_index`` alone: when their headers are
+        compared, ranks may be at different points of the program.
+    copy_check : CopyCheck or None
+        Looks at the copies of variables at each entry into ``run``.
+    broken : str
+        Why no call can be made any more; empty while all is well.
+    slots : Slots
+        Shared memory of the worker's ranks, for data.
+    started : deque of Started
+        Calls that have been started and have not ended, in order.
+    scopes : Scopes
+        Parts of the program that all ranks leave together.
+    deaths : Deaths
+        What it knows of ranks that have died.
+    arrivals : Arrivals
+        How long this rank has waited for the others.
+    last_call : Call or None
+        The last call to which all ranks have come.
+    exchanging : Call or None
+        The call whose data this rank moves now.
+    waiter : Waiter
+        What this rank waits for.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.run_index = 0
+        self.run_mark = 0
+        self.copy_check: CopyCheck | None = None
+        self.broken = ""
+        self.closed = False
+        self.last_call: Call | None = None
+        self.exchanging: Call | None = None
+        self.scopes = Scopes()
+        self._sequence = 0
+        self._comm = topology.duplicate()
+        self.deaths = Deaths(topology, self._comm)
+        self._rank = self._comm.rank
+        self._steps = SegmentRecords(topology)
+        self._records: Any = (
+            self._steps
+            if topology.num_workers == 1
+            else WireRecords(topology, self._comm)
+        )
+        self.slots = Slots(topology)
+        self.started: deque[Started] = deque()
+        self._waiter = self.waiter = Waiter(topology, self._comm, self._steps)
+        self.arrivals = Arrivals(topology, self._comm, lambda: self._sequence)
+
+    @abstractmethod
+    def drain(self, last: Started | None = None) -> None:
+        """Wait for the end of started calls.
+
+        Collective over ``topology.replica_comm``.
+        """
+
+    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
+        """Return once every rank has announced the same call.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        call : Call
+            What this rank is about to do.
+        timeout_seconds : float, optional
+            How long to wait for late ranks.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if any announced something else, or left the program.
+        ReplicaError
+            On every rank that did not fail, if another announced that it had.
+        """
+        if active.recorder is None:
+            agreed = self._announce(self.run_mark, call, 0, timeout_seconds)
+        else:
+            agreed = self._announce_recorded(call, timeout_seconds)
+        if not agreed:
+            announcement = Announcement(self._rank, 0, call.text)
+            announcement.digest = self._marked(call)
+            announcement.run_mark = self.run_mark
+            announcements = self._gather(announcement)
+            error = None
+            if self.copy_check is not None and only_marks_differ(announcements):
+                with self.moving(call):
+                    error = self.copy_check.difference(self._comm)
+                if error is None:
+                    self.agree(call, timeout_seconds)
+                    return
+            error = error or explain(announcements)
+            raise self._conclude(announcements, error).error
+
+    def enter_run(self) -> None:
+        """Take note that this rank enters ``run``.
+
+        Logically collective over ``topology.replica_comm``.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, where copies of variables are compared here, and differ.
+        """
+        self.run_index = index = self.run_index + 1
+        check = self.copy_check
+        self.run_mark = index if check is None else check.mark(index, self.run_mark)
+
+    def fail(
+        self, what: str, error: BaseException, *, leaves: bool = False
+    ) -> Failure | None:
+        """Tell the other ranks that this one failed; the caller then raises ``error``.
+
+        Collective over ``topology.replica_comm``: it is this rank's part of the next
+        call of the others.
+
+        Parameters
+        ----------
+        what : str
+            What this rank was doing.
+        error : BaseException
+            Why it cannot go on.
+        leaves : bool
+            Whether it leaves a scope, not a call only.
+
+        Returns
+        -------
+        Failure or None
+            What all ranks know; None where nobody was told.
+        """
+        if self.broken or self.closed:
+            return None
+        told = id(self), self._sequence
+        if not leaves and getattr(error, _ANNOUNCED, None) == told:
+            # On its way up from a call of which all ranks know.
+            return None
+        announcement = announce_error(self._rank, what, error)
+        agreed = self._announce(0, _FAILING, FAILED, None)
+        with contextlib.suppress(Exception):
+            setattr(error, _ANNOUNCED, (id(self), self._sequence))
+        # Even where all have failed, that may be at different points.
+        failure = self._exchange(announcement)
+        if not agreed and not announcement.secondary:
+            error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
+        return failure
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far; the same on all ranks at the same point."""
+        return self._sequence
+
+    @contextlib.contextmanager
+    def moving(self, call: Call) -> Iterator[None]:
+        """Surround the exchange of data that follows `agree`.
+
+        Not collective. An error in it leaves the other ranks in the call: no further
+        call can be made, and the end of this rank ends the job, unless it is an
+        EveryRankError, which becomes a ValueError.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+
+        Yields
+        ------
+        None
+            Nothing.
+        """
+        recorder = active.recorder
+        if recorder is not None:
+            recorder.enter_data(call.text)
+        outer, self.exchanging = self.exchanging, call
+        try:
+            yield
+        except EveryRankError as error:
+            raise ValueError(*error.args) from error.__cause__
+        except BaseException as error:
+            self.interrupted(call)
+            self.look_for_death(error, call.text)
+            raise
+        finally:
+            self.exchanging = outer
+            if recorder is not None:
+                recorder.leave_data(call.text)
+
+    def look_for_death(self, error: BaseException, what: str) -> None:
+        """Raise what an error of MPI means, where it comes of the death of a rank.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Of this rank.
+        what : str
+            What it was doing.
+
+        Raises
+        ------
+        RankLostError
+            If another rank has died.
+        """
+        loss = self.deaths.found(error, what)
+        if loss is not None:
+            self.broken = "a rank has died"
+            raise loss from error
+
+    def interrupted(self, call: Call) -> None:
+        """Take note that this rank has left a call half-made.
+
+        Not collective.
+
+        Parameters
+        ----------
+        call : Call
+            Which call.
+        """
+        self.broken = f"{call.text} was interrupted on this rank"
+
+    def _announce(
+        self, run: int, call: Call, flags: int, timeout_seconds: float | None
+    ) -> bool:
+        self._refuse_if_broken(call)
+        if self.started:
+            self.drain()
+            self._refuse_if_broken(call)
+        try:
+            self._sequence += 1
+            records = self._records
+            records.post(run, self._marked(call), flags)
+            agreed: Callable[[], bool] = records.agreed
+            for _ in range(self._waiter.quick_looks):
+                if agreed():
+                    self.last_call = call
+                    return True
+            came = self.arrivals.wait(self._waiter, records, call, timeout_seconds)
+            self.last_call = call
+            return came
+        except BaseException as error:
+            self.interrupted(call)
+            self.look_for_death(error, call.text)
+            raise
+
+    def _announce_recorded(self, call: Call, timeout_seconds: float | None) -> bool:
+        """Announce a call where a timeline is recorded."""
+        recorder: Any = active.recorder
+        start = recorder.enter(call.text)
+        try:
+            return self._announce(self.run_mark, call, 0, timeout_seconds)
+        finally:
+            about = {
+                "call": call.text,
+                "bytes": call.nbytes,
+                "sequence": self._sequence,
+                "channel": self.arrivals.number,
+            }
+            recorder.agreed(call.text, about, start)
+
+    def _marked(self, call: Call) -> int:
+        """Return what ranks compare: the call, and the place of its data.
+
+        An interrupt before a header leaves a rank's ring a place ahead.
+        """
+        if self._records is self._steps:
+            return call.digest ^ self.slots.next
+        # Each worker has its own rings; its steps compare them.
+        return call.digest
+
+    def _refuse_if_broken(self, call: Call) -> None:
+        if self.broken or self.closed:
+            if self.deaths.error is not None:
+                raise self.deaths.again(call.text)
+            raise CollectiveError(
+                f"expected a working strategy for {call.text}, found that "
+                f"{self.broken or 'it is closed'}; end the program on every rank"
+            )
+        if self.scopes.failure is not None:
+            raise self.scopes.failure.error
+
+    def _raise_disagreement(self, announcement: Announcement) -> None:
+        raise self._exchange(announcement).error
+
+    def _exchange(self, announcement: Announcement) -> Failure:
+        """Learn from all ranks what they announced."""
+        announcements = self._gather(announcement)
+        return self._conclude(announcements, explain(announcements))
+
+    def _gather(self, announcement: Announcement) -> list[Announcement]:
+        announcement.site = announcement.site or call_site()
+        announcement.run_index = self.run_index
+        announcement.depth = self.scopes.depth
+        announcement.pending = len(self.started)
+        announcements: list[Announcement]
+        try:
+            announcements = self._comm.allgather(announcement)
+        except Exception as error:
+            self.look_for_death(error, announcement.text)
+            raise
+        # From here on all ranks are at the same point again.
+        self.run_index = max(a.run_index for a in announcements)
+        self.run_mark = self.run_index
+        return announcements
+
+    def _conclude(
+        self, announcements: list[Announcement], error: CollectiveError
+    ) -> Failure:
+        """Take note of what ends the call; no rank looks at its data any more."""
+        self.slots.restart()
+        leavers = [a.rank for a in announcements if a.flags & LEFT]
+        if leavers:
+            self.broken = f"ranks {leavers} have left the program"
+        failure = Failure(error, announcements)
+        if self.scopes.unwind(failure):
+            for started in self.started:
+                started.end(failure.error)
+            self.started.clear()
+        if failure.loses_calls and not self.broken:
+            # Nobody knows which of them the others have started, or will start.
+            self.broken = f"several started calls were under way when {failure.error}"
+        setattr(failure.error, _ANNOUNCED, (id(self), self._sequence))
+        return failure

@@ -1,0 +1,56 @@
+"""A rank on another host that does not come is named, with what it does."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from hpcstrat import testing
+from tests.cluster.hosts import Hosts
+from tests.mpi.programs.started import PROGRAMS, Ended, run_command
+
+LIMITS = {"HPCSTRAT_WARN_SECONDS": "2", "HPCSTRAT_LIMIT_SECONDS": "12"}
+
+
+def _run(launch: Sequence[str], how: str, where: str, late: int) -> Ended:
+    program = [sys.executable, str(PROGRAMS / "stalled.py"), how, where, str(late)]
+    return run_command([*launch, *program], f"{how} {where} {late}", 60, LIMITS)
+
+
+def _report(ended: Ended) -> str:
+    assert ended.returncode, str(ended)
+    assert not ended.survivors, str(ended)
+    found = re.findall(r"WARNING: (ra.* ha\w+ waited (?:.*\n)+?)(?=\S)", ended.stderr)
+    assert len(found) == 1, str(ended)
+    return str(found[0])
+
+
+def test_silent_rank_of_another_host_is_named(hosts: Hosts) -> None:
+    """Rank 3 is on the second host, beside rank 2, which answers for it."""
+    launch = testing.launch_command(4, hosts.launcher((2, 2)))
+    words = {
+        "sleep": "in evaluate (stalled.py:",
+        "stop": "which is stopped",
+        "holds": "C code holds the interpreter lock",
+    }
+    for how, text in words.items():
+        ended = _run(launch, how, "reduce", 3)
+        report = _report(ended)
+        assert report.startswith("ranks [0, 1, 2] have waited"), str(ended)
+        assert "for rank 3 on node2, " in report, str(ended)
+        assert text in report, str(ended)
+        assert "ranks [3] did not come" in ended.stderr, str(ended)
+
+
+def test_silent_rank_that_is_alone_on_its_host(hosts: Hosts) -> None:
+    """Nobody can look at it, but it is known who it is, and what it expected."""
+    launch = testing.launch_command(3, hosts.launcher((2, 1)))
+    with ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(_run, launch, "stop", "reduce", 2)
+        slow = pool.submit(_run, launch, "slow_in_c", "reduce", 2)
+    report = _report(stopped.result())
+    assert "for rank 2 on node2, which " in report, str(stopped.result())
+    assert slow.result().returncode == 0, str(slow.result())
+    assert "waited" not in slow.result().stderr, str(slow.result())

@@ -1,0 +1,145 @@
+"""A rank that comes late to a call, or never: ``stalled.py HOW WHERE RANK [SIZE]``.
+
+The late rank prints ``late``, and is then late in some way; the others wait in some
+place. The environment says after how many seconds they complain. SIZE is the number of
+replicas per worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hpcstrat as hs
+
+_open: list[Any] = []
+
+
+def evaluate(seconds: float) -> None:
+    """Sleep, as a rank does that evaluates for long."""
+    time.sleep(seconds)
+
+
+def _sleep() -> None:
+    evaluate(3600)
+
+
+def count_for_ever() -> None:
+    """Never leave Python."""
+    number = 0
+    while True:
+        number += 1
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_interpreter() -> None:
+    """Read in C code that holds the interpreter lock, which no signal interrupts."""
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+
+def sum_in_c() -> None:
+    """Compute in C code that holds the interpreter lock."""
+    sum(range(10**15))
+
+
+def _let_the_interpreter_go() -> None:
+    ctypes.CDLL(None).sleep(3600)
+
+
+def _come_after(seconds: float) -> Callable[[], None]:
+    return lambda: evaluate(seconds)
+
+
+def _slow(seconds: float, said: float) -> Callable[[], None]:
+    def act() -> None:
+        with _open[-1].expect_slow(1), _open[-1].expect_slow(said):
+            evaluate(seconds)
+
+    return act
+
+
+def _slow_in_c(seconds: int, said: float) -> Callable[[], None]:
+    def act() -> None:
+        with _open[-1].expect_slow(said):
+            ctypes.PyDLL(None).sleep(seconds)
+
+    return act
+
+
+def _slow_then_stuck() -> None:
+    with _open[-1].expect_slow(60):
+        evaluate(2)
+    _sleep()
+
+
+def _mpi() -> None:
+    """Wait for the others, which wait for this rank, in MPI itself."""
+    _open[-1].topology.replica_comm.Barrier()
+
+
+HOW: dict[str, Callable[[], None]] = {
+    "sleep": _sleep,
+    "loop": count_for_ever,
+    "stop": _stop,
+    "holds": hold_the_interpreter,
+    "sums": sum_in_c,
+    "lets_go": _let_the_interpreter_go,
+    "comes": _come_after(6),
+    "slow": _slow(5, 60),
+    "slow_in_c": _slow_in_c(7, 60),
+    "too_slow": _slow(3600, 3),
+    "slow_then_stuck": _slow_then_stuck,
+    "mpi": _mpi,
+}
+
+
+def _wait(where: str) -> None:
+    strategy = _open[-1]
+    if where == "reduce":
+        strategy.reduce("sum", np.ones(3, np.float32), axis=None)
+    elif where == "broadcast":
+        strategy.broadcast_object("x" * 10)
+    elif where == "timeout":
+        options = hs.CommunicationOptions(timeout_seconds=2)
+        strategy.run(
+            lambda: hs.get_replica_context().all_reduce("sum", 1.0, options=options)
+        )
+    elif where == "inside":
+        # All have announced the call; one does not move its data.
+        channel = strategy.collectives.channel
+        with channel.moving(channel.last_call):
+            strategy.topology.replica_comm.Barrier()
+    elif where != "exit":
+        raise ValueError(where)
+
+
+def main() -> None:
+    """Start, then be late or wait."""
+    how, where, late = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    per_worker = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=per_worker)
+    _open.append(strategy)
+    rank = strategy.topology.replica_id
+    for _ in range(3):
+        strategy.reduce("sum", 1.0, axis=None)
+    strategy.barrier()
+    if rank == late:
+        print("late", flush=True)
+        HOW[how]()
+        print("came", flush=True)
+    _wait(where)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
