@@ -9,17 +9,18 @@ Strategies with and without a check take turns in the same process. The first pa
 ``run`` of an empty function, with variables of several sizes; each is the mean of 100
 calls, so that slices are hashed that have been out of the nearest cache. The second
 part times ``apply_gradients`` of stochastic gradient descent for small networks, and
-for one with the arrays of ResNet-50 (He et al., arXiv:1512.03385).
+for one with the arrays of ResNet-50.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
 import numpy as np
 from report import row, write_json
+from resnet import resnet50_shapes
 from timing import measure
 
 import hpcstrat as hs
@@ -33,29 +34,10 @@ VARIABLES = {
 }
 
 
-def resnet50() -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the 161 arrays of ResNet-50."""
-
-    def normalized(*kernel: int) -> Iterator[tuple[int, ...]]:
-        yield from (kernel, kernel[-1:], kernel[-1:])
-
-    yield from normalized(7, 7, 3, 64)
-    before = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            yield from normalized(1, 1, before, width)
-            yield from normalized(3, 3, width, width)
-            yield from normalized(1, 1, width, 4 * width)
-            if not block:
-                yield from normalized(1, 1, before, 4 * width)
-            before = 4 * width
-    yield from ((2048, 1000), (1000,))
-
-
 NETWORKS = {
     "2 arrays of 1 KiB": [(256,)] * 2,
     "20 arrays of 4 KiB": [(1024,)] * 20,
-    "ResNet-50": list(resnet50()),
+    "ResNet-50": resnet50_shapes(),
 }
 
 

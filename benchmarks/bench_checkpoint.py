@@ -1,0 +1,316 @@
+"""Save and restore of mirrored variables, beside what users would otherwise call.
+
+Run it on two ranks of a quiet machine with two cores, in a folder of the file system to
+be measured::
+
+    mpirun -n 2 python benchmarks/bench_checkpoint.py --folder DIR --json FILE
+
+Save: hpcstrat's synchronous save, its asynchronous one (how long the program stands
+still, and until all is on the disk), h5py by one rank, also after a gather, np.savez by
+one rank, and torch.save, torch.distributed.checkpoint and Orbax where they are
+installed. The floors are what the disk takes, as O_DIRECT writes of each rank's half
+from memory that lies ready, into a file each or into one shared file; and for the
+program's standstill a copy of each rank's half. All are flushed to the disk (fsync);
+only hpcstrat's are hashed, and appear whole or not at all.
+
+Restore: hpcstrat's, which checks every hash, beside raw O_DIRECT reads of each rank's
+half, and the others' ways to load all on each rank. Files are dropped from the page
+cache before each read.
+
+Training: small steps with NumPy, alone and while one asynchronous save follows another.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from gloo import start_gloo
+from report import (
+    describe,
+    draw_bars,
+    output_options,
+    parse_size,
+    row,
+    size_text,
+    table,
+    write_json,
+)
+from writers import RAW_FILES, RAW_SHARED, Writer, alternatives, drop_cache, remove
+
+import hpcstrat as hs
+
+NUM_VARIABLES = 16
+SYNCHRONOUS = "hpcstrat"
+BLOCKING = "hpcstrat, asynchronous: standstill"
+DURABLE = "hpcstrat, asynchronous: until durable"
+COPY = "memcpy of each rank's half"
+HASHES = "hashes of each rank's half"
+ALONE = "steps alone"
+SAVING = "steps while saving"
+# One step of the training that is slowed down: some Python, and products in the cache.
+ROWS, WIDTH, PRODUCTS = 64, 128, 20
+
+Times = dict[str, np.ndarray[Any, np.dtype[np.float64]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line; ``main`` describes the options."""
+
+    size: str
+    rounds: int
+    seconds: float
+    folder: str
+    json_path: str | None
+    picture: str | None
+
+
+class Case:
+    """The variables, and every way to save them.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+    folder : Path
+        On the file system to be measured; the same on all ranks.
+    nbytes : int
+        Size of all variables together.
+    """
+
+    def __init__(
+        self, strategy: hs.MultiWorkerMirroredStrategy, folder: Path, nbytes: int
+    ):
+        self.strategy = strategy
+        self.comm, self.mpi = strategy.topology.replica_comm, strategy.topology.mpi
+        self.folder = folder
+        shape = (nbytes // NUM_VARIABLES // 4 // 1024, 1024)
+        generator = np.random.default_rng(0)
+        self.arrays = {
+            f"w{index}": generator.random(shape, np.float32)
+            for index in range(NUM_VARIABLES)
+        }
+        self.nbytes = sum(array.nbytes for array in self.arrays.values())
+        with strategy.scope():
+            self.variables = {n: hs.Variable(a, name=n) for n, a in self.arrays.items()}
+        self.manager = hs.CheckpointManager(
+            folder / "hpcstrat", max_to_keep=2, weights=self.variables
+        )
+        self.writers = alternatives(strategy, self.arrays, start_gloo(strategy))
+        half = self.nbytes // self.comm.size
+        self.half = np.zeros(half, np.uint8), np.ones(half, np.uint8)
+        self.step = 0
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Return how long a call takes on the slowest rank.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        call : callable
+            Collective.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
+        self.comm.Barrier()
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        return float(self.comm.allreduce(seconds, op=self.mpi.MAX))
+
+    def save_ours(self, **options: Any) -> None:
+        """Save the next step.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        **options : object
+            Of ``CheckpointManager.save``.
+        """
+        self.step += 1
+        self.manager.save(self.step, **options)
+
+    def copy_half(self) -> None:
+        """Copy as many bytes as each rank has to.
+
+        Not collective.
+        """
+        np.copyto(*self.half)
+
+    def hash_half(self) -> None:
+        """Hash as many bytes as each rank has to.
+
+        Not collective.
+        """
+        import xxhash
+
+        xxhash.xxh3_64_intdigest(self.half[1].data)
+
+    def save_and_load(self, rounds: int) -> tuple[Times, Times]:
+        """Time every way to save and to load, in turn.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        rounds : int
+            How often.
+
+        Returns
+        -------
+        saves, loads : dict of str to ndarray of shape (rounds,)
+            Seconds.
+        """
+        saves: dict[str, list[float]] = {}
+        loads: dict[str, list[float]] = {}
+        order = np.random.default_rng(0)
+        ways: list[Callable[[Any, Any], None]] = [
+            self._ours,
+            self._ours_asynchronous,
+            self._floors,
+            *(self._of(writer) for writer in self.writers),
+        ]
+        for number in range(rounds + 1):
+            if number == 1:
+                # The first round makes buffers and plans.
+                saves, loads = {}, {}
+            for place in order.permutation(len(ways)):
+                ways[place](saves, loads)
+        names = [SYNCHRONOUS, BLOCKING, DURABLE, COPY, HASHES]
+        names += [writer.name for writer in self.writers]
+        return (
+            {name: np.array(saves[name]) for name in names if name in saves},
+            {name: np.array(loads[name]) for name in names if name in loads},
+        )
+
+    def _ours(self, saves: Any, loads: Any) -> None:
+        saves.setdefault(SYNCHRONOUS, []).append(self.timed(self.save_ours))
+        drop_cache(self.folder / "hpcstrat")
+        loads.setdefault(SYNCHRONOUS, []).append(self.timed(self.manager.restore))
+
+    def _ours_asynchronous(self, saves: Any, loads: Any) -> None:
+        del loads
+        self.comm.Barrier()
+        start = time.perf_counter()
+        blocking = self.timed(lambda: self.save_ours(asynchronous=True))
+        self.manager.wait()
+        total = self.comm.allreduce(time.perf_counter() - start, op=self.mpi.MAX)
+        saves.setdefault(BLOCKING, []).append(blocking)
+        saves.setdefault(DURABLE, []).append(total)
+
+    def _floors(self, saves: Any, loads: Any) -> None:
+        del loads
+        saves.setdefault(COPY, []).append(self.timed(self.copy_half))
+        saves.setdefault(HASHES, []).append(self.timed(self.hash_half))
+
+    def _of(self, writer: Writer) -> Callable[[Any, Any], None]:
+        def save_and_load(saves: Any, loads: Any) -> None:
+            path = self.folder / "other"
+            seconds = self.timed(lambda: writer.save(path))
+            saves.setdefault(writer.name, []).append(seconds)
+            if self.comm.rank == 0:
+                for found in path.parent.glob(f"{path.name}*"):
+                    drop_cache(found)
+            seconds = self.timed(lambda: writer.load(path))
+            loads.setdefault(writer.name, []).append(seconds)
+            self.comm.Barrier()
+            if self.comm.rank == 0:
+                remove(path)
+            self.comm.Barrier()
+
+        return save_and_load
+
+    def training(self, seconds: float) -> Times:
+        """Time steps alone and while saving, for some seconds each, in turn.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        seconds : float
+            For how long in all.
+
+        Returns
+        -------
+        dict of str to ndarray
+            Mean seconds of a step, of each turn.
+        """
+        generator = np.random.default_rng(1)
+        inputs = generator.random((ROWS, WIDTH), np.float32)
+        weights = generator.random((WIDTH, WIDTH), np.float32)
+        output = np.empty((ROWS, WIDTH), np.float32)
+        times: dict[str, list[float]] = {ALONE: [], SAVING: []}
+        turns = 6
+        for turn in range(turns):
+            saves = bool(turn % 2)
+            self.comm.Barrier()
+            steps, start = 0, time.perf_counter()
+            end = start + seconds / turns
+            # A rank alone must not decide when to stop, as saves are collective.
+            while self.comm.allreduce(time.perf_counter() < end, op=self.mpi.LAND):
+                for _ in range(50):
+                    for _ in range(PRODUCTS):
+                        np.matmul(inputs, weights, out=output)
+                    steps += 1
+                if saves:
+                    self.save_ours(asynchronous=True, on_busy="skip")
+            spent = time.perf_counter() - start
+            self.manager.wait()
+            if turn > 1:
+                times[SAVING if saves else ALONE].append(spent / steps)
+        return {name: np.array(values) for name, values in times.items()}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--size", default="1GiB", help="Size of all variables together.")
+@click.option("--rounds", default=5, help="How often each is measured.")
+@click.option("--seconds", default=24.0, help="How long the training is measured.")
+@click.option("--folder", default=".", help="A folder of the file system to measure.")
+@output_options
+def main(**given: Any) -> None:
+    """Measure checkpoints."""
+    options = Options(**given)
+    rounds = options.rounds
+    strategy = hs.MultiWorkerMirroredStrategy()
+    mpi, rank = strategy.topology.mpi, strategy.topology.replica_id
+    where = describe(mpi)
+    with tempfile.TemporaryDirectory(dir=options.folder if rank == 0 else None) as own:
+        shared = Path(strategy.broadcast_object(own))
+        case = Case(strategy, shared, parse_size(options.size))
+        saves, loads = case.save_and_load(rounds)
+        steps = case.training(options.seconds)
+        case.manager.close()
+        strategy.barrier()
+    if rank:
+        return
+    what = f"{NUM_VARIABLES} mirrored variables, {size_text(case.nbytes)}"
+    print(f"{what}; {where}\n{rounds} rounds\n")
+    print(f"save; faster: than {RAW_SHARED}\n" + table(saves, RAW_SHARED, RAW_SHARED))
+    print(f"\nload; faster: than {RAW_FILES}\n" + table(loads, RAW_FILES, RAW_FILES))
+    print(f"\ntraining; faster: than {ALONE}\n" + table(steps, ALONE, ALONE))
+    if options.json_path:
+        parts = {"save": saves, "load": loads, "training": steps}
+        rows = [
+            row(name, impl, mpi.COMM_WORLD.size, case.nbytes, values)
+            for name, times in parts.items()
+            for impl, values in times.items()
+        ]
+        write_json(options.json_path, mpi, rows, rounds=rounds)
+    if options.picture:
+        draw_bars(options.picture, saves, RAW_SHARED, f"save of {what}\n{where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""Ways to save and load arrays that a user might choose, for bench_checkpoint.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import shutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hpcstrat as hs
+
+__all__ = ["RAW_FILES", "RAW_SHARED", "Writer", "alternatives", "drop_cache"]
+
+RAW_FILES = "raw, file per rank"
+RAW_SHARED = "raw, shared file"
+PIECE = 16 << 20
+
+Array = np.ndarray[Any, Any]
+
+
+class Writer(ABC):
+    """Saves and loads arrays that are equal on all ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    arrays : dict of str to ndarray
+        By name; their sizes are multiples of a page and of the number of ranks.
+    """
+
+    name = ""
+
+    def __init__(self, comm: Any, arrays: dict[str, Array]):
+        self.comm = comm
+        self.arrays = arrays
+        self.nbytes = sum(array.nbytes for array in arrays.values())
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Save all arrays, and flush them to the disk.
+
+        Collective over the ranks.
+
+        Parameters
+        ----------
+        path : Path
+            A name that is free.
+        """
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Load what `save` wrote.
+
+        Collective over the ranks.
+
+        Parameters
+        ----------
+        path : Path
+            As there.
+        """
+
+
+def flush(path: Path) -> None:
+    """Bring a file to the disk.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        Which.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def drop_cache(path: Path) -> None:
+    """Drop a file, or all files of a folder, from the page cache.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        Flushed before.
+    """
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+class Raw(Writer):
+    """Each rank's half by O_DIRECT from memory that lies ready: what the disk takes."""
+
+    shared = False
+
+    def __init__(self, comm: Any, arrays: dict[str, Array]):
+        super().__init__(comm, arrays)
+        self.name = RAW_SHARED if self.shared else RAW_FILES
+        share = -(-self.nbytes // comm.size)
+        self.share = share + -share % mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, self.share)
+        self.memory.write(bytes(self.share))
+        self.start = comm.rank * self.share if self.shared else 0
+
+    def _path(self, path: Path) -> Path:
+        return path if self.shared else path.with_name(f"{path.name}.{self.comm.rank}")
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        if self.shared:
+            if self.comm.rank == 0:
+                handle = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
+                os.posix_fallocate(handle, 0, self.share * self.comm.size)
+                os.close(handle)
+            self.comm.Barrier()
+        flags = os.O_CREAT | os.O_WRONLY | os.O_DIRECT
+        handle = os.open(self._path(path), flags, 0o666)
+        view = memoryview(self.memory)
+        for low in range(0, self.share, PIECE):
+            os.pwrite(handle, view[low : low + PIECE], self.start + low)
+        os.fsync(handle)
+        os.close(handle)
+        view.release()
+
+    def load(self, path: Path) -> None:
+        """See `Writer`."""
+        handle = os.open(self._path(path), os.O_RDONLY | os.O_DIRECT)
+        view = memoryview(self.memory)
+        for low in range(0, self.share, PIECE):
+            os.preadv(handle, [view[low : low + PIECE]], self.start + low)
+        os.close(handle)
+        view.release()
+
+
+class RawShared(Raw):
+    """The same into one file."""
+
+    shared = True
+
+
+class _OneRank(Writer):
+    """Rank 0 saves; every rank loads by itself."""
+
+    suffix = ""
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        if self.comm.rank == 0:
+            written = path.with_name(path.name + self.suffix)
+            self._write(written)
+            flush(written)
+        self.comm.Barrier()
+
+    def load(self, path: Path) -> None:
+        """See `Writer`."""
+        self._read(path.with_name(path.name + self.suffix))
+
+    @abstractmethod
+    def _write(self, path: Path) -> None:
+        """Write all arrays."""
+
+    @abstractmethod
+    def _read(self, path: Path) -> None:
+        """Read all arrays."""
+
+
+class GatherH5py(_OneRank):
+    """Each rank has its part of every array, which rank 0 gathers."""
+
+    name = "h5py, rank 0 after a gather"
+    suffix = ".h5"
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        self.gathered = {}
+        for name, array in self.arrays.items():
+            part = np.array_split(array.reshape(-1), self.comm.size)[self.comm.rank]
+            whole = np.empty_like(array) if self.comm.rank == 0 else None
+            self.comm.Gather(part, whole)
+            self.gathered[name] = whole
+        super().save(path)
+        self.gathered = {}
+
+    def _write(self, path: Path) -> None:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            for name, array in self.gathered.items():
+                file.create_dataset(name, data=array)
+
+    def _read(self, path: Path) -> None:
+        import h5py
+
+        with h5py.File(path, "r") as file:
+            for name, array in self.arrays.items():
+                file[name].read_direct(array)
+
+
+class PlainH5py(GatherH5py):
+    """Rank 0 writes its own copy of every array."""
+
+    name = "h5py, rank 0"
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        self.gathered = self.arrays
+        _OneRank.save(self, path)
+
+
+class Savez(_OneRank):
+    """NumPy's own format."""
+
+    name = "np.savez, rank 0"
+    suffix = ".npz"
+
+    def _write(self, path: Path) -> None:
+        np.savez(path, **self.arrays)  # type: ignore[arg-type]
+
+    def _read(self, path: Path) -> None:
+        with np.load(path) as file:
+            for name, array in self.arrays.items():
+                array[...] = file[name]
+
+
+class TorchSave(_OneRank):
+    """Tensors that share the arrays' memory, saved by torch."""
+
+    name = "torch.save, rank 0"
+    suffix = ".pt"
+
+    def _write(self, path: Path) -> None:
+        import torch
+
+        tensors = {name: torch.from_numpy(a) for name, a in self.arrays.items()}
+        torch.save(tensors, path)
+
+    def _read(self, path: Path) -> None:
+        import torch
+
+        loaded = torch.load(path, weights_only=True)
+        for name, array in self.arrays.items():
+            array[...] = loaded[name].numpy()
+
+
+class TorchDistributed(Writer):
+    """torch.distributed.checkpoint over gloo, which flushes its files by default."""
+
+    name = "torch DCP"
+
+    def _tensors(self) -> dict[str, Any]:
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        from torch.distributed import checkpoint
+
+        checkpoint.save(self._tensors(), checkpoint_id=str(path))
+
+    def load(self, path: Path) -> None:
+        """See `Writer`."""
+        from torch.distributed import checkpoint
+
+        checkpoint.load(self._tensors(), checkpoint_id=str(path))
+
+
+class Orbax(_OneRank):
+    """Orbax, whose arrays belong to one process here."""
+
+    name = "Orbax, rank 0"
+
+    def save(self, path: Path) -> None:
+        """See `Writer`."""
+        if self.comm.rank == 0:
+            self._write(path)
+        self.comm.Barrier()
+
+    def _write(self, path: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path.absolute(), self.arrays)
+
+    def _read(self, path: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            loaded = checkpointer.restore(path.absolute())
+        for name, array in self.arrays.items():
+            array[...] = loaded[name]
+
+
+def remove(path: Path) -> None:
+    """Remove what a writer wrote under a name, whatever it is.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        The name.
+    """
+    for found in path.parent.glob(f"{path.name}*"):
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+
+
+def alternatives(
+    strategy: hs.MultiWorkerMirroredStrategy, arrays: dict[str, Array], gloo: Any
+) -> list[Writer]:
+    """Return what can be compared here.
+
+    Collective over all replicas.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+    arrays : dict of str to ndarray
+        What is saved; loads overwrite it with the same values.
+    gloo : module or None
+        ``torch.distributed``, see `gloo.start_gloo`.
+
+    Returns
+    -------
+    list of Writer
+        The raw ones first.
+    """
+    comm = strategy.topology.replica_comm
+    kinds: list[type[Writer]] = [Raw, RawShared, PlainH5py, GatherH5py, Savez]
+    if gloo is not None:
+        kinds += [TorchSave, TorchDistributed]
+    orbax = importlib.util.find_spec("orbax") is not None
+    if comm.allreduce(orbax, op=strategy.topology.mpi.LAND):
+        kinds.append(Orbax)
+    return [kind(comm, arrays) for kind in kinds]
