@@ -12,7 +12,7 @@ from hpcstrat.collectives.call import Call, describe_call
 from hpcstrat.collectives.disagreement import LEFT, Announcement
 from hpcstrat.collectives.progress import ProgressThread, check_progress_thread
 from hpcstrat.collectives.started import Started
-from hpcstrat.collectives.waiting import Waiting, late_ranks
+from hpcstrat.collectives.waiting import Waiting
 from hpcstrat.errors import CollectiveError
 from hpcstrat.timeline import active, recorded_wait
 from hpcstrat.topology import Topology
@@ -274,18 +274,6 @@ class Channel(Agreement):
         self.last_call = call
         if not agreed:
             self._raise_disagreement(Announcement(self._rank, 0, call.text))
-
-    def late(self) -> str:
-        """Say which ranks have not come to the current call.
-
-        Not collective.
-
-        Returns
-        -------
-        str
-            Such as ``ranks [1, 3]``.
-        """
-        return late_ranks(self._records)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come to the current call.

@@ -20,7 +20,7 @@ from hpcstrat.collectives.records import SegmentRecords
 from hpcstrat.errors import CollectiveError, RankLostError
 from hpcstrat.topology import Topology
 
-__all__ = ["Waiter", "Waiting", "late_ranks"]
+__all__ = ["Waiter", "Waiting"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
@@ -249,24 +249,6 @@ class Waiter:
                 f"{dead} have died; look for their last output",
                 dead,
             )
-
-
-def late_ranks(awaited: Any) -> str:
-    """Say which ranks are awaited.
-
-    Not collective.
-
-    Parameters
-    ----------
-    awaited : SegmentRecords, WireRecords or Message
-        What is awaited.
-
-    Returns
-    -------
-    str
-        Such as ``ranks [1, 3]``.
-    """
-    return _some(awaited.missing())
 
 
 def _some(late: Sequence[int]) -> str:
