@@ -11,12 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
-from hpcstrat.checkpoint.layout import list_checkpoints
-from hpcstrat.checkpoint.reader import read_header
 from hpcstrat.cli.chaos import chaos
+from hpcstrat.cli.ckpt import ckpt
 from hpcstrat.cli.timeline import timeline
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.errors import CheckpointError
 
 __all__ = ["main"]
 
@@ -33,6 +31,7 @@ def main() -> None:
 
 
 main.add_command(chaos)
+main.add_command(ckpt)
 main.add_command(timeline)
 
 
@@ -52,50 +51,3 @@ def info() -> None:
     table.add_row("launcher", words if launch.launcher else "none")
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
     Console().print(table)
-
-
-@main.group()
-def ckpt() -> None:
-    """Look into checkpoints."""
-
-
-@ckpt.command("ls")
-@click.argument("directory", type=click.Path(exists=True, file_okay=False))
-def ckpt_ls(directory: str) -> None:
-    """List the checkpoints in DIRECTORY; exit status 1 if one is damaged."""
-    table = Table("file", "step", "replicas", "variables", "bytes")
-    damaged = False
-    for path in list_checkpoints(directory):
-        name, size = os.path.basename(path), f"{os.path.getsize(path):,}"
-        try:
-            header = read_header(path)
-        except CheckpointError as error:
-            table.add_row(name, str(error), "", "", size)
-            damaged = True
-            continue
-        words = (header.step, header.num_replicas, len(header.entries))
-        table.add_row(name, *map(str, words), size)
-    Console().print(table)
-    raise SystemExit(int(damaged))
-
-
-@ckpt.command("show")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False))
-def ckpt_show(file: str) -> None:
-    """Show what the checkpoint FILE holds."""
-    try:
-        header = read_header(file)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from error
-    console = Console()
-    console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
-    table = Table("name", "dtype", "shape", "synchronization", "aggregation")
-    for entry in header.entries.values():
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        kinds = entry.synchronization, entry.aggregation
-        table.add_row(entry.path, entry.dtype, shape, *kinds)
-    console.print(table)
-    for name, state in header.iterators.items():
-        console.print(f"iterators/{name}: {state}")
-    for name in header.python:
-        console.print(f"python/{name}")
