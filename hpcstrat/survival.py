@@ -9,6 +9,7 @@ but will not come.
 from __future__ import annotations
 
 import os
+import pickle
 import platform
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from hpcstrat.errors import RankLostError, TopologyError
 
 __all__ = [
+    "GARBLED",
     "choose_collectives",
     "create",
     "is_loss",
@@ -25,6 +27,12 @@ __all__ = [
     "require_survival",
     "revoke",
 ]
+
+GARBLED: tuple[type[Exception], ...] = (
+    *(EOFError, MemoryError, OverflowError, pickle.UnpicklingError),
+)
+"""What an exchange of objects raises on a survivor that MPI gave success, and half of
+the bytes; seen with Open MPI 5.0."""
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
@@ -146,7 +154,7 @@ def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
 
 
 def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
-    """Whether an error of MPI says that a process has died.
+    """Whether an error says, or hints, that a process has died.
 
     Not collective.
 
@@ -158,18 +166,20 @@ def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
         Any.
     comm : mpi4py.MPI.Intracomm, optional
         Of all ranks. Nonblocking collectives of Open MPI 5.0 under which a process dies
-        now and then give MPI_ERR_OTHER: this communicator then says why.
+        now and then give MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`: this
+        communicator then says why.
 
     Returns
     -------
     bool
         Also for a communicator that was revoked by a rank that had noticed.
     """
-    if not isinstance(error, mpi.Exception):
+    if isinstance(error, mpi.Exception):
+        kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        if error.Get_error_class() in kinds:
+            return True
+    elif not isinstance(error, GARBLED):
         return False
-    kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-    if error.Get_error_class() in kinds:
-        return True
     deadline = time.monotonic() + _TOLD_SECONDS
     while comm is not None and time.monotonic() < deadline:
         if comm.Is_revoked() or lost_ranks(comm):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat.errors import RankLostError
 from hpcstrat.segment import Segment
 from hpcstrat.starting import start_mpi
-from hpcstrat.survival import create, is_loss, require_survival, revoke
+from hpcstrat.survival import GARBLED, create, is_loss, require_survival, revoke
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,7 +119,7 @@ class Topology:
         self.spans_job = comm is None or comm.size == mpi.COMM_WORLD.size
         try:
             self._form(parent, replicas_per_worker)
-        except (mpi.Exception, RankLostError) as error:
+        except (mpi.Exception, RankLostError, *GARBLED) as error:
             lost = survives and is_loss(mpi, error, parent)
             self.revoke()
             if not lost:

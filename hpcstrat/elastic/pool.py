@@ -19,6 +19,7 @@ from typing import Any
 
 from hpcstrat.errors import RankLostError, TopologyError
 from hpcstrat.survival import (
+    GARBLED,
     create,
     is_loss,
     lost_ranks,
@@ -179,7 +180,7 @@ class Pool:
                 heard = True
             except RankLostError:
                 pass
-            except self._mpi.Exception as error:
+            except (self._mpi.Exception, *GARBLED) as error:
                 if not is_loss(self._mpi, error, comm):
                     raise
                 revoke([comm])
