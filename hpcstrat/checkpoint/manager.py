@@ -239,7 +239,8 @@ class CheckpointManager:
             f"{kind} of step {step} with {self._objects.describe(variables)}"
         )
         # Clocks drift: a timeline measures them where the ranks meet now and then.
-        measure()
+        channel = self._collectives.channel
+        measure(None if channel is None else channel.topology)
         compare = partial(check_mirrored, self._strategy, variables)
         if asynchronous:
             # Variables may change before the threads are done.

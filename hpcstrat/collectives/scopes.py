@@ -161,10 +161,12 @@ class Scope:
         """Raise the error of any rank on all of them."""
         channel, scopes = self._channel, self._channel.scopes
         tells = error is None or isinstance(error, Exception)
-        if tells and channel.started and not channel.broken:
-            # Here, where a failure of other ranks still ends this scope.
-            channel.drain()
-        scopes.depth -= 1
+        try:
+            if tells and channel.started and not channel.broken:
+                # Here, where a failure of other ranks still ends this scope.
+                channel.drain()
+        finally:
+            scopes.depth -= 1
         failure: Failure | None = scopes.failure
         if failure is not None and failure.level > scopes.depth:
             scopes.failure = None

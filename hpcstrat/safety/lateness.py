@@ -80,10 +80,17 @@ def conclude(arrivals: Arrivals) -> None:
         logger.info("%s", report.sentence())
 
 
+class _Listening:
+    """Which process serves the signal."""
+
+    process = 0
+
+
 def _listen(number: int) -> None:
     """Serve a signal, if nobody else does: by default it would end the process."""
     if threading.current_thread() is not threading.main_thread():
         return
+    _Listening.process = os.getpid()
     if signal.getsignal(number) == signal.SIG_DFL:
         signal.signal(number, _on_signal)
 
@@ -91,6 +98,9 @@ def _listen(number: int) -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     """Show this rank's numbers; the first of a worker prints them a moment later."""
     del number, frame
+    if os.getpid() != _Listening.process:
+        # A forked child, to which these numbers and their memory do not belong.
+        return
     for arrivals in list(_watched):
         arrivals.publish()
     if any(arrivals.leads for arrivals in _watched):

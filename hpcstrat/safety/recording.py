@@ -55,7 +55,9 @@ def start(
     OSError
         If a file cannot be made. On every rank.
     """
-    if active.recorder is not None:
+    records = active.recorder is not None
+    # Some ranks may record already, for a strategy of fewer ranks.
+    if records if comm is None else any(comm.allgather(records)):
         return False
     nvtx = nvtx_ranges() if settings.nvtx else None
     track = Track(host=platform.node())
@@ -101,7 +103,8 @@ def _open(
             if sample is None:
                 raise TimeoutError("replica 0 did not tell the time")
             recorder.open(path, zero_ns, sample, most_bytes)
-        except OSError as problem:
+        except (OSError, RuntimeError) as problem:
+            # The latter where the system gives no thread for the writer.
             error = f"{type(problem).__name__}: {problem}"
     errors = [error] if comm is None else comm.allgather(error)
     for replica, text in enumerate(errors):
@@ -124,18 +127,22 @@ def _new_run(directory: str) -> str:
     return name
 
 
-def measure(limit_seconds: float | None = None) -> None:
+def measure(ranks: Topology | None, limit_seconds: float | None = None) -> None:
     """Measure the clocks of all workers again, where a timeline is recorded.
 
     Collective over the replicas of the timeline.
 
     Parameters
     ----------
+    ranks : Topology or None
+        Of the calling ranks; nothing is done unless the timeline is theirs.
     limit_seconds : float, optional
         After how long it is given up.
     """
     recorder, topology = active.recorder, _Session.topology
     if recorder is None or recorder.file is None or topology is None:
+        return
+    if topology is not ranks:
         return
     if _Session.comm is not None and not topology.closed:
         limits = {} if limit_seconds is None else {"limit_seconds": limit_seconds}
@@ -167,7 +174,7 @@ def stop(
     if recorder is None or (topology is not None and _Session.topology is not topology):
         return
     if together:
-        measure(limit_seconds)
+        measure(_Session.topology, limit_seconds)
     active.recorder = None
     _Session.topology = _Session.comm = None
     recorder.close()

@@ -200,7 +200,7 @@ def site_of(thread: int) -> str:
 
 
 def own_stacks() -> Stacks:
-    """Return what the threads of this process are doing, but the calling one.
+    """Return what the threads of this process are doing, but the watchdog's.
 
     Not collective.
 
@@ -214,7 +214,8 @@ def own_stacks() -> Stacks:
     threads = {
         ident: _frames(frame)
         for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
+        # The watchdog's own says nothing; but the main thread may ask itself.
+        if ident == main or ident != threading.get_ident()
     }
     others = [
         (f"thread {names.get(ident, ident)}", frames)

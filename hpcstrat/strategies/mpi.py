@@ -41,6 +41,10 @@ class _Connection:
             if topology.survives:
                 # Another rank may have died meanwhile.
                 self.abandon(None)
+            elif self.channel is not None:
+                recording.stop(topology, together=False)
+                exits.unregister(self.channel)
+                self.channel.close()
             raise
 
     def _watch(self, topology: Topology, settings: Settings) -> None:
@@ -210,10 +214,14 @@ class MpiStrategy(Strategy):
     ) -> None:
         check_on_error(on_error)
         survives = _survives(on_lost_rank, progress_thread)
-        start_mpi(threads=progress_thread)
-        if comm is None or comm.size == start_mpi().COMM_WORLD.size:
+        world = start_mpi(threads=progress_thread).COMM_WORLD
+        if world.size > 1:
+            # An uncaught error ends the job also while its first strategy is formed.
+            exits.install()
+        if comm is None or comm.size == world.size:
             own = "" if comm is None else ", comm=..."
             own += ", progress_thread=True" if progress_thread else ""
+            own += f", on_lost_rank={on_lost_rank}" if survives else ""
             _agree_on_creation(f"{type(self).__name__}({replicas_per_worker}{own})")
         self._key: Any = replicas_per_worker if comm is None else object()
         connection = _connections.get(self._key)
@@ -226,7 +234,9 @@ class MpiStrategy(Strategy):
                 f"expected on_lost_rank as in the strategies that are open, found "
                 f"{on_lost_rank!r}; give all the same, or close them first"
             )
-        elif settings is not None and settings.differ_from(connection.settings):
+        elif connection.topology.replica_comm.bcast(
+            settings is not None and settings.differ_from(connection.settings)
+        ):
             raise ValueError(
                 f"expected the settings of the strategies that are open, "
                 f"{connection.settings}, found {settings}; close them first, or give "

@@ -14,7 +14,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CLOCK_EVENT", "Track", "asynchronous", "complete", "metadata"]
+__all__ = [
+    "CLOCK_EVENT",
+    "Track",
+    "asynchronous",
+    "complete",
+    "metadata",
+    "shown_text",
+]
 
 CLOCK_EVENT = "hpcstrat_clock"
 """Name of the metadata that carry measurements of a clock."""
@@ -212,11 +219,25 @@ def _args(args: dict[str, Any] | None) -> str:
         text = json.dumps(args, default=str, allow_nan=False)
     except Exception:
         # Not a number, keys of other types, or an object that cannot be shown.
-        text = json.dumps({str(key): _shown(value) for key, value in args.items()})
+        text = json.dumps({str(key): shown_text(value) for key, value in args.items()})
     return f', "args": {text}'
 
 
-def _shown(value: Any) -> str:
+def shown_text(value: Any) -> str:
+    """Return what to show of an object.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : object
+        Whose ``__str__`` may fail.
+
+    Returns
+    -------
+    str
+        Its text.
+    """
     try:
         return str(value)
     except Exception as error:

@@ -74,7 +74,11 @@ class EventFile:
         self._thread = threading.Thread(
             target=self._loop, name="hpcstrat-timeline", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(self._handle)
+            raise
 
     def put(self, event: Any) -> None:
         """Take an event, to be written soon.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from hpcstrat.timeline.events import shown_text
 from hpcstrat.timeline.recorder import WAIT, Recorder, active
 
 __all__ = ["recorded_wait", "trace", "traced"]
@@ -41,6 +42,7 @@ class _Range:
         self._recorder.leave(self._name, self._category, self._start, self._args)
 
 
+_PLAIN = (bool, float, int, str, type(None))
 _NOTHING = contextlib.nullcontext()
 
 
@@ -64,7 +66,9 @@ def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
-    return _Range(recorder, name, args or None)
+    # As they are now; they are written later, by another thread.
+    shown = {key: v if type(v) in _PLAIN else shown_text(v) for key, v in args.items()}
+    return _Range(recorder, name, shown or None)
 
 
 def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
