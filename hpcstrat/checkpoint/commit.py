@@ -111,7 +111,6 @@ class Commit:
                 publish(self.target.temporary, self.target.path, replaces)
                 published = True
                 flush_folder(os.path.dirname(self.target.path))
-                self.ended = time.perf_counter()
             except BaseException as error:
                 self.error = error
                 self._remove()
@@ -120,6 +119,12 @@ class Commit:
                     with suppress(OSError):
                         os.unlink(self.target.path)
                 return
+            try:
+                self._remove_abandoned()
+            except BaseException as error:
+                self.error = error
+                return
+            self.ended = time.perf_counter()
             # Only now is the new one durable.
             self._tidy()
 
@@ -171,12 +176,28 @@ class Commit:
             )
         return there is not None
 
-    def _tidy(self) -> None:
+    def _remove_abandoned(self) -> None:
+        """Remove checkpoints of later steps, which would be taken for the newest."""
+        left = []
         for path, identity in self.target.abandoned:
-            # Not what another job has put there since.
-            with suppress(OSError):
+            try:
+                # Not what another job has put there since.
                 if identity_of(path) == identity:
                     os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                left.append(f"{os.path.basename(path)} ({error.strerror})")
+        if left:
+            raise CheckpointError(
+                f"expected to remove the checkpoints of later steps than that of "
+                f"{self.target.path}, which is saved, found that these stay: "
+                f"{', '.join(left)}; remove them, or they are restored as the newest"
+            )
+        if self.target.abandoned:
+            flush_folder(os.path.dirname(self.target.path))
+
+    def _tidy(self) -> None:
         if self.target.max_to_keep is not None:
             with suppress(OSError):
                 folder = os.path.dirname(self.target.path)

@@ -197,12 +197,13 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
     """
     done = 0
     while done < data.nbytes:
-        part = data[done : done + _MOST_BYTES]
+        part, direct = data[done : done + _MOST_BYTES], _is_direct(file)
         try:
             written = os.pwrite(file, part, offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _stop_direct(file):
+            if error.errno != errno.EINVAL or not direct:
                 raise
+            _stop_direct(file)
             continue
         if written == 0:
             raise OSError(errno.EIO, "nothing was written")
@@ -235,12 +236,13 @@ def read_into(file: int, buffer: memoryview, offset: int) -> None:
     """
     done = 0
     while done < buffer.nbytes:
-        part = buffer[done : done + _MOST_BYTES]
+        part, direct = buffer[done : done + _MOST_BYTES], _is_direct(file)
         try:
             count = os.preadv(file, [part], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _stop_direct(file):
+            if error.errno != errno.EINVAL or not direct:
                 raise
+            _stop_direct(file)
             continue
         if count == 0:
             raise EOFError(f"the file ends at {offset + done}")
@@ -249,13 +251,14 @@ def read_into(file: int, buffer: memoryview, offset: int) -> None:
             _stop_direct(file)
 
 
-def _stop_direct(file: int) -> bool:
-    """Go through the page cache from here on; False where that was so already."""
+def _is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
+
+
+def _stop_direct(file: int) -> None:
+    """Go through the page cache from here on; another thread may have said so, too."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    if not flags & _DIRECT:
-        return False
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
-    return True
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
@@ -372,6 +375,10 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
         return
     try:
         os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS a call whose answer was lost is repeated, and finds its own link.
+        if not os.path.samefile(temporary, path):
+            raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -380,4 +387,6 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
             raise FileExistsError(errno.EEXIST, "File exists", path) from error
         os.rename(temporary, path)
         return
-    os.unlink(temporary)
+    # The checkpoint is there; what may be left is a second name, for others to tidy.
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)

@@ -130,10 +130,19 @@ def is_damaged(path: str) -> bool:
     -------
     bool
         False where there is no such file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be looked at.
     """
     try:
         check(path)
-    except CorruptCheckpointError:
+    except CorruptCheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno is not None:
+            # The file may be whole: it could not be looked at now.
+            raise cause from None
         return True
     except (FileNotFoundError, CheckpointError):
         return False

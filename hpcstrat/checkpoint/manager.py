@@ -132,7 +132,7 @@ class CheckpointManager:
         return list_checkpoints(self.directory)
 
     def latest(self) -> str | None:
-        """Return the newest checkpoint that is whole.
+        """Return the newest checkpoint that is whole; its data are not read.
 
         Collective over the strategy's replicas.
 
@@ -196,8 +196,9 @@ class CheckpointManager:
             While an earlier save is still being written: ``"wait"`` for it, or
             ``"skip"`` this one.
         overwrite : bool
-            Whether a checkpoint of this step is replaced, and those of later steps are
-            removed once this one is on the disk: after going back to an older one.
+            Whether a checkpoint of this step is replaced, as it is without ``step``,
+            and those of later steps are removed once this one is on the disk: after
+            going back to an older one.
 
         Returns
         -------
@@ -208,9 +209,9 @@ class CheckpointManager:
         ------
         CheckpointError
             On every rank: if the folder cannot be written, the disk is full, or there
-            is a checkpoint of this step, or of a later one, which would be taken for
-            the newest; or if an earlier save in the background failed. Nothing is left
-            behind, and older checkpoints are as before.
+            is a checkpoint of the ``step`` given, or of a later one, which would be
+            taken for the newest; or if an earlier save in the background failed.
+            Nothing is left behind, and older checkpoints are as before.
         CollectiveError
             On every rank, if the copies of a mirrored variable have come to differ.
         """

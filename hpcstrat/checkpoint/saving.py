@@ -94,11 +94,16 @@ class Saver:
             On every rank.
         """
         commits: list[Commit] = []
-        start: Start = on_first(
-            self._strategy,
-            f"save of {order.path}",
-            partial(self._start, order, header, commits),
-        )
+        try:
+            start: Start = on_first(
+                self._strategy,
+                f"save of {order.path}",
+                partial(self._start, order, header, commits),
+            )
+        except BaseException as error:
+            for commit in commits:
+                commit.drop(error)
+            raise
         if start.plan is not None:
             self._plan = start.plan
         assert self._plan is not None
@@ -218,17 +223,23 @@ class Saver:
         error = save.error or (writing.error if writing is not None else None)
         what = f"save of {save.order.path}"
         mine = None if writing is None else (writing.hashes.tobytes(), writing.seconds)
-        parts = self._strategy.collectives.all_gather_object(
-            (None if error is None else explained(what, error), mine),
-            f"end of the {what}",
-        )
-        self._current = None
-        wrong = [
-            f"on replica {rank} {text}"
-            for rank, (text, _) in enumerate(parts)
-            if text is not None
-        ]
-        total = on_first(self._strategy, what, partial(_conclude, save, parts, wrong))
+        try:
+            parts = self._strategy.collectives.all_gather_object(
+                (None if error is None else explained(what, error), mine),
+                f"end of the {what}",
+            )
+            self._current = None
+            wrong = [
+                f"on replica {rank} {text}"
+                for rank, (text, _) in enumerate(parts)
+                if text is not None
+            ]
+            conclude = partial(_conclude, save, parts, wrong)
+            total = on_first(self._strategy, what, conclude)
+        except BaseException as problem:
+            # A rank may have been lost: nobody would come back to this file.
+            self._drop(save, problem)
+            raise
         self._account(save, [part for _, part in parts], total)
 
     def _account(self, save: Save, parts: list[Any], total: float) -> None:

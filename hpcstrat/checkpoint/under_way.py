@@ -20,7 +20,7 @@ from hpcstrat.checkpoint.writing import Writing
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
 
-__all__ = ["Order", "Save", "Start"]
+__all__ = ["Order", "Save", "Start", "finish_all", "give_up_all"]
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
@@ -196,6 +196,20 @@ class Save:
             self.writing.join()
         _under_way.discard(self)
 
+    def give_up(self, error: BaseException) -> None:
+        """Give up, unless the checkpoint is there.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Why.
+        """
+        self.join()
+        if self.commit is not None:
+            self.commit.drop(error)
+
     def finish_alone(self) -> None:
         """Finish without the other replicas' main threads, or give up.
 
@@ -225,7 +239,25 @@ def _number(error: BaseException) -> int:
 _under_way: weakref.WeakSet[Save] = weakref.WeakSet()
 
 
+def give_up_all(error: BaseException) -> None:
+    """Give up all saves under way: their replicas will not meet again.
+
+    Not collective.
+
+    Parameters
+    ----------
+    error : BaseException
+        Why.
+    """
+    for save in list(_under_way):
+        save.give_up(error)
+
+
 @atexit.register
-def _finish_all() -> None:
+def finish_all() -> None:
+    """Finish all saves under way, or drop them with a warning: the program ends.
+
+    Not collective.
+    """
     for save in list(_under_way):
         save.finish_alone()

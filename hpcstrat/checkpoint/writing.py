@@ -122,17 +122,23 @@ class Writing:
     def _start_threads(self, copied: bool) -> None:
         for block in self.blocks:
             self._todo.put((block, copied))
-        self._left = NUM_THREADS if copied else RING_SLOTS
-        for number in range(self._left):
+        wanted = self._left = NUM_THREADS if copied else RING_SLOTS
+        for number in range(wanted):
             self._todo.put(None)
-            name = f"hpcstrat-save-{number}"
-            self._threads.append(
-                threading.Thread(
-                    target=self._work, args=(number,), name=name, daemon=True
-                )
+            thread = threading.Thread(
+                target=self._work,
+                args=(number,),
+                name=f"hpcstrat-save-{number}",
+                daemon=True,
             )
-        for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The system gives no more threads: all replicas are told at the end.
+                self._fail(error)
+                self._leave(wanted - number)
+                return
+            self._threads.append(thread)
 
     def _work(self, number: int) -> None:
         while (item := self._todo.get()) is not None:
@@ -146,8 +152,12 @@ class Writing:
                 self._write(block, slot)
             except BaseException as error:
                 self._fail(error)
+        self._leave(1)
+
+    def _leave(self, count: int) -> None:
+        """Take note of threads that have nothing more to do."""
         with self._lock:
-            self._left -= 1
+            self._left -= count
             last = self._left == 0
         if last:
             self._end()

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+from hpcstrat.checkpoint.under_way import finish_all
 from hpcstrat.elastic.pool import Pool
 from hpcstrat.starting import abandon_mpi
 
@@ -47,6 +48,7 @@ def _end(pool: Pool, process: int) -> None:
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
         return
     # mpi4py would finalize, as the program has initialized MPI by itself.
+    finish_all()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -153,19 +153,25 @@ class Pool:
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
-    def living(self) -> list[int]:
-        """Find out who lives; nothing else changes.
+    def living(self, word: str = "") -> dict[int, str]:
+        """Find out who lives, and hear a word of each; nothing else changes.
 
         Collective over all living ranks of the job.
 
+        Parameters
+        ----------
+        word : str
+            Of this rank.
+
         Returns
         -------
-        list of int
-            Ranks in the whole job, the same on every rank.
+        dict of int to str
+            What each rank says, by its number in the whole job; the same everywhere.
         """
         if self._alone:
-            return [0]
-        found: list[int] = self._agreed(lambda comm: comm.allgather(self._rank))
+            return {0: word}
+        told = self._rank, word
+        found: dict[int, str] = dict(self._agreed(lambda comm: comm.allgather(told)))
         self._members = {rank: self._members[rank] for rank in found}
         return found
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hpcstrat.checkpoint.under_way import give_up_all
 from hpcstrat.elastic.ends import (
     end_without_finalize_after_loss,
     remove_marker,
@@ -95,8 +96,7 @@ def run(
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
     end_without_finalize_after_loss(pool)
-    if mpi.COMM_WORLD.rank == 0:
-        remove_marker(completion_marker)
+    _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
     outcome = _Outcome()
     meeting = pool.meet()
@@ -112,6 +112,9 @@ def run(
         # All have left it. This rank may have come to the end, and others not.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
+        if not meeting.finished:
+            # Else its thread might replace what the next training saves.
+            give_up_all(RankLostError("a rank was lost", meeting.lost))
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
     if outcome.exits is not None:
@@ -196,12 +199,43 @@ def _mark(
     told = {"num_replicas": len(meeting.active), "num_lost": meeting.num_lost}
     writers = list(meeting.active)
     while writers:
-        if rank == writers[0]:
-            write_marker(path, told)
-        living = pool.living()
+        error = _tried(write_marker, path, told) if rank == writers[0] else ""
+        living = pool.living(error)
         if writers[0] in living:
+            if living[writers[0]]:
+                raise OSError(
+                    f"expected to write the completion marker {path}, found "
+                    f"{living[writers[0]]}; the training has ended nevertheless"
+                )
             return
         writers = [writer for writer in writers if writer in living]
+
+
+def _clear(path: str | os.PathLike[str] | None, mpi: Any) -> None:
+    """Remove the marker of an earlier run, or raise on all ranks."""
+    if path is None:
+        return
+    error = _tried(remove_marker, path) if mpi.COMM_WORLD.rank == 0 else ""
+    try:
+        error = mpi.COMM_WORLD.bcast(error)
+    except mpi.Exception as problem:
+        if not is_loss(mpi, problem):
+            raise
+        # The meeting finds out who has died.
+        return
+    if error:
+        raise OSError(
+            f"expected to remove the completion marker of an earlier run, found {error}"
+        )
+
+
+def _tried(function: Callable[..., None], *args: Any) -> str:
+    """Call a function; return the error of the system, or an empty string."""
+    try:
+        function(*args)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _check_least(min_replicas: int, num_places: int) -> None:

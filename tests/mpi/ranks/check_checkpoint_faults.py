@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +310,40 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
     manager.save(2, asynchronous=asynchronous)
     manager.close()
     assert len(manager.checkpoints) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_thread_that_cannot_start_is_an_error_everywhere(
+    strategy: Any,
+    folder: Path,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    asynchronous: bool,
+) -> None:
+    with strategy.scope():
+        # Some blocks for each replica.
+        variable = hs.Variable(np.ones(1 << 20), name="v")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == f"hpcstrat-save-{number}" and job.rank == job.size - 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with hs.CheckpointManager(folder, v=variable) as manager:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        save: Callable[[], Any] = partial(manager.save, 1)
+        if asynchronous:
+            manager.save(1, asynchronous=True)
+            save = manager.wait
+        with pytest.raises(CheckpointError, match="can't start new thread"):
+            save()
+        monkeypatch.undo()
+        assert os.listdir(folder) == []
+        manager.save(2)
+        assert manager.restore() == 2
 
 
 def test_state_that_is_no_json_is_an_error_everywhere(

@@ -43,7 +43,8 @@ def test_wrong_environment_of_replica_0_is_an_error_on_every_rank(
 def test_open_strategies_have_the_same_settings(strategy: Any, job: Any) -> None:
     if job.size == 1 or strategy.topology.num_workers > 1:
         return
-    same = hs.Settings(warn_seconds=strategy.settings.warn_seconds)
+    # Replica 0's count here, too.
+    same = hs.Settings(warn_seconds=strategy.settings.warn_seconds + job.rank)
     hs.MirroredStrategy(settings=same).close()
     with pytest.raises(ValueError, match="expected the settings of the strategies"):
         hs.MirroredStrategy(settings=hs.Settings(warn_seconds=1234))
