@@ -119,6 +119,11 @@ class Agreement(ABC):
         """Wait for the end of started calls.
 
         Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        last : Started, optional
+            Up to which; default: all.
         """
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:

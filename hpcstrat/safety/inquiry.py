@@ -1,4 +1,4 @@
-"""One look at all ranks: who is late, and what do they do?"""
+"""One look at all ranks: who is late, and what they do."""
 
 from __future__ import annotations
 
