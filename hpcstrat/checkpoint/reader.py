@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,19 +83,12 @@ def open_checkpoint(path: str) -> CheckpointFile:
     FileNotFoundError
         If there is no such file.
     """
-    try:
+    with _readable(path):
         vouched = _vouched(path)
         with h5py.File(path, "r", locking=False) as file:
             found = CheckpointFile(path, _header(file, vouched), vouched)
             _add_values(file, found)
-        return found
-    except FileNotFoundError:
-        raise
-    except _UNREADABLE as error:
-        raise CorruptCheckpointError(
-            f"expected a checkpoint at {path}, found a file that cannot be read: "
-            f"{error}; restore an older one, or remove it"
-        ) from error
+    return found
 
 
 def read_header(path: str) -> Header:
@@ -142,8 +137,17 @@ def check(path: str) -> None:
     FileNotFoundError
         If there is no such file.
     """
-    try:
+    with _readable(path):
         vouched = _vouched(path)
+    if vouched is None:
+        read_header(path)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turn what a damaged file raises into one error."""
+    try:
+        yield
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
@@ -151,8 +155,6 @@ def check(path: str) -> None:
             f"expected a checkpoint at {path}, found a file that cannot be read: "
             f"{error}; restore an older one, or remove it"
         ) from error
-    if vouched is None:
-        read_header(path)
 
 
 def _vouched(path: str) -> Vouched | None:
