@@ -13,6 +13,7 @@ from hpcstrat.checkpoint.disk import (
     flush_folder,
     open_to_write,
     publish,
+    remove,
     write_all,
 )
 from hpcstrat.checkpoint.folder import identity_of, keep_newest
@@ -117,7 +118,7 @@ class Commit:
                 if published and not replaces:
                     # Its name may not outlive a loss of power.
                     with suppress(OSError):
-                        os.unlink(self.target.path)
+                        remove(self.target.path)
                 return
             try:
                 self._remove_abandoned()
@@ -145,7 +146,7 @@ class Commit:
 
     def _remove(self) -> None:
         with suppress(OSError):
-            os.unlink(self.target.temporary)
+            remove(self.target.temporary)
 
     def _write(self, hashes: Array) -> None:
         """Write all but the data, and cut off what was behind the end."""
@@ -183,7 +184,7 @@ class Commit:
             try:
                 # Not what another job has put there since.
                 if identity_of(path) == identity:
-                    os.unlink(path)
+                    remove(path)
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import sys
+import threading
+from collections.abc import Iterator
 
 from hpcstrat.checkpoint.plan import PAGE_BYTES
 
@@ -25,6 +27,7 @@ __all__ = [
     "publish",
     "read_exactly",
     "read_into",
+    "remove",
     "write_all",
 ]
 
@@ -34,6 +37,7 @@ _LOCAL_TYPES = (0xEF53, 0x58465342)
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 1 << 30
@@ -82,7 +86,12 @@ def create(path: str, nbytes: int) -> None:
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
-        _reserve(file, nbytes)
+        try:
+            _reserve(file, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not _wait_for_room():
+                raise
+            _reserve(file, nbytes)
     except BaseException:
         os.unlink(path)
         raise
@@ -349,6 +358,64 @@ def flush_folder(path: str) -> None:
         os.close(folder)
 
 
+_freeing: list[threading.Thread] = []
+
+
+def remove(path: str) -> None:
+    """Remove a file; a thread gives back its blocks, which takes long for large ones.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    path : str
+        The file; its name is gone on return.
+
+    Raises
+    ------
+    OSError
+        If it cannot be removed.
+    """
+    with _freed_later(path):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def _freed_later(path: str) -> Iterator[None]:
+    """Keep a file open that loses its last name meanwhile; a thread closes it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # Not readable, or not there: whoever removes it finds out.
+        file = -1
+    try:
+        yield
+    finally:
+        if file >= 0:
+            _close_later(file)
+
+
+def _close_later(file: int) -> None:
+    thread = threading.Thread(
+        target=os.close, args=(file,), name="hpcstrat-remove", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:
+        # The system gives no more threads.
+        os.close(file)
+        return
+    _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
+
+
+def _wait_for_room() -> bool:
+    """Wait for blocks that are being given back; whether there were any."""
+    threads = list(_freeing)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
 def publish(temporary: str, path: str, replaces: bool) -> None:
     """Give a finished file its name.
 
@@ -371,7 +438,8 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
         If the folder cannot be written.
     """
     if replaces:
-        os.replace(temporary, path)
+        with _freed_later(path):
+            os.replace(temporary, path)
         return
     try:
         os.link(temporary, path)

@@ -7,7 +7,7 @@ import platform
 import secrets
 from contextlib import suppress
 
-from hpcstrat.checkpoint.disk import flush_folder
+from hpcstrat.checkpoint.disk import flush_folder, remove
 from hpcstrat.checkpoint.layout import list_checkpoints
 from hpcstrat.checkpoint.reader import check
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
@@ -164,7 +164,7 @@ def keep_newest(directory: str, count: int) -> None:
     whole = [p for p in list_checkpoints(directory) if not is_damaged(p)]
     for path in whole[:-count]:
         try:
-            os.unlink(path)
+            remove(path)
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,14 +12,66 @@ import numpy as np
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.typing import Array
 
-__all__ = ["Image", "as_bytes", "fill"]
+__all__ = ["Image", "Memory", "as_bytes", "fill"]
+
+
+class Memory:
+    """Memory for images, one at a time, that saves and restores of a manager share.
+
+    It comes from the system and stays until it is released, so that pages are touched
+    for the first time once only: that can take longer than to read or to write them.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Array = np.empty(0, np.uint8)
+
+    def image(self, num_slots: int, slot_bytes: int) -> Image:
+        """Return an image; the one before is not valid any more.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_slots : int
+            How many blocks it holds; at least 1.
+        slot_bytes : int
+            Size of each; a multiple of a page.
+
+        Returns
+        -------
+        Image
+            With any content.
+        """
+        nbytes = num_slots * slot_bytes
+        if self._bytes.size < nbytes:
+            self.release()
+            self._bytes = _pages(nbytes)
+        return Image(num_slots, slot_bytes, self._bytes)
+
+    def release(self) -> None:
+        """Give the memory back, in a thread, as that takes long; no image is valid.
+
+        Not collective.
+        """
+        held = [self._bytes]
+        self._bytes = np.empty(0, np.uint8)
+        with contextlib.suppress(RuntimeError):
+            # Where the system gives no more threads, it goes here.
+            threading.Thread(target=held.clear, daemon=True).start()
+
+
+def _pages(nbytes: int) -> Array:
+    """Return memory that begins on a page."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Fewer page faults; not all kernels have it.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class Image:
     """Places for blocks, each on a page of its own, as direct reads and writes ask.
-
-    The memory comes from the system and stays until the image is forgotten, so that
-    pages are touched for the first time once only.
 
     Parameters
     ----------
@@ -26,16 +79,15 @@ class Image:
         How many blocks it holds; at least 1.
     slot_bytes : int
         Size of each; a multiple of a page.
+    memory : ndarray of uint8, optional
+        Where; default: memory of its own.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, memory: Array | None = None
+    ) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        memory = mmap.mmap(-1, num_slots * slot_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Fewer page faults; not all kernels have it.
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(memory, np.uint8)
+        self._bytes = _pages(num_slots * slot_bytes) if memory is None else memory
 
     def slot(self, index: int) -> Array:
         """Return a place.
@@ -54,25 +106,6 @@ class Image:
         """
         start = index * self.slot_bytes
         return self._bytes[start : start + self.slot_bytes]
-
-    def holds(self, num_slots: int, slot_bytes: int) -> bool:
-        """Whether it serves for so many blocks of this size.
-
-        Not collective.
-
-        Parameters
-        ----------
-        num_slots : int
-            How many.
-        slot_bytes : int
-            Of which size.
-
-        Returns
-        -------
-        bool
-            Where not, another image is needed.
-        """
-        return self.slot_bytes == slot_bytes and self.num_slots >= num_slots
 
 
 def as_bytes(value: Array) -> Array:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, overload
 
 from hpcstrat.checkpoint.agreement import on_first
 from hpcstrat.checkpoint.folder import prepare
+from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.layout import (
     Header,
     checkpoint_name,
@@ -87,9 +88,14 @@ class CheckpointManager:
                 "use MultiWorkerMirroredStrategy, or pass independent=True and a "
                 "folder for each rank"
             )
-        self._saver = Saver(self._strategy, self.directory, max_to_keep)
+        self._memory = Memory()
+        self._saver = Saver(self._strategy, self.directory, max_to_keep, self._memory)
         self._pending: CheckpointError | None = None
-        self._restorer = Restorer(self._strategy, self.directory, self._objects)
+        # Which part of the variables the next asynchronous save compares.
+        self._turn = 0
+        self._restorer = Restorer(
+            self._strategy, self.directory, self._objects, self._memory
+        )
         what = "creation of the folder of checkpoints"
         on_first(self._strategy, what, partial(prepare, self.directory))
 
@@ -212,8 +218,10 @@ class CheckpointManager:
             is a checkpoint of the ``step`` given, or of a later one, which would be
             taken for the newest; or if an earlier save in the background failed.
             Nothing is left behind, and older checkpoints are as before.
-        CollectiveError
-            On every rank, if the copies of a mirrored variable have come to differ.
+        DivergenceError
+            On every rank, if the copies of a mirrored variable have come to differ. An
+            asynchronous save compares up to 16 MiB of them, or an eighth of a replica's
+            share, and the next one the next part.
         """
         began = time.perf_counter()
         if on_busy not in _ON_BUSY:
@@ -244,8 +252,10 @@ class CheckpointManager:
         measure(None if channel is None else channel.topology)
         compare = partial(check_mirrored, self._strategy, variables)
         if asynchronous:
-            # Variables may change before the threads are done.
-            compare()
+            # Variables may change before the threads are done, and comparing all of
+            # them may take longer than copying this replica's share.
+            compare(self._turn)
+            self._turn += 1
         values = dict(zip(variables, read_all(list(variables.values())), strict=True))
         header = Header(step, self._strategy.num_replicas_in_sync)
         header.entries = self._objects.entries(variables, values)
@@ -272,7 +282,7 @@ class CheckpointManager:
             raise pending
 
     def close(self) -> None:
-        """Wait as `wait` does, and give back the memory that saves use.
+        """Wait as `wait` does, and give back the memory of saves and restores.
 
         Collective over the strategy's replicas. The manager can still be used.
 
@@ -285,6 +295,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._saver.close()
+            self._memory.release()
 
     def _settle(self) -> None:
         """Finish a save in the background; `wait` raises what went wrong with it."""

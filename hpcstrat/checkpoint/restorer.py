@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.matching import match_entries, renamed
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.reader import CheckpointFile
@@ -31,6 +32,8 @@ class Restorer:
         The folder.
     objects : Objects
         What is restored.
+    memory : Memory
+        Into which files are read.
 
     Attributes
     ----------
@@ -38,8 +41,11 @@ class Restorer:
         What the last one did.
     """
 
-    def __init__(self, strategy: Any, directory: str, objects: Objects) -> None:
+    def __init__(
+        self, strategy: Any, directory: str, objects: Objects, memory: Memory
+    ) -> None:
         self._strategy = strategy
+        self._memory = memory
         self._collectives = strategy.collectives
         self._objects = objects
         self.directory = directory
@@ -112,7 +118,7 @@ class Restorer:
             num_replicas=self._strategy.num_replicas_in_sync,
             **rules,
         )
-        nbytes = restore_values(file, matches, self._strategy)
+        nbytes = restore_values(file, matches, self._strategy, self._memory)
         only = rules.get("only")
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}

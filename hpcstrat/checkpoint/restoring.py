@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.disk import is_local
-from hpcstrat.checkpoint.image import Image
+from hpcstrat.checkpoint.image import Image, Memory
 from hpcstrat.checkpoint.layout import named_dtype, saved_dtype
 from hpcstrat.checkpoint.matching import Match
 from hpcstrat.checkpoint.plan import Extent
@@ -86,7 +86,7 @@ def _live(match: Match) -> Array | None:
 
 
 def restore_values(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: Memory
 ) -> int:
     """Give all variables their values.
 
@@ -100,6 +100,8 @@ def restore_values(
         What goes where, in the same order on every replica.
     strategy : Strategy
         Whose replicas.
+    memory : Memory
+        Into which this replica reads.
 
     Returns
     -------
@@ -113,7 +115,7 @@ def restore_values(
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
-    exchange = _Exchange(file, matches, strategy)
+    exchange = _Exchange(file, matches, strategy, memory)
     error = ""
     try:
         try:
@@ -159,10 +161,14 @@ class _Exchange:
     """One restore: which blocks this replica reads, and what it makes of all."""
 
     def __init__(
-        self, file: CheckpointFile, matches: Sequence[Match], strategy: Any
+        self,
+        file: CheckpointFile,
+        matches: Sequence[Match],
+        strategy: Any,
+        memory: Memory,
     ) -> None:
         assert file.vouched is not None
-        self._file, self._strategy = file, strategy
+        self._file, self._strategy, self._memory = file, strategy, memory
         self._vouched = file.vouched
         self._plan = file.vouched.plan
         self._sinks: list[_Sink] = []
@@ -212,7 +218,8 @@ class _Exchange:
         Not collective.
         """
         num_kept = min(len(self._own), self._deal.most_kept)
-        self._image = Image(num_kept + NUM_THREADS + 1, self._plan.block_bytes)
+        slots = num_kept + NUM_THREADS + 1
+        self._image = self._memory.image(slots, self._plan.block_bytes)
         direct = self._strategy.settings.direct_io == "on" or (
             self._strategy.settings.direct_io == "auto" and is_local(self._file.path)
         )
@@ -363,7 +370,7 @@ class _Exchange:
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:
-        """Give back file and memory.
+        """Give back the file.
 
         Not collective.
         """

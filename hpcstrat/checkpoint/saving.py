@@ -22,7 +22,7 @@ from hpcstrat.checkpoint.agreement import explained, on_first
 from hpcstrat.checkpoint.commit import Commit, Target
 from hpcstrat.checkpoint.disk import create, is_local
 from hpcstrat.checkpoint.folder import identity_of, is_damaged, temporary_name
-from hpcstrat.checkpoint.image import Image, as_bytes
+from hpcstrat.checkpoint.image import Memory, as_bytes
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.plan import Plan, part_of
 from hpcstrat.checkpoint.report import SaveStatistics
@@ -48,6 +48,8 @@ class Saver:
         The folder.
     max_to_keep : int or None
         How many checkpoints to keep.
+    memory : Memory
+        In which values are put together; nobody uses it while a save is under way.
 
     Attributes
     ----------
@@ -55,13 +57,15 @@ class Saver:
         Of the last save that is done.
     """
 
-    def __init__(self, strategy: Any, directory: str, max_to_keep: int | None) -> None:
+    def __init__(
+        self, strategy: Any, directory: str, max_to_keep: int | None, memory: Memory
+    ) -> None:
         self._strategy = strategy
+        self._memory = memory
         self._directory = directory
         self._max_to_keep = max_to_keep
         self._skeleton: Skeleton | None = None
         self._plan: Plan | None = None
-        self._image: Image | None = None
         self._current: Save | None = None
         self.last: SaveStatistics | None = None
 
@@ -114,7 +118,8 @@ class Saver:
         try:
             data = {path: as_bytes(value) for path, value in values.items()}
             data |= _state_bytes(header, start.python)
-            image = self._prepared(save.plan, len(blocks) if order.asynchronous else 0)
+            slots = max(len(blocks) if order.asynchronous else 0, RING_SLOTS)
+            image = self._memory.image(slots, save.plan.block_bytes)
             save.write(image, data, blocks)
         except Exception as error:
             # All replicas raise it together, when they meet.
@@ -135,13 +140,6 @@ class Saver:
         save.join()
         if save.commit is not None:
             save.commit.drop(error)
-
-    def _prepared(self, plan: Plan, blocks: int) -> Image:
-        slots = max(blocks, RING_SLOTS)
-        if self._image is None or not self._image.holds(slots, plan.block_bytes):
-            self._image = None
-            self._image = Image(slots, plan.block_bytes)
-        return self._image
 
     def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
         """Make the file; on replica 0."""
@@ -263,7 +261,7 @@ class Saver:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
-        """Wait for a save under way, and give back all memory.
+        """Wait for a save under way, and forget the layout.
 
         Collective over the strategy's replicas.
 
@@ -275,7 +273,6 @@ class Saver:
         try:
             self.finish()
         finally:
-            self._image = None
             self._plan = None
             if self._skeleton is not None:
                 self._skeleton.close()
