@@ -13,8 +13,9 @@ from memory that lies ready, into a file each or into one shared file; and for t
 program's standstill a copy of each rank's half. All are flushed to the disk (fsync);
 only hpcstrat's are hashed, and appear whole or not at all.
 
-Restore: hpcstrat's, which checks every hash, beside raw O_DIRECT reads of each rank's
-half, and the others' ways to load all on each rank. Files are dropped from the page
+Restore: hpcstrat's, which checks every hash, and the part of it that reads and checks,
+beside raw O_DIRECT reads of each rank's half, and the others' ways to load all on each
+rank. Files are dropped from the page
 cache before each read.
 
 Training: small steps with NumPy, alone and while one asynchronous save follows another.
@@ -52,10 +53,12 @@ BLOCKING = "hpcstrat, asynchronous: standstill"
 DURABLE = "hpcstrat, asynchronous: until durable"
 COPY = "memcpy of each rank's half"
 HASHES = "hashes of each rank's half"
+READ = "hpcstrat: verified read of each rank's half"
 ALONE = "steps alone"
 SAVING = "steps while saving"
 # One step of the training that is slowed down: some Python, and products in the cache.
 ROWS, WIDTH, PRODUCTS = 64, 128, 20
+_PAUSE_SECONDS = 0.5
 
 Times = dict[str, np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -187,8 +190,10 @@ class Case:
                 # The first round makes buffers and plans.
                 saves, loads = {}, {}
             for place in order.permutation(len(ways)):
+                # Disks go on for a while after files have been removed.
+                time.sleep(_PAUSE_SECONDS)
                 ways[place](saves, loads)
-        names = [SYNCHRONOUS, BLOCKING, DURABLE, COPY, HASHES]
+        names = [SYNCHRONOUS, BLOCKING, DURABLE, READ, COPY, HASHES]
         names += [writer.name for writer in self.writers]
         return (
             {name: np.array(saves[name]) for name in names if name in saves},
@@ -199,6 +204,10 @@ class Case:
         saves.setdefault(SYNCHRONOUS, []).append(self.timed(self.save_ours))
         drop_cache(self.folder / "hpcstrat")
         loads.setdefault(SYNCHRONOUS, []).append(self.timed(self.manager.restore))
+        assert self.manager.last_restore is not None
+        seconds = self.manager.last_restore.read_seconds
+        seconds = self.comm.allreduce(seconds, op=self.mpi.MAX)
+        loads.setdefault(READ, []).append(seconds)
 
     def _ours_asynchronous(self, saves: Any, loads: Any) -> None:
         del loads

@@ -16,7 +16,7 @@ __all__ = ["Image", "Memory", "as_bytes", "fill"]
 
 
 class Memory:
-    """Memory for images, one at a time, that saves and restores of a manager share.
+    """Memory for images, one at a time.
 
     It comes from the system and stays until it is released, so that pages are touched
     for the first time once only: that can take longer than to read or to write them.

@@ -11,7 +11,6 @@ from typing import Any, Literal, Self, overload
 
 from hpcstrat.checkpoint.agreement import on_first
 from hpcstrat.checkpoint.folder import prepare
-from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.layout import (
     Header,
     checkpoint_name,
@@ -88,14 +87,11 @@ class CheckpointManager:
                 "use MultiWorkerMirroredStrategy, or pass independent=True and a "
                 "folder for each rank"
             )
-        self._memory = Memory()
-        self._saver = Saver(self._strategy, self.directory, max_to_keep, self._memory)
+        self._saver = Saver(self._strategy, self.directory, max_to_keep)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
-        self._restorer = Restorer(
-            self._strategy, self.directory, self._objects, self._memory
-        )
+        self._restorer = Restorer(self._strategy, self.directory, self._objects)
         what = "creation of the folder of checkpoints"
         on_first(self._strategy, what, partial(prepare, self.directory))
 
@@ -282,7 +278,7 @@ class CheckpointManager:
             raise pending
 
     def close(self) -> None:
-        """Wait as `wait` does, and give back the memory of saves and restores.
+        """Wait as `wait` does, and give back the memory that saves use.
 
         Collective over the strategy's replicas. The manager can still be used.
 
@@ -295,7 +291,6 @@ class CheckpointManager:
             self.wait()
         finally:
             self._saver.close()
-            self._memory.release()
 
     def _settle(self) -> None:
         """Finish a save in the background; `wait` raises what went wrong with it."""

@@ -27,6 +27,8 @@ class RestoreReport:
         How many bytes this replica read.
     seconds : float
         How long it took.
+    read_seconds : float
+        Part of it: reading this replica's part and comparing its hashes.
     unused : tuple of str
         Saved values that nothing took.
     passed_over : tuple of str
@@ -39,6 +41,7 @@ class RestoreReport:
     verified: bool
     nbytes: int
     seconds: float
+    read_seconds: float
     unused: tuple[str, ...]
     passed_over: tuple[str, ...]
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.agreement import on_first
-from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.matching import match_entries, renamed
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.reader import CheckpointFile
@@ -32,8 +31,6 @@ class Restorer:
         The folder.
     objects : Objects
         What is restored.
-    memory : Memory
-        Into which files are read.
 
     Attributes
     ----------
@@ -41,11 +38,8 @@ class Restorer:
         What the last one did.
     """
 
-    def __init__(
-        self, strategy: Any, directory: str, objects: Objects, memory: Memory
-    ) -> None:
+    def __init__(self, strategy: Any, directory: str, objects: Objects) -> None:
         self._strategy = strategy
-        self._memory = memory
         self._collectives = strategy.collectives
         self._objects = objects
         self.directory = directory
@@ -118,13 +112,13 @@ class Restorer:
             num_replicas=self._strategy.num_replicas_in_sync,
             **rules,
         )
-        nbytes = restore_values(file, matches, self._strategy, self._memory)
+        nbytes, read_seconds = restore_values(file, matches, self._strategy)
         only = rules.get("only")
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}
         self.last = RestoreReport(
             *(file.path, header.step, header.num_replicas, file.vouched is not None),
-            *(nbytes, time.perf_counter() - began),
+            *(nbytes, time.perf_counter() - began, read_seconds),
             tuple(sorted(file.header.entries.keys() - taken)),
             tuple(passed_over),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -86,8 +87,8 @@ def _live(match: Match) -> Array | None:
 
 
 def restore_values(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: Memory
-) -> int:
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+) -> tuple[int, float]:
     """Give all variables their values.
 
     Collective over the strategy's replicas.
@@ -100,13 +101,13 @@ def restore_values(
         What goes where, in the same order on every replica.
     strategy : Strategy
         Whose replicas.
-    memory : Memory
-        Into which this replica reads.
 
     Returns
     -------
-    int
+    nbytes : int
         How many bytes this replica has read.
+    seconds : float
+        For how long, until what it read first had been checked.
 
     Raises
     ------
@@ -115,8 +116,9 @@ def restore_values(
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
-    exchange = _Exchange(file, matches, strategy, memory)
+    exchange = _Exchange(file, matches, strategy)
     error = ""
+    began = time.perf_counter()
     try:
         try:
             exchange.read()
@@ -127,8 +129,9 @@ def restore_values(
                 f"expected {file.path} to be readable, found {problem}; restore an "
                 "older checkpoint"
             )
+        seconds = time.perf_counter() - began
         _raise_together(strategy, error, file.path)
-        return exchange.give_out()
+        return exchange.give_out(), seconds
     finally:
         exchange.close()
 
@@ -142,33 +145,31 @@ def _raise_together(strategy: Any, error: str, path: str) -> None:
 
 def _restore_unchecked(
     file: CheckpointFile, matches: Sequence[Match], strategy: Any
-) -> int:
+) -> tuple[int, float]:
     """Read a file of format version 1: every replica all of it."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
     error = ""
+    began = time.perf_counter()
     try:
         values = read_values(file.path, wanted)
     except CorruptCheckpointError as problem:
         error = str(problem)
+    seconds = time.perf_counter() - began
     _raise_together(strategy, error, file.path)
     for match in matches:
         match.assign(values[match.entry.path], strategy)
-    return sum(value.nbytes for value in values.values())
+    return sum(value.nbytes for value in values.values()), seconds
 
 
 class _Exchange:
     """One restore: which blocks this replica reads, and what it makes of all."""
 
     def __init__(
-        self,
-        file: CheckpointFile,
-        matches: Sequence[Match],
-        strategy: Any,
-        memory: Memory,
+        self, file: CheckpointFile, matches: Sequence[Match], strategy: Any
     ) -> None:
         assert file.vouched is not None
-        self._file, self._strategy, self._memory = file, strategy, memory
+        self._file, self._strategy, self._memory = file, strategy, Memory()
         self._vouched = file.vouched
         self._plan = file.vouched.plan
         self._sinks: list[_Sink] = []
@@ -370,11 +371,12 @@ class _Exchange:
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:
-        """Give back the file.
+        """Give back file and memory.
 
         Not collective.
         """
         self._kept.clear()
         self._image = None
+        self._memory.release()
         if self._blocks is not None:
             self._blocks.close()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import hpcstrat as hs
 from hpcstrat.checkpoint import disk
 from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.checkpoint.image import Image, as_bytes, fill
+from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
 from hpcstrat.checkpoint.layout import Entry, Header
 from hpcstrat.checkpoint.plan import (
     PAGE_BYTES,
@@ -175,9 +175,15 @@ def test_images_lie_on_pages() -> None:
     image.slot(1)[:] = 7
     assert not image.slot(0).any()
     assert not image.slot(2).any()
-    assert image.holds(2, PAGE_BYTES * 2)
-    assert not image.holds(4, PAGE_BYTES * 2)
-    assert not image.holds(1, PAGE_BYTES)
+
+
+def test_memory_is_used_again_as_long_as_it_suffices() -> None:
+    memory = Memory()
+    memory.image(3, PAGE_BYTES * 2).slot(0)[0] = 7
+    assert memory.image(6, PAGE_BYTES).slot(0)[0] == 7
+    assert memory.image(7, PAGE_BYTES).slot(0)[0] == 0
+    memory.release()
+    assert memory.image(1, PAGE_BYTES).slot(0)[0] == 0
 
 
 @pytest.mark.parametrize("direct", [False, True])
