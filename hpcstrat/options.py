@@ -341,3 +341,24 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+
+def check_on_error(on_error: str) -> None:
+    """Refuse an unknown policy.
+
+    Not collective.
+
+    Parameters
+    ----------
+    on_error : str
+        See `Strategy`.
+
+    Raises
+    ------
+    ValueError
+        For anything but ``"abort"`` and ``"raise"``.
+    """
+    if on_error not in ("abort", "raise"):
+        raise ValueError(
+            f"expected on_error 'abort' or 'raise', found {on_error!r}; choose one"
+        )

@@ -13,7 +13,6 @@ from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.gradients import (
     Gradient,
-    checked_gradient,
     clip_to_norm,
     merged_rows,
     require_names,
@@ -21,6 +20,7 @@ from hpcstrat.optimizers.gradients import (
     zero_gradient,
 )
 from hpcstrat.optimizers.non_finite import NonFinite
+from hpcstrat.optimizers.pairs import Pairs, checked, require_gradients
 from hpcstrat.optimizers.parameters import LearningRate, Step, require_range
 from hpcstrat.optimizers.routine import Routine, Target
 from hpcstrat.optimizers.slots import Slots
@@ -33,8 +33,6 @@ from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["Optimizer"]
-
-Pairs = Sequence[tuple[Gradient | None, Variable]]
 
 
 class Optimizer(ABC):
@@ -178,7 +176,7 @@ class Optimizer(ABC):
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
-            checked = [] if routine is not None else _checked(given)
+            added = [] if routine is not None else checked(given)
         except Exception as error:
             self._accumulation.restart()
             collectives.fail("apply_gradients", error)
@@ -186,7 +184,7 @@ class Optimizer(ABC):
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, given, routine)
-            pairs = self._accumulation.add(checked)
+            pairs = self._accumulation.add(added)
             if pairs is None:
                 return False
             updated = self._apply(collectives, pairs)
@@ -199,13 +197,13 @@ class Optimizer(ABC):
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         try:
             if not self._fills:
-                _require_gradients(pairs)
+                require_gradients(pairs)
         except Exception as error:
             collectives.fail("apply_gradients", error)
             raise
         if self._fills:
             pairs = self._filled(collectives, pairs)
-            _require_gradients(pairs)
+            require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = Routine(get_strategy(), present, self._label(pairs))
         updated = self._combine_and_update(collectives, present, routine)
@@ -390,42 +388,3 @@ class Optimizer(ABC):
                 "accumulate_steps is 1: these gradients are not used"
             )
         self._slots.deferred[name] = value
-
-
-def _checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
-    pairs = [
-        (None if gradient is None else checked_gradient(gradient, variable), variable)
-        for gradient, variable in grads_and_vars
-    ]
-    require_names(variable for _, variable in pairs)
-    _require_owner(variable for _, variable in pairs)
-    return pairs
-
-
-def _require_owner(variables: Iterable[Variable]) -> None:
-    """Refuse variables whose copies would be updated apart."""
-    strategy = get_strategy()
-    for variable in variables:
-        owner = variable.distribute_strategy
-        if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
-            continue
-        if owner is None:
-            raise ValueError(
-                f"expected a variable made in the scope of {strategy!r}, found the "
-                f"plain variable {variable.name!r}, of which each rank has its own; "
-                "create it in the strategy's scope"
-            )
-        raise RuntimeError(
-            f"expected apply_gradients of variable {variable.name!r} inside the "
-            f"function that {owner!r} runs, found it outside; call it through "
-            "strategy.run"
-        )
-
-
-def _require_gradients(pairs: Pairs) -> None:
-    if all(gradient is None for gradient, _ in pairs):
-        names = ", ".join(variable.name for _, variable in pairs)
-        raise ValueError(
-            f"expected at least one gradient, found None for all of {names}; check "
-            "that the loss depends on the variables"
-        )

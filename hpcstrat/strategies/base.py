@@ -13,6 +13,7 @@ from hpcstrat.context import Entry, current, pop, push
 from hpcstrat.options import (
     RunOptions,
     VariableSynchronization,
+    check_on_error,
 )
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.settings import Settings
@@ -374,27 +375,6 @@ class Strategy(CrossReplicaMethods, RecordMethods):
 
 
 _ALONE = nullcontext()
-
-
-def check_on_error(on_error: str) -> None:
-    """Refuse an unknown policy.
-
-    Not collective.
-
-    Parameters
-    ----------
-    on_error : str
-        See `Strategy`.
-
-    Raises
-    ------
-    ValueError
-        For anything but ``"abort"`` and ``"raise"``.
-    """
-    if on_error not in ("abort", "raise"):
-        raise ValueError(
-            f"expected on_error 'abort' or 'raise', found {on_error!r}; choose one"
-        )
 
 
 def _wrap(leaf: Any) -> Any:

@@ -9,12 +9,12 @@ from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.errors import RankLostError, TopologyError
-from hpcstrat.options import CommunicationOptions
+from hpcstrat.options import CommunicationOptions, check_on_error
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.safety import exits, lateness, recording, watchdog
 from hpcstrat.safety.copies import Copies
 from hpcstrat.settings import Settings
-from hpcstrat.strategies.base import Strategy, check_on_error
+from hpcstrat.strategies.base import Strategy
 from hpcstrat.survival import is_loss
 from hpcstrat.topology import Topology, start_mpi
 from hpcstrat.variables import MirroredVariable

@@ -1,0 +1,89 @@
+"""Gradients and their variables, as they are given to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hpcstrat.optimizers.gradients import Gradient, checked_gradient, require_names
+from hpcstrat.strategies import get_strategy
+from hpcstrat.variables import Variable
+
+__all__ = ["Pairs", "checked", "require_gradients"]
+
+Pairs = Sequence[tuple[Gradient | None, Variable]]
+
+
+def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
+    """Return what the caller of `apply_gradients` gives, if it can be used.
+
+    Not collective.
+
+    Parameters
+    ----------
+    grads_and_vars : iterable of (gradient, Variable)
+        The gradient may be None.
+
+    Returns
+    -------
+    list of (Gradient or None, Variable)
+        Of the variables' shapes and types.
+
+    Raises
+    ------
+    ValueError
+        If a gradient does not fit its variable, names repeat, or a variable is not
+        the strategy's.
+    RuntimeError
+        Outside of the function that the strategy runs.
+    """
+    pairs = [
+        (None if gradient is None else checked_gradient(gradient, variable), variable)
+        for gradient, variable in grads_and_vars
+    ]
+    require_names(variable for _, variable in pairs)
+    _require_owner(variable for _, variable in pairs)
+    return pairs
+
+
+def _require_owner(variables: Iterable[Variable]) -> None:
+    """Refuse variables whose copies would be updated apart."""
+    strategy = get_strategy()
+    for variable in variables:
+        owner = variable.distribute_strategy
+        if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
+            continue
+        if owner is None:
+            raise ValueError(
+                f"expected a variable made in the scope of {strategy!r}, found the "
+                f"plain variable {variable.name!r}, of which each rank has its own; "
+                "create it in the strategy's scope"
+            )
+        raise RuntimeError(
+            f"expected apply_gradients of variable {variable.name!r} inside the "
+            f"function that {owner!r} runs, found it outside; call it through "
+            "strategy.run"
+        )
+
+
+def require_gradients(pairs: Pairs) -> None:
+    """Refuse gradients that are all None.
+
+    Not collective.
+
+    Parameters
+    ----------
+    pairs : sequence of (Gradient or None, Variable)
+        Of all replicas together.
+
+    Raises
+    ------
+    ValueError
+        Naming the variables.
+    """
+    if all(gradient is None for gradient, _ in pairs):
+        names = ", ".join(variable.name for _, variable in pairs)
+        raise ValueError(
+            f"expected at least one gradient, found None for all of {names}; check "
+            "that the loss depends on the variables"
+        )
