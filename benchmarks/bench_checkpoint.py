@@ -18,7 +18,9 @@ beside raw O_DIRECT reads of each rank's half, and the others' ways to load all 
 rank. Files are dropped from the page
 cache before each read.
 
-Training: small steps with NumPy, alone and while one asynchronous save follows another.
+Training: small steps with NumPy, alone and while one asynchronous save follows another:
+hpcstrat's, h5py in a thread, and torch.distributed.checkpoint's async_save. What each
+saves in a second is told, too: who saves less often disturbs less.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,16 @@ from report import (
     table,
     write_json,
 )
-from writers import RAW_FILES, RAW_SHARED, Writer, alternatives, drop_cache, remove
+from writers import (
+    RAW_FILES,
+    RAW_SHARED,
+    Background,
+    Writer,
+    alternatives,
+    backgrounds,
+    drop_cache,
+    remove,
+)
 
 import hpcstrat as hs
 
@@ -59,6 +71,7 @@ SAVING = "steps while saving"
 # One step of the training that is slowed down: some Python, and products in the cache.
 ROWS, WIDTH, PRODUCTS = 64, 128, 20
 _PAUSE_SECONDS = 0.5
+_TURNS = 3
 
 Times = dict[str, np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -106,7 +119,8 @@ class Case:
         self.manager = hs.CheckpointManager(
             folder / "hpcstrat", max_to_keep=2, weights=self.variables
         )
-        self.writers = alternatives(strategy, self.arrays, start_gloo(strategy))
+        self.gloo = start_gloo(strategy)
+        self.writers = alternatives(strategy, self.arrays, self.gloo)
         half = self.nbytes // self.comm.size
         self.half = np.zeros(half, np.uint8), np.ones(half, np.uint8)
         self.step = 0
@@ -241,8 +255,8 @@ class Case:
 
         return save_and_load
 
-    def training(self, seconds: float) -> Times:
-        """Time steps alone and while saving, for some seconds each, in turn.
+    def training(self, seconds: float) -> tuple[Times, dict[str, float]]:
+        """Time steps alone and while one save follows another, each way in turn.
 
         Collective over all replicas.
 
@@ -253,39 +267,74 @@ class Case:
 
         Returns
         -------
-        dict of str to ndarray
+        times : dict of str to ndarray
             Mean seconds of a step, of each turn.
+        saved : dict of str to float
+            Bytes that each way saved in a second.
         """
+        others = backgrounds(self.comm, self.arrays, self.gloo)
+        saves = {ALONE: _no_save, SAVING: self._save_or_skip}
+        for other in others:
+            saves[f"{SAVING}: {other.name}"] = partial(self._start_or_skip, other)
+        share = seconds / len(saves) / (1 + _TURNS)
+        times: dict[str, list[float]] = {name: [] for name in saves}
+        saved = dict.fromkeys(saves, 0.0)
+        for turn in range(1 + _TURNS):
+            for name, save in saves.items():
+                step, count, spent = self._train(save, share)
+                self.manager.wait()
+                for other in others:
+                    other.wait()
+                time.sleep(_PAUSE_SECONDS)
+                # The first turn makes buffers.
+                if turn:
+                    times[name].append(step)
+                    saved[name] += count * self.nbytes / spent / _TURNS
+        return {name: np.array(values) for name, values in times.items()}, saved
+
+    def _train(
+        self, save: Callable[[], bool], seconds: float
+    ) -> tuple[float, int, float]:
+        """Return the seconds of a step, the number of saves, and the seconds in all."""
         generator = np.random.default_rng(1)
         inputs = generator.random((ROWS, WIDTH), np.float32)
         weights = generator.random((WIDTH, WIDTH), np.float32)
         output = np.empty((ROWS, WIDTH), np.float32)
-        times: dict[str, list[float]] = {ALONE: [], SAVING: []}
-        turns = 6
-        for turn in range(turns):
-            saves = bool(turn % 2)
-            self.comm.Barrier()
-            steps, start = 0, time.perf_counter()
-            end = start + seconds / turns
-            # A rank alone must not decide when to stop, as saves are collective.
-            while self.comm.allreduce(time.perf_counter() < end, op=self.mpi.LAND):
-                for _ in range(50):
-                    for _ in range(PRODUCTS):
-                        np.matmul(inputs, weights, out=output)
-                    steps += 1
-                if saves:
-                    self.save_ours(asynchronous=True, on_busy="skip")
-            spent = time.perf_counter() - start
-            self.manager.wait()
-            if turn > 1:
-                times[SAVING if saves else ALONE].append(spent / steps)
-        return {name: np.array(values) for name, values in times.items()}
+        self.comm.Barrier()
+        steps, count, start = 0, 0, time.perf_counter()
+        end = start + seconds
+        # A rank alone must not decide when to stop, as saves are collective.
+        while self.comm.allreduce(time.perf_counter() < end, op=self.mpi.LAND):
+            for _ in range(50):
+                for _ in range(PRODUCTS):
+                    np.matmul(inputs, weights, out=output)
+                steps += 1
+            count += save()
+        spent = time.perf_counter() - start
+        return spent / steps, count, spent
+
+    def _save_or_skip(self) -> bool:
+        self.step += 1
+        path = self.manager.save(self.step, asynchronous=True, on_busy="skip")
+        return path is not None
+
+    def _start_or_skip(self, other: Background) -> bool:
+        if self.comm.allreduce(other.busy(), op=self.mpi.LOR):
+            return False
+        self.step += 1
+        # In place of the last but one.
+        other.start(self.folder / f"background{self.step % 2}")
+        return True
+
+
+def _no_save() -> bool:
+    return False
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--size", default="1GiB", help="Size of all variables together.")
 @click.option("--rounds", default=5, help="How often each is measured.")
-@click.option("--seconds", default=24.0, help="How long the training is measured.")
+@click.option("--seconds", default=48.0, help="How long the training is measured.")
 @click.option("--folder", default=".", help="A folder of the file system to measure.")
 @output_options
 def main(**given: Any) -> None:
@@ -299,7 +348,7 @@ def main(**given: Any) -> None:
         shared = Path(strategy.broadcast_object(own))
         case = Case(strategy, shared, parse_size(options.size))
         saves, loads = case.save_and_load(rounds)
-        steps = case.training(options.seconds)
+        steps, saved = case.training(options.seconds)
         case.manager.close()
         strategy.barrier()
     if rank:
@@ -309,6 +358,8 @@ def main(**given: Any) -> None:
     print(f"save; faster: than {RAW_SHARED}\n" + table(saves, RAW_SHARED, RAW_SHARED))
     print(f"\nload; faster: than {RAW_FILES}\n" + table(loads, RAW_FILES, RAW_FILES))
     print(f"\ntraining; faster: than {ALONE}\n" + table(steps, ALONE, ALONE))
+    for name, speed in saved.items():
+        print(f"{name}: {speed / 1e9:.2f} GB saved in a second")
     if options.json_path:
         parts = {"save": saves, "load": loads, "training": steps}
         rows = [

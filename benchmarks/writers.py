@@ -6,6 +6,8 @@ import importlib.util
 import mmap
 import os
 import shutil
+import threading
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ import numpy as np
 
 import hpcstrat as hs
 
-__all__ = ["RAW_FILES", "RAW_SHARED", "Writer", "alternatives", "drop_cache"]
+__all__ = [
+    "RAW_FILES",
+    "RAW_SHARED",
+    "Background",
+    "Writer",
+    "alternatives",
+    "backgrounds",
+    "drop_cache",
+]
 
 RAW_FILES = "raw, file per rank"
 RAW_SHARED = "raw, shared file"
@@ -277,6 +287,108 @@ class TorchDistributed(Writer):
         checkpoint.load(self._tensors(), checkpoint_id=str(path))
 
 
+class Background(ABC):
+    """A way to save while a program goes on.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    arrays : dict of str to ndarray
+        By name.
+    """
+
+    name = ""
+
+    def __init__(self, comm: Any, arrays: dict[str, Array]):
+        self.comm = comm
+        self.arrays = arrays
+
+    @abstractmethod
+    def start(self, path: Path) -> None:
+        """Start to save; arrays may change on return.
+
+        Collective over the ranks.
+
+        Parameters
+        ----------
+        path : Path
+            A name that is free.
+        """
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether this rank still saves.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False before the first save.
+        """
+
+    def wait(self) -> None:
+        """Wait for the end of a save.
+
+        Collective over the ranks.
+        """
+        while self.busy():
+            time.sleep(0.001)
+        self.comm.Barrier()
+
+
+class H5pyThread(Background):
+    """Rank 0 copies its arrays; a thread writes them with h5py, and flushes."""
+
+    name = "h5py in a thread of rank 0"
+
+    def __init__(self, comm: Any, arrays: dict[str, Array]):
+        super().__init__(comm, arrays)
+        self.copies = {n: np.zeros_like(a) for n, a in arrays.items() if not comm.rank}
+        self.thread = threading.Thread()
+
+    def start(self, path: Path) -> None:
+        """See `Background`."""
+        if self.comm.rank:
+            return
+        for name, copy in self.copies.items():
+            copy[...] = self.arrays[name]
+        self.thread = threading.Thread(target=self._write, args=(path,))
+        self.thread.start()
+
+    def _write(self, path: Path) -> None:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            for name, array in self.copies.items():
+                file.create_dataset(name, data=array)
+        flush(path)
+
+    def busy(self) -> bool:
+        """See `Background`."""
+        return self.thread.is_alive()
+
+
+class TorchAsync(Background):
+    """torch.distributed.checkpoint's async_save over gloo, in a thread."""
+
+    name = "torch DCP async_save"
+    future: Any = None
+
+    def start(self, path: Path) -> None:
+        """See `Background`."""
+        import torch
+        from torch.distributed import checkpoint
+
+        tensors = {name: torch.from_numpy(a) for name, a in self.arrays.items()}
+        self.future = checkpoint.async_save(tensors, checkpoint_id=str(path))
+
+    def busy(self) -> bool:
+        """See `Background`."""
+        return self.future is not None and not self.future.done()
+
+
 class Orbax(_OneRank):
     """Orbax, whose arrays belong to one process here."""
 
@@ -301,6 +413,31 @@ class Orbax(_OneRank):
             loaded = checkpointer.restore(path.absolute())
         for name, array in self.arrays.items():
             array[...] = loaded[name]
+
+
+def backgrounds(comm: Any, arrays: dict[str, Array], gloo: Any) -> list[Background]:
+    """Return what can be compared here of saves while a program goes on.
+
+    Not collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    arrays : dict of str to ndarray
+        What is saved.
+    gloo : module or None
+        ``torch.distributed``, see `gloo.start_gloo`.
+
+    Returns
+    -------
+    list of Background
+        By their names.
+    """
+    kinds: list[type[Background]] = [H5pyThread]
+    if gloo is not None:
+        kinds.append(TorchAsync)
+    return [kind(comm, arrays) for kind in kinds]
 
 
 def remove(path: Path) -> None:
