@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from hpcstrat.safety import divergence
 from hpcstrat.safety.comparison import octets
 from tests.mpi.ranks.check_all_reduce import DTYPES, exchanged, in_step
 from tests.mpi.ranks.check_reductions import assert_usable, outcome
@@ -645,3 +646,53 @@ def test_long_names_and_many_variables(watched: Any, job: Any, several: None) ->
     error = error_within(strategy, round_length(strategy))
     assert error.variable == "layer777/w"
     assert functools.reduce(lambda n, v: n + v.size, variables, 0) == 6000
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    part=st.integers(8, 100),
+    where=st.integers(0, 10**6),
+)
+@settings(in_step, max_examples=20)
+def _one_part_in_turn_finds_it(
+    strategy: Any, job: Any, *, sizes: list[int], part: int, where: int
+) -> None:
+    with strategy.scope():
+        variables = {f"v{n}": hs.Variable(np.ones(s)) for n, s in enumerate(sizes)}
+    turns = range(max(1, -(-8 * sum(sizes) // part)))
+    place = where % max(1, sum(sizes))
+    number = int(np.searchsorted(np.cumsum(sizes), place, "right"))
+    index = place - sum(sizes[:number])
+
+    def found() -> list[Any]:
+        check = divergence.check_mirrored
+        errors = [outcome(check, strategy, variables, turn) for turn in turns]
+        return [error for error in errors if error is not None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergence, "_LEAST_BYTES", part)
+        patch.setattr(divergence, "_PARTS", 1 << 40)
+        equal, errors = found(), []
+        if sum(sizes):
+            if strategy.replica_id == 1:
+                variables[f"v{number}"].component[index] = 7.0
+            errors = found()
+
+    def check() -> None:
+        assert equal == []
+        # An element may lie in two parts.
+        assert not sum(sizes) or 1 <= len(errors) <= 2
+        for error in errors:
+            assert isinstance(error, hs.DivergenceError), repr(error)
+            assert (error.variable, error.element) == (f"v{number}", (index,))
+
+    exchanged(job, check)
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+def test_parts_in_turn_find_what_differs_anywhere(
+    watched: Callable[..., Any], job: Any, tolerance: float
+) -> None:
+    strategy = watched("raise", divergence="off", divergence_tolerance=tolerance)
+    _one_part_in_turn_finds_it(strategy, job)
