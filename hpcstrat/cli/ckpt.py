@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.export import export_values
 from hpcstrat.checkpoint.image import Image
-from hpcstrat.checkpoint.layout import Header, list_checkpoints, named_dtype
+from hpcstrat.checkpoint.layout import Entry, Header, list_checkpoints, named_dtype
 from hpcstrat.checkpoint.reader import open_checkpoint, read_header, read_values
+from hpcstrat.cli.ckpt_bench import bench
+from hpcstrat.cli.ckpt_progress import progress
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -31,27 +36,89 @@ def ckpt() -> None:
     """Look into checkpoints."""
 
 
-_file = click.argument("file", type=click.Path(exists=True, dir_okay=False))
+ckpt.add_command(bench)
+
+_file = click.argument("file", type=click.Path())
+
+
+def _row(table: Table, *words: Any) -> None:
+    """Add a row; brackets in names are no markup."""
+    table.add_row(*(Text(str(word)) for word in words))
+
+
+def _line(error: Exception) -> str:
+    """Return the text of an error in one line."""
+    return " ".join(str(error).split())
 
 
 @ckpt.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False))
+@click.argument("directory", type=click.Path())
 def ls(directory: str) -> None:
     """List the checkpoints in DIRECTORY; exit status 1 if one is damaged."""
     table = Table("file", "step", "replicas", "variables", "bytes")
-    damaged = False
-    for path in list_checkpoints(directory):
-        name, size = os.path.basename(path), f"{os.path.getsize(path):,}"
+    problems = []
+    for path in _listed(directory):
+        name = os.path.basename(path)
         try:
-            header = read_header(path)
+            size = f"{os.path.getsize(path):,}"
+            header = _read(path)
+        except FileNotFoundError:
+            # Replaced by newer ones since the folder was listed.
+            continue
         except CheckpointError as error:
-            table.add_row(name, str(error), "", "", size)
-            damaged = True
+            _row(table, name, "damaged", "", "", size)
+            problems.append(f"{name}: {_line(error)}")
             continue
         words = (header.step, header.num_replicas, len(header.entries))
-        table.add_row(name, *map(str, words), size)
+        _row(table, name, *words, size)
     Console().print(table)
-    raise SystemExit(_DAMAGED if damaged else 0)
+    for problem in problems:
+        click.echo(problem)
+    raise SystemExit(_DAMAGED if problems else 0)
+
+
+def _listed(directory: str) -> list[str]:
+    """Return the checkpoints of a folder, which must be there."""
+    if not os.path.isdir(directory):
+        found = "a file" if os.path.exists(directory) else "nothing"
+        raise click.ClickException(
+            f"expected a folder, found {found} at {directory}; give the folder of "
+            "checkpoints"
+        )
+    try:
+        return list_checkpoints(directory)
+    except OSError as error:
+        raise click.ClickException(_unreadable(directory, error)) from error
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    return (
+        f"expected a readable checkpoint, found {path}: {error.strerror}; check the "
+        "path and its permissions"
+    )
+
+
+def _read(path: str) -> Header:
+    """Read what a file holds; a CheckpointError says why it cannot be."""
+    _require_file(path)
+    return read_header(path)
+
+
+def _require_file(path: str) -> None:
+    """Refuse what a reader would take for a damaged file, or wait for."""
+    try:
+        kind = os.stat(path).st_mode
+        if stat.S_ISREG(kind):
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    found = "a folder" if stat.S_ISDIR(kind) else "something else"
+    raise CheckpointError(
+        f"expected a file, found {found} at {path}; give one checkpoint"
+    )
 
 
 @ckpt.command()
@@ -59,13 +126,15 @@ def ls(directory: str) -> None:
 def show(file: str) -> None:
     """Show what the checkpoint FILE holds."""
     header = _header(file)
-    console = Console()
+    console = Console(markup=False)
     console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
+    for name, value in header.metrics.items():
+        console.print(f"metric {name}: {value}")
     table = Table("name", "dtype", "shape", "synchronization", "aggregation")
     for entry in header.entries.values():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         kinds = entry.synchronization, entry.aggregation
-        table.add_row(entry.path, entry.dtype, shape, *kinds)
+        _row(table, entry.path, entry.dtype, shape, *kinds)
     console.print(table)
     for name, state in header.iterators.items():
         console.print(f"iterators/{name}: {state}")
@@ -74,71 +143,82 @@ def show(file: str) -> None:
 
 
 @ckpt.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
 def verify(paths: tuple[str, ...]) -> None:
     """Check every byte of the checkpoints PATHS, which are files or folders.
 
     The exit status is 1 if one is damaged, or has no hashes to check it by.
     """
-    damaged = False
     files = [
         file
         for path in paths
-        for file in (list_checkpoints(path) if os.path.isdir(path) else [path])
+        for file in (_listed(path) if os.path.isdir(path) else [path])
     ]
+    wrong = not files
     for file in files:
-        try:
-            count = _verify(file)
-        except CheckpointError as error:
-            damaged = True
-            click.echo(f"{file}: DAMAGED: {error}")
-            continue
-        if count is None:
-            damaged = True
-            click.echo(f"{file}: not verified: format version 1 has no hashes")
-        else:
-            click.echo(f"{file}: good, {count:,} bytes checked")
+        good, words = _verdict(file)
+        wrong |= not good
+        click.echo(f"{file}: {words}")
     if not files:
         click.echo("no checkpoints found")
-    raise SystemExit(_DAMAGED if damaged or not files else 0)
+    raise SystemExit(_DAMAGED if wrong else 0)
+
+
+def _verdict(file: str) -> tuple[bool, str]:
+    """Return whether a file is good, and what to say of it."""
+    try:
+        count = _verify(file)
+    except CorruptCheckpointError as error:
+        return False, f"DAMAGED: {_line(error)}"
+    except CheckpointError as error:
+        return False, f"not verified: {_line(error)}"
+    except OSError as error:
+        return False, f"not verified: {_unreadable(file, error)}"
+    if count is None:
+        return False, "not verified: format version 1 has no hashes"
+    return True, f"good, {count:,} bytes checked"
 
 
 def _verify(path: str) -> int | None:
     """Return how many bytes of values were checked; None without hashes."""
+    _require_file(path)
     found = open_checkpoint(path)
     if found.vouched is None:
         return None
     plan, count = found.vouched.plan, 0
     slot = Image(1, plan.block_bytes).slot(0)
-    with Blocks(path, found.vouched, direct=False) as blocks:
-        for block in _progress(range(plan.num_blocks), os.path.basename(path)):
-            count += blocks.read(block, slot).nbytes
+    with (
+        Blocks(path, found.vouched, direct=False) as blocks,
+        progress(plan.data_end - plan.data_start, os.path.basename(path)) as tick,
+    ):
+        for block in range(plan.num_blocks):
+            nbytes = blocks.read(block, slot).nbytes
+            count += nbytes
+            tick(nbytes)
     return count
 
 
-def _progress(things: Any, title: str) -> Iterator[Any]:
-    """Show how far a long work is, where people look on."""
-    console = Console(stderr=True)
-    yield from track(things, title, console=console, disable=not console.is_terminal)
-
-
 @ckpt.command()
-@click.argument("first", type=click.Path(exists=True, dir_okay=False))
-@click.argument("second", type=click.Path(exists=True, dir_okay=False))
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
 def diff(first: str, second: str) -> None:
     """Say how two checkpoints differ; exit status 1 if they do, apart from the step."""
     headers = _checked(first), _checked(second)
     table = Table("name", "difference")
-    for name in sorted(set(headers[0].entries) | set(headers[1].entries)):
-        text = _difference(name, headers, (first, second))
-        if text:
-            table.add_row(name, text)
+    names = sorted(set(headers[0].entries) | set(headers[1].entries))
+    sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
+    with progress(sum(sizes.values()), "comparing") as tick:
+        for name in names:
+            text = _difference(name, headers, (first, second))
+            if text:
+                _row(table, name, text)
+            tick(sizes[name])
     for section in ("iterators", "python"):
         states = [getattr(header, section) for header in headers]
         for name in sorted(set(states[0]) | set(states[1])):
             one, other = states[0].get(name), states[1].get(name)
             if not _same_state(one, other):
-                table.add_row(f"{section}/{name}", "another state")
+                _row(table, f"{section}/{name}", "another state")
     steps = [header.step for header in headers]
     click.echo(f"steps {steps[0]} and {steps[1]}")
     if table.row_count:
@@ -146,6 +226,15 @@ def diff(first: str, second: str) -> None:
     else:
         click.echo("no difference")
     raise SystemExit(_DIFFERENT if table.row_count else 0)
+
+
+def _entries(name: str, headers: tuple[Header, Header]) -> list[Entry]:
+    found = (header.entries.get(name) for header in headers)
+    return [entry for entry in found if entry is not None]
+
+
+def _nbytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * _dtype(entry.dtype).itemsize
 
 
 def _same_state(one: Any, other: Any) -> bool:
@@ -198,36 +287,59 @@ def export(file: str, output: str) -> None:
         raise click.ClickException(
             f"expected a name that is free, found the file {output}; choose another"
         )
-    names = _progress(sorted(header.entries), os.path.basename(file))
-    values = ((n, _value(file, n, header.entries[n].dtype)) for n in names)
+    total = sum(map(_nbytes, header.entries.values()))
     try:
-        export_values(output, values)
+        with progress(total, os.path.basename(output)) as tick:
+            export_values(output, _values(file, header, tick))
     except OSError as error:
         raise click.ClickException(f"{output} could not be written: {error}") from error
     click.echo(f"{output}: {len(header.entries)} values")
 
 
+def _values(
+    path: str, header: Header, tick: Callable[[int], None]
+) -> Iterator[tuple[str, Array]]:
+    for name, entry in sorted(header.entries.items()):
+        yield name, _value(path, name, entry.dtype)
+        tick(_nbytes(entry))
+
+
 def _header(path: str) -> Header:
-    try:
-        return read_header(path)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from error
+    with _explained(path):
+        return _read(path)
 
 
 def _checked(path: str) -> Header:
     """Return what a file holds, after all its bytes were checked."""
     header = _header(path)
-    try:
-        checked = _verify(path)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from error
-    if checked is None:
-        click.echo(f"{path}: not verified: format version 1 has no hashes", err=True)
+    with _explained(path):
+        if _verify(path) is None:
+            text = "not verified: format version 1 has no hashes"
+            click.echo(f"{path}: {text}", err=True)
     return header
 
 
-def _value(path: str, name: str, dtype: str) -> Array:
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """End the command with one line about what is wrong with a file."""
     try:
-        return read_values(path, {name: named_dtype(dtype)})[name]
-    except CorruptCheckpointError as error:
-        raise click.ClickException(str(error)) from error
+        yield
+    except CheckpointError as error:
+        raise click.ClickException(_line(error)) from error
+    except OSError as error:
+        raise click.ClickException(_unreadable(path, error)) from error
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return named_dtype(name)
+    except (ImportError, TypeError) as error:
+        raise click.ClickException(
+            f"expected a type that is known here, found {name}: {_line(error)}; "
+            "install what is missing"
+        ) from error
+
+
+def _value(path: str, name: str, dtype: str) -> Array:
+    with _explained(path):
+        return read_values(path, {name: _dtype(dtype)})[name]

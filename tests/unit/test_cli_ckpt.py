@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +21,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
+from hpcstrat.checkpoint import trial
+from hpcstrat.checkpoint.file_systems import file_system_name
+from hpcstrat.checkpoint.trial import Layout, Measured
+from hpcstrat.cli.ckpt_bench import advise, parse_size
 from hpcstrat.cli.main import main
+from hpcstrat.errors import CheckpointError
+from hpcstrat.testing.launcher import clean_environment
 
 VERSION_1 = Path(__file__).parent / "data" / "version-1.h5"
 
@@ -99,3 +115,381 @@ def test_list_and_show(folder: Path) -> None:
     assert "ckpt-0000000002.h5" in found.output
     shown = _run("show", _paths(folder)[0])
     assert "2 x 3" in shown.output
+
+
+def test_metrics_are_shown(tmp_path: Path) -> None:
+    value = hs.Variable(np.ones(2), name="w")
+    with hs.CheckpointManager(tmp_path, net=value) as manager:
+        manager.save(1, metrics={"val_loss": 0.25})
+    assert "metric val_loss: 0.25\n" in _run("show", _paths(tmp_path)[0]).output
+
+
+def test_brackets_in_names_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "[red]"
+    folder.mkdir()
+    value = hs.Variable(np.ones(2), name="w")
+    with hs.CheckpointManager(folder, net={"[bold]": value}) as manager:
+        manager.save(1)
+        value.assign([1.0, 2.0])
+        manager.save(2)
+    first, second = _paths(folder)
+    assert "net/[bold]" in _run("show", first).output
+    assert "net/[bold]" in _run("diff", first, second).output
+    first.write_bytes(b"")
+    assert "/[red]/" in _run("ls", folder).output
+
+
+def _newer(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.attrs["hpcstrat_format"] = np.bytes_(b"hpcstrat-checkpoint")
+        file.attrs["hpcstrat_format_version"] = 99
+
+
+def _foreign(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file["x"] = np.ones(3)
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# What is at the place of a checkpoint, and words of what is said about it.
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "text": (lambda path: path.write_text("no checkpoint\n"), "cannot be read"),
+    "newer": (_newer, "version 99"),
+    "foreign": (_foreign, "its format is"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be read"),
+    "truncated": (_truncated, "cannot be read"),
+    "missing": (Path.unlink, "No such file"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "a folder"),
+    "pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "something else"),
+    "unreadable": (lambda path: None, "Permission denied"),
+}
+
+
+@pytest.fixture(params=BAD)
+def bad(
+    request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Path]:
+    """Return a kind of bad input, and its path; another checkpoint is beside it."""
+    path = _paths(folder)[0]
+    BAD[request.param][0](path)
+    if request.param == "unreadable":
+        real = os.open
+
+        def refuse(name: Any, *arguments: Any, **options: Any) -> int:
+            if os.fspath(name) == str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(name, *arguments, **options)
+
+        # The superuser, as which tests may run, is refused nothing.
+        monkeypatch.setattr(os, "open", refuse)
+    return request.param, path
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "diff", "diff2", "export"])
+def test_bad_file_is_one_line(
+    bad: tuple[str, Path], command: str, tmp_path: Path
+) -> None:
+    kind, path = bad
+    good = path.parent / "ckpt-0000000002.h5"
+    words = {
+        "diff": ("diff", path, good),
+        "diff2": ("diff", good, path),
+        "export": ("export", path, tmp_path / "out.npz"),
+    }.get(command, (command, path))
+    found = _run(*words)
+    if (command, kind) == ("verify", "folder"):
+        # A folder is no bad input there; this one has nothing to check.
+        assert (found.exit_code, found.output) == (1, "no checkpoints found\n")
+        return
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit)
+    assert len(found.output.splitlines()) == 1, found.output
+    assert BAD[kind][1] in found.output
+    assert str(path) in found.output
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_list_goes_on_after_a_bad_file(bad: tuple[str, Path]) -> None:
+    kind, path = bad
+    found = _run("ls", path.parent)
+    assert "ckpt-0000000002.h5" in found.output
+    said = [line for line in found.output.splitlines() if line.startswith(path.name)]
+    if kind == "missing":
+        assert (found.exit_code, said) == (0, [])
+        return
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit)
+    assert len(said) == 1
+    assert BAD[kind][1] in said[0]
+
+
+def test_list_passes_over_a_file_that_goes_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = map(str, _paths(folder))
+    gone = str(folder / "ckpt-0000000000.h5")
+    listed = lambda _: [gone, first, second]  # noqa: E731
+    monkeypatch.setattr("hpcstrat.cli.ckpt.list_checkpoints", listed)
+    found = _run("ls", folder)
+    assert found.exit_code == 0, found.output
+    assert "ckpt-0000000002.h5" in found.output
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_list_of_what_is_no_folder_is_one_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    if kind == "file":
+        path.write_text("")
+    found = _run("ls", path)
+    assert found.exit_code == 1
+    assert found.output.startswith("Error: expected a folder, found ")
+    assert len(found.output.splitlines()) == 1
+
+
+def test_verify_goes_on_after_a_bad_file(bad: tuple[str, Path]) -> None:
+    found = _run("verify", bad[1], bad[1].parent / "ckpt-0000000002.h5")
+    assert found.exit_code == (0 if bad[0] == "folder" else 1)
+    assert "ckpt-0000000002.h5: good, " in found.output
+    damaged = bad[0] in ("text", "foreign", "empty", "truncated")
+    assert ("DAMAGED" in found.output) is damaged
+
+
+def _started(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the command as a program of its own."""
+    program = "from hpcstrat.cli import main; main()"
+    paths = [str(Path(hs.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TERM": "xterm"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "ckpt", *map(str, words)],
+        env=clean_environment(changes),
+        **options,
+    )
+
+
+def _on_terminal(*words: Any) -> tuple[str, str]:
+    """Return standard output, and what was shown on a terminal."""
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                shown.extend(data)
+        except OSError:
+            # The end of a terminal.
+            return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    process = _started(*words, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    output = process.communicate(timeout=100)[0]
+    reader.join()
+    os.close(ours)
+    return output.decode(), shown.decode()
+
+
+def test_progress_is_shown_on_a_terminal_only(folder: Path, tmp_path: Path) -> None:
+    first, second = _paths(folder)
+    for words in (
+        ("verify", first),
+        ("diff", first, second),
+        ("export", first, tmp_path / "x.npz"),
+    ):
+        output, shown = _on_terminal(*words)
+        assert "100%" in shown, words
+        (tmp_path / "x.npz").unlink(missing_ok=True)
+        alone = _run(*words)
+        assert alone.stdout == output
+        assert alone.stderr == ""
+
+
+def test_bench_measures_all_layouts_and_leaves_nothing(tmp_path: Path) -> None:
+    folder, report = tmp_path / "there", tmp_path / "report.json"
+    folder.mkdir()
+    words = ("bench", folder, "--size", "32MiB", "--rounds", "2", "--json", report)
+    output, shown = _on_terminal(*words)
+    assert "100%" in shown
+    assert "threads that stand for ranks" in output
+    assert output.splitlines()[0] == f"{folder}: {file_system_name(str(folder))}"
+    assert output.splitlines()[-1].startswith("direct_io: ")
+    found = json.loads(report.read_text())
+    ways = [(row["shared"], row["direct"]) for row in found["layouts"]]
+    assert set(ways) == {(a, b) for a in (True, False) for b in (True, False)}
+    assert {row["piece_bytes"] for row in found["layouts"]} >= {1 << 20}
+    assert all(len(row["write_seconds"]) == 2 for row in found["layouts"])
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("{}/missing",), "found none at"),
+        (("{}/file",), "expected a folder"),
+        (("{}", "--size", "many"), "found 'many'"),
+        (("{}", "--size", "0"), "found '0'"),
+        (("{}", "--size", "1MiB"), "for each of"),
+        (("{}", "--size", "1000000TiB"), "expected room for"),
+        (("{}", "--json", "{}/missing/x"), "that can be written"),
+    ],
+)
+def test_bench_refuses_in_one_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    found = _run("bench", *(word.format(tmp_path) for word in words))
+    assert found.exit_code == 1
+    assert len(found.output.splitlines()) == 1, found.output
+    assert said in found.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_bench_with_unknown_options_is_an_error_of_usage(tmp_path: Path) -> None:
+    assert _run("bench", tmp_path, "--rounds", "0").exit_code == 2
+    assert _run("bench").exit_code == 2
+
+
+def _nothing(*_: Any) -> None:
+    """Write nothing."""
+
+
+def _full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "said"),
+    [
+        ("write_all", _nothing, "what was read is not what was written"),
+        ("write_all", _full, "No space left on device"),
+        ("flush", _full, "No space left on device"),
+        ("create", _full, "No space left on device"),
+        ("read_into", _full, "No space left on device"),
+    ],
+)
+def test_bench_that_fails_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    instead: Callable[..., None],
+    said: str,
+) -> None:
+    monkeypatch.setattr(trial, name, instead)
+    found = _run("bench", tmp_path, "--size", "16MiB")
+    assert found.exit_code == 1
+    assert said in found.output
+    assert len(found.output.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_says_where_direct_writes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trial.open_to_write
+    monkeypatch.setattr(trial, "open_to_write", lambda path, _: real(path, False))
+    found = _run("bench", tmp_path, "--size", "16MiB", "--rounds", "1")
+    assert found.exit_code == 0, found.output
+    assert "refuses direct writes" in found.output.splitlines()[-1]
+
+
+def _until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_bench_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None:
+    words = ("bench", tmp_path, "--size", "16MiB", "--rounds", "100000")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = _started(*words, **pipes, start_new_session=True)
+    try:
+        _until(lambda: any(tmp_path.glob(".hpcstrat-bench-*/*")))
+        # The whole group, as terminals and launchers do.
+        os.killpg(process.pid, number)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    assert b"Traceback" not in said
+    _until(lambda: not any(tmp_path.iterdir()))
+
+
+def _measured(*, shared: bool, direct: bool, seconds: list[float]) -> Measured:
+    return Measured(Layout(shared, direct, 1 << 20), 1 << 30, seconds, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "auto", "said"),
+    [
+        ([1.0, 1.0], [2.0, 2.0], True, '"on" writes 2.0 times as fast; nothing'),
+        ([1.0, 1.0], [2.0, 2.0], False, "set HPCSTRAT_DIRECT_IO=on"),
+        ([2.0, 2.0], [1.0, 1.0], True, "set HPCSTRAT_DIRECT_IO=off"),
+        ([2.0, 2.0], [1.0, 1.0], False, '"off" writes 2.0 times as fast; nothing'),
+        ([1.0, 1.0], [1.05, 1.05], False, 'do not differ clearly; nothing to set: "'),
+        ([1.0, 3.0], [2.0, 2.9], True, 'clearly; nothing to set: "auto" picks "on"'),
+    ],
+)
+def test_advice_names_the_faster_setting(
+    on: list[float], off: list[float], auto: bool, said: str
+) -> None:
+    results = [
+        _measured(shared=shared, direct=direct, seconds=on if direct else off)
+        for shared in (True, False)
+        for direct in (True, False)
+    ]
+    (line,) = advise(results, auto, "Lustre", "there")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("Lustre", "lfs setstripe -c -1 -S 16M there"), ("NFS", "a local disk")],
+)
+def test_advice_names_a_remedy_for_a_slow_shared_file(kind: str, remedy: str) -> None:
+    results = [
+        _measured(shared=shared, direct=direct, seconds=[3.0 if shared else 1.0])
+        for shared in (True, False)
+        for direct in (True, False)
+    ]
+    first, last = advise(results, True, kind, "there")
+    assert "3.0 times as fast as one file" in first
+    assert remedy in first
+    assert last.startswith("direct_io: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "mebibytes"),
+    [("256MiB", 256), ("1.5 GiB", 1536), ("2g", 2048), ("3MB", 3), ("1", 1)],
+)
+def test_sizes_are_rounded_up(text: str, mebibytes: int) -> None:
+    assert parse_size(text) == mebibytes << 20
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1PB", "MiB", "1e3", "0.0"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="expected a size such as"):
+        parse_size(text)
+
+
+# What stat(1) says, where that is another word.
+NAMES = {"ext2/ext3": "ext4", "overlay": "overlayfs"}
+
+
+@pytest.mark.skipif(shutil.which("stat") is None, reason="there is no stat(1)")
+@pytest.mark.parametrize("path", ["/", "/dev/shm", "/proc"])
+def test_file_system_is_named(path: str) -> None:
+    words = ["stat", "-f", "-c", "%T %t", path]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    name, number = done.stdout.split()
+    expected = NAMES.get(name, name), f"of type 0x{number}"
+    assert file_system_name(path).lower() in expected
+
+
+def test_file_system_of_nothing_is_unknown() -> None:
+    assert file_system_name("/nowhere/at/all") == "unknown"

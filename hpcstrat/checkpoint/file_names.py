@@ -1,0 +1,148 @@
+"""Names of files: given, taken away, and brought to the disk.
+
+Linux manual: link(2), rename(2), unlink(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator
+
+__all__ = ["flush_folder", "publish", "remove", "wait_for_room"]
+
+_NO_LINKS = (
+    *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
+)
+_freeing: list[threading.Thread] = []
+
+
+def flush_folder(path: str) -> None:
+    """Bring the names in a folder to the disk.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The folder.
+
+    Raises
+    ------
+    OSError
+        If it cannot be.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove(path: str) -> None:
+    """Remove a file; a thread gives back its blocks, which takes long for large ones.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    path : str
+        The file; its name is gone on return.
+
+    Raises
+    ------
+    OSError
+        If it cannot be removed.
+    """
+    with _freed_later(path):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def _freed_later(path: str) -> Iterator[None]:
+    """Keep a file open that loses its last name meanwhile; a thread closes it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # Not readable, or not there: whoever removes it finds out.
+        file = -1
+    try:
+        yield
+    finally:
+        if file >= 0:
+            _close_later(file)
+
+
+def _close_later(file: int) -> None:
+    thread = threading.Thread(
+        target=os.close, args=(file,), name="hpcstrat-remove", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:
+        # The system gives no more threads.
+        os.close(file)
+        return
+    _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
+
+
+def wait_for_room() -> bool:
+    """Wait for blocks that are being given back.
+
+    Not collective.
+
+    Returns
+    -------
+    bool
+        Whether there were any.
+    """
+    threads = list(_freeing)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
+def publish(temporary: str, path: str, replaces: bool) -> None:
+    """Give a finished file its name.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    temporary : str
+        Its name so far, which goes.
+    path : str
+        Its name from now on.
+    replaces : bool
+        Whether a file of that name is replaced.
+
+    Raises
+    ------
+    FileExistsError
+        If there is a file of that name, which is not to be replaced.
+    OSError
+        If the folder cannot be written.
+    """
+    if replaces:
+        with _freed_later(path):
+            os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS a call whose answer was lost is repeated, and finds its own link.
+        if not os.path.samefile(temporary, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links on this file system.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "File exists", path) from error
+        os.rename(temporary, path)
+        return
+    # The checkpoint is there; what may be left is a second name, for others to tidy.
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)

@@ -1,0 +1,289 @@
+"""The command that tries a file system; it needs no MPI, but uses it if started so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hpcstrat.checkpoint.file_systems import file_system_name, is_local
+from hpcstrat.checkpoint.plan import choose_block_bytes
+from hpcstrat.checkpoint.scratch import scratch
+from hpcstrat.checkpoint.trial import (
+    STRIPE_BYTES,
+    Measured,
+    compare,
+)
+from hpcstrat.checkpoint.trial_group import Group, run_in_threads
+from hpcstrat.cli.ckpt_progress import progress
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.errors import CheckpointError, TopologyError
+from hpcstrat.topology import Topology
+
+__all__ = ["advise", "bench", "parse_size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+_LETTERS = "kmgt"
+_SAME = 1.1
+_MUCH = 1.5
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What the command line asks for."""
+
+    directory: str
+    folder: str
+    size: str
+    rounds: int
+    output: str | None
+
+
+@click.command()
+@click.argument("directory", type=click.Path())
+@click.option("--size", default="256MiB", show_default=True, help="Of all together.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--json", "output", type=click.Path(), help="Write all times there, too.")
+def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
+    """Find the fastest way of writing checkpoints in DIRECTORY.
+
+    Under mpirun or srun, all ranks write, as they do in a program. Without, threads of
+    this process stand for ranks. What is written is removed, also after an interrupt.
+    """
+    launch = launch_from_environment()
+    guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
+    try:
+        with guard as folder:
+            wish = _Wish(directory, folder, size, rounds, output)
+            if launch.launcher:
+                _bench_ranks(wish, launch.launcher)
+            else:
+                _bench_threads(wish)
+    except TopologyError as error:
+        raise click.ClickException(str(error)) from error
+    except CheckpointError as error:
+        if launch.rank == 0:
+            click.echo(f"Error: {error}", err=True)
+        raise SystemExit(1) from error
+
+
+def _bench_ranks(wish: _Wish, launcher: str) -> None:
+    # A rank that is interrupted ends at once, and so the job: the others wait for it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    world = Topology.world()
+    _bench(world, wish, f"{world.size} ranks ({launcher})")
+
+
+def _bench_threads(wish: _Wish) -> None:
+    count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    words = f"{count} threads that stand for ranks, which mpirun or srun would start"
+    run_in_threads(count, lambda group: _bench(group, wish, words))
+
+
+def _bench(group: Group, wish: _Wish, writers: str) -> None:
+    """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
+    nbytes = parse_size(wish.size)
+    problem = "" if group.rank or not wish.output else _unwritable(wish.output)
+    if problem := group.allgather(problem)[0]:
+        raise CheckpointError(problem)
+    show = progress if group.rank == 0 else _no_progress
+    usual = choose_block_bytes(nbytes, group.size)
+    num_layouts = 4 * len({STRIPE_BYTES, usual})
+    with show(2 * num_layouts * wish.rounds * nbytes, "writing and reading") as tick:
+        results = compare(group, wish.folder, nbytes, wish.rounds, tick)
+    if group.rank:
+        return
+    kind, auto = file_system_name(wish.directory), is_local(wish.directory)
+    click.echo(f"{wish.directory}: {kind}")
+    click.echo(f"{nbytes:,} bytes, median of {wish.rounds}, written by {writers}")
+    _show(results)
+    lines = advise(results, auto, kind, wish.directory)
+    for line in lines:
+        click.echo(line)
+    if wish.output is not None:
+        _save(wish.output, _report(wish, kind, group.size, results, lines))
+
+
+def _unwritable(output: str) -> str:
+    """Return why a file could not be written at the end; empty if it could."""
+    folder = os.path.dirname(os.path.abspath(output))
+    if os.path.isdir(output) or not os.access(folder, os.W_OK):
+        return f"expected a file that can be written, found {output}; choose another"
+    return ""
+
+
+@contextlib.contextmanager
+def _no_progress(*_: object) -> Any:
+    yield lambda _: None
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes, rounded up to MiB.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : str
+        Such as ``256MiB``, ``1.5 GiB``, ``100MB``; a number alone is bytes.
+
+    Returns
+    -------
+    int
+        At least 1 MiB.
+
+    Raises
+    ------
+    CheckpointError
+        For another text.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise CheckpointError(
+            f"expected a size such as 256MiB or 2GB, found {text!r}; give a number "
+            "above 0 and a unit"
+        )
+    base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
+    power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
+    nbytes = int(float(match[1]) * base**power)
+    return max(-(-nbytes // STRIPE_BYTES), 1) * STRIPE_BYTES
+
+
+def _show(results: Sequence[Measured]) -> None:
+    table = Table("layout", "part", "write GB/s", "read GB/s")
+    for found in results:
+        layout = found.layout
+        name = "one file" if layout.shared else "a file per writer"
+        way = "direct" if layout.direct else "page cache"
+        way = "direct (refused: page cache)" if found.refused else way
+        rates = found.write_bytes_per_second, found.read_bytes_per_second
+        words = [f"{rate / 1e9:.3g}" for rate in rates]
+        table.add_row(f"{name}, {way}", f"{layout.piece_bytes >> 20} MiB", *words)
+    Console().print(table)
+
+
+def advise(
+    results: Sequence[Measured], auto: bool, kind: str, directory: str
+) -> list[str]:
+    """Return what to set, in the last line, and what else is worth to know.
+
+    Not collective.
+
+    Parameters
+    ----------
+    results : sequence of Measured
+        Of all layouts.
+    auto : bool
+        Whether the setting ``auto`` means direct writes there.
+    kind : str
+        Name of the file system's type.
+    directory : str
+        The folder.
+
+    Returns
+    -------
+    list of str
+        Lines.
+    """
+    usual = max(found.layout.piece_bytes for found in results)
+    lines = []
+    shared, single = (
+        max(f.write_bytes_per_second for f in results if f.layout.shared is is_shared)
+        for is_shared in (True, False)
+    )
+    if single > _MUCH * shared:
+        lines.append(
+            f"a file per writer is written {single / shared:.1f} times as fast as one "
+            f"file, which is what hpcstrat writes{_remedy(kind, directory)}"
+        )
+    ways = {
+        found.layout.direct: found
+        for found in results
+        if found.layout.shared and found.layout.piece_bytes == usual
+    }
+    return [*lines, _setting(ways[True], ways[False], auto)]
+
+
+def _remedy(kind: str, directory: str) -> str:
+    if kind == "Lustre":
+        return f"; spread the folder: lfs setstripe -c -1 -S 16M {directory}"
+    if kind == "NFS":
+        return "; a parallel file system or a local disk takes one file better"
+    return ""
+
+
+def _setting(direct: Measured, cached: Measured, auto: bool) -> str:
+    """Return the line about ``direct_io``, by the part size of real checkpoints."""
+    chosen = "on" if auto else "off"
+    if direct.refused:
+        return (
+            "direct_io: this file system refuses direct writes; nothing to set: every "
+            "value means the page cache"
+        )
+    ratio = direct.write_bytes_per_second / cached.write_bytes_per_second
+    best = "on" if ratio > 1 else "off"
+    times = max(ratio, 1 / ratio)
+    fast, slow = (direct, cached) if best == "on" else (cached, direct)
+    if times < _SAME or max(fast.write_seconds) > min(slow.write_seconds):
+        return (
+            'direct_io: "on" and "off" do not differ clearly; nothing to set: "auto" '
+            f'picks "{chosen}" here'
+        )
+    if best == chosen:
+        return (
+            f'direct_io: "{best}" writes {times:.1f} times as fast; nothing to set: '
+            '"auto" picks it here'
+        )
+    return (
+        f'direct_io: "{best}" writes {times:.1f} times as fast as "{chosen}", which '
+        f'"auto" picks here; set HPCSTRAT_DIRECT_IO={best}'
+    )
+
+
+def _report(
+    wish: _Wish,
+    kind: str,
+    num_writers: int,
+    results: Sequence[Measured],
+    lines: Sequence[str],
+) -> dict[str, Any]:
+    rows = [
+        {
+            **asdict(found.layout),
+            "refused": found.refused,
+            "write_seconds": found.write_seconds,
+            "read_seconds": found.read_seconds,
+            "write_bytes_per_second": found.write_bytes_per_second,
+            "read_bytes_per_second": found.read_bytes_per_second,
+        }
+        for found in results
+    ]
+    return {
+        "directory": os.path.abspath(wish.directory),
+        "file_system": kind,
+        "launcher": launch_from_environment().launcher,
+        "num_writers": num_writers,
+        "bytes": results[0].nbytes,
+        "auto_is_direct": is_local(wish.directory),
+        "layouts": rows,
+        "advice": list(lines),
+    }
+
+
+def _save(output: str, report: dict[str, Any]) -> None:
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+    except OSError as error:
+        raise CheckpointError(f"{output} could not be written: {error}") from error
