@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpcstrat import optimizers as optimizers
     from hpcstrat import testing as testing
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
+    from hpcstrat.checkpoint import KeepBest as KeepBest
     from hpcstrat.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from hpcstrat.cross_device_ops import (
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -94,7 +95,7 @@ _MODULES = (
     "testing",
 )
 _NAMES = {
-    "checkpoint": ("CheckpointManager",),
+    "checkpoint": ("CheckpointManager", "KeepBest"),
     "cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",

@@ -2,5 +2,6 @@
 
 from hpcstrat.checkpoint.manager import CheckpointManager
 from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
+from hpcstrat.checkpoint.retention import KeepBest
 
-__all__ = ["CheckpointManager", "RestoreReport", "SaveStatistics"]
+__all__ = ["CheckpointManager", "KeepBest", "RestoreReport", "SaveStatistics"]

@@ -8,17 +8,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hpcstrat.checkpoint.disk import (
-    flush,
-    flush_folder,
-    open_to_write,
-    publish,
-    remove,
-    write_all,
-)
-from hpcstrat.checkpoint.folder import identity_of, keep_newest
+from hpcstrat.checkpoint.disk import flush, open_to_write, write_all
+from hpcstrat.checkpoint.file_names import flush_folder, publish, remove
+from hpcstrat.checkpoint.folder import identity_of
 from hpcstrat.checkpoint.layout import Header
 from hpcstrat.checkpoint.record import pack_record
+from hpcstrat.checkpoint.retention import Found, Retention
 from hpcstrat.checkpoint.skeleton import Skeleton
 from hpcstrat.errors import CheckpointError
 from hpcstrat.typing import Array
@@ -42,8 +37,8 @@ class Target:
         Which file that is.
     abandoned : list of (str, identity)
         Later checkpoints, which go once this one is durable.
-    max_to_keep : int or None
-        How many to keep then.
+    retention : Retention
+        Removes others then.
     """
 
     path: str
@@ -51,7 +46,7 @@ class Target:
     replaces: bool
     found: tuple[int, int, int] | None
     abandoned: list[tuple[str, tuple[int, int, int] | None]]
-    max_to_keep: int | None
+    retention: Retention
 
 
 class Commit:
@@ -199,7 +194,7 @@ class Commit:
             flush_folder(os.path.dirname(self.target.path))
 
     def _tidy(self) -> None:
-        if self.target.max_to_keep is not None:
-            with suppress(OSError):
-                folder = os.path.dirname(self.target.path)
-                keep_newest(folder, self.target.max_to_keep)
+        with suppress(OSError):
+            header = self._header
+            new = Found(self.target.path, header.step, self._created, header.metrics)
+            self.target.retention.apply(new)

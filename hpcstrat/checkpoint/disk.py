@@ -1,6 +1,6 @@
 """Files at the level of the operating system: what Python's own ``os`` leaves open.
 
-Linux manual: open(2) for O_DIRECT, fallocate(2), link(2), fsync(2), statfs(2).
+Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2).
 """
 
 from __future__ import annotations
@@ -10,61 +10,25 @@ import ctypes
 import errno
 import fcntl
 import os
-import sys
-import threading
-from collections.abc import Iterator
 
+from hpcstrat.checkpoint.file_names import wait_for_room
 from hpcstrat.checkpoint.plan import PAGE_BYTES
 
 __all__ = [
     "create",
     "flush",
-    "flush_folder",
     "forget_pages",
-    "is_local",
     "open_to_read",
     "open_to_write",
-    "publish",
     "read_exactly",
     "read_into",
-    "remove",
     "write_all",
 ]
 
-# ext2 to ext4, and XFS: where direct writes of several processes into one file are both
-# allowed and faster. Parallel file systems have their own ways (statfs(2), f_type).
-_LOCAL_TYPES = (0xEF53, 0x58465342)
-_NO_LINKS = (
-    *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
-)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 1 << 30
-
-
-def is_local(path: str) -> bool:
-    """Whether a path is on a file system of this machine, known to write directly well.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Of a file or folder.
-
-    Returns
-    -------
-    bool
-        False where that cannot be found out.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    # The type is the first word of struct statfs; the rest fits by far.
-    words = (ctypes.c_ulong * 64)()
-    if ctypes.CDLL(None).statfs(os.fsencode(path), words):
-        return False
-    return int(words[0]) in _LOCAL_TYPES
 
 
 def create(path: str, nbytes: int) -> None:
@@ -89,7 +53,7 @@ def create(path: str, nbytes: int) -> None:
         try:
             _reserve(file, nbytes)
         except OSError as error:
-            if error.errno not in _NO_ROOM or not _wait_for_room():
+            if error.errno not in _NO_ROOM or not wait_for_room():
                 raise
             _reserve(file, nbytes)
     except BaseException:
@@ -334,127 +298,3 @@ def flush(file: int) -> None:
         If it cannot be. It is not tried again: the kernel may have dropped the pages.
     """
     os.fsync(file)
-
-
-def flush_folder(path: str) -> None:
-    """Bring the names in a folder to the disk.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The folder.
-
-    Raises
-    ------
-    OSError
-        If it cannot be.
-    """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-_freeing: list[threading.Thread] = []
-
-
-def remove(path: str) -> None:
-    """Remove a file; a thread gives back its blocks, which takes long for large ones.
-
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    path : str
-        The file; its name is gone on return.
-
-    Raises
-    ------
-    OSError
-        If it cannot be removed.
-    """
-    with _freed_later(path):
-        os.unlink(path)
-
-
-@contextlib.contextmanager
-def _freed_later(path: str) -> Iterator[None]:
-    """Keep a file open that loses its last name meanwhile; a thread closes it."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        # Not readable, or not there: whoever removes it finds out.
-        file = -1
-    try:
-        yield
-    finally:
-        if file >= 0:
-            _close_later(file)
-
-
-def _close_later(file: int) -> None:
-    thread = threading.Thread(
-        target=os.close, args=(file,), name="hpcstrat-remove", daemon=True
-    )
-    try:
-        thread.start()
-    except RuntimeError:
-        # The system gives no more threads.
-        os.close(file)
-        return
-    _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
-
-
-def _wait_for_room() -> bool:
-    """Wait for blocks that are being given back; whether there were any."""
-    threads = list(_freeing)
-    for thread in threads:
-        thread.join()
-    return bool(threads)
-
-
-def publish(temporary: str, path: str, replaces: bool) -> None:
-    """Give a finished file its name.
-
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    temporary : str
-        Its name so far, which goes.
-    path : str
-        Its name from now on.
-    replaces : bool
-        Whether a file of that name is replaced.
-
-    Raises
-    ------
-    FileExistsError
-        If there is a file of that name, which is not to be replaced.
-    OSError
-        If the folder cannot be written.
-    """
-    if replaces:
-        with _freed_later(path):
-            os.replace(temporary, path)
-        return
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # Over NFS a call whose answer was lost is repeated, and finds its own link.
-        if not os.path.samefile(temporary, path):
-            raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # No hard links on this file system.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "File exists", path) from error
-        os.rename(temporary, path)
-        return
-    # The checkpoint is there; what may be left is a second name, for others to tidy.
-    with contextlib.suppress(OSError):
-        os.unlink(temporary)

@@ -1,4 +1,4 @@
-"""The names in a folder of checkpoints: what is there, and what may go."""
+"""The names in a folder of checkpoints: what is there, and what dead jobs left."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import platform
 import secrets
 from contextlib import suppress
 
-from hpcstrat.checkpoint.disk import flush_folder, remove
-from hpcstrat.checkpoint.layout import list_checkpoints
+from hpcstrat.checkpoint.file_names import flush_folder
 from hpcstrat.checkpoint.reader import check
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.tracing import get_logger
 
 __all__ = [
     "identity_of",
     "is_damaged",
-    "keep_newest",
     "prepare",
     "remove_abandoned",
     "temporary_name",
@@ -147,27 +144,3 @@ def is_damaged(path: str) -> bool:
     except (FileNotFoundError, CheckpointError):
         return False
     return False
-
-
-def keep_newest(directory: str, count: int) -> None:
-    """Remove all checkpoints but the newest ones; damaged ones do not count.
-
-    Not collective: one rank calls it, after a new one is durable.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-    count : int
-        How many to keep; at least 1.
-    """
-    whole = [p for p in list_checkpoints(directory) if not is_damaged(p)]
-    for path in whole[:-count]:
-        try:
-            remove(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            get_logger("checkpoint").warning(
-                "the old checkpoint %s could not be removed: %s", path, error
-            )

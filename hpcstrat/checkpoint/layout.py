@@ -13,6 +13,7 @@ __all__ = [
     "COMMIT",
     "FORMAT",
     "FORMAT_VERSION",
+    "METRICS",
     "RESERVED",
     "TABLE",
     "Entry",
@@ -32,6 +33,9 @@ TABLE = "hpcstrat/block_xxh3_64"
 
 COMMIT = "hpcstrat/commit"
 """Dataset that is the commit record."""
+
+METRICS = "hpcstrat/metrics"
+"""Group whose attributes are the metrics of a save; only where there are any."""
 
 RESERVED = ("variables", "iterators", "rng", "python", "hpcstrat")
 """Groups with a meaning of their own; no object may have such a name."""
@@ -86,6 +90,10 @@ class Header:
         tells them apart.
     python : dict of str to object
         Plain state, by name.
+    metrics : dict of str to float
+        What was given to ``save``, by name.
+    created_unix_ns : int
+        When the save began; 0 before it has.
     """
 
     step: int
@@ -93,6 +101,8 @@ class Header:
     entries: dict[str, Entry] = field(default_factory=dict)
     iterators: dict[str, dict[str, Any]] = field(default_factory=dict)
     python: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    created_unix_ns: int = 0
 
 
 def checkpoint_name(step: int) -> str:

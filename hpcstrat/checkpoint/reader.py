@@ -16,6 +16,7 @@ from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
+    METRICS,
     Entry,
     Header,
     saved_dtype,
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "open_checkpoint",
     "read_header",
+    "read_root",
     "read_values",
 ]
 
@@ -118,6 +120,36 @@ def read_header(path: str) -> Header:
     return open_checkpoint(path).header
 
 
+def read_root(path: str) -> Header:
+    """Check a file as `check` does, and read its own attributes and metrics.
+
+    Not collective. The time that it takes hardly depends on how much is in the file.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Returns
+    -------
+    Header
+        Without entries and states.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    with _readable(path):
+        vouched = _vouched(path)
+        with h5py.File(path, "r", locking=False) as file:
+            return _header(file, vouched)
+
+
 def check(path: str) -> None:
     """Check a file as far as that takes next to no time: all but the data.
 
@@ -180,6 +212,10 @@ def _header(file: h5py.File, vouched: Vouched | None) -> Header:
     header = Header(int(file.attrs["step"]), int(file.attrs["num_replicas"]))
     if vouched is not None and header.step != vouched.step:
         raise ValueError("its commit record is of another step")
+    header.created_unix_ns = int(file.attrs.get("created_unix_ns", 0))
+    if METRICS in file:
+        metrics = file[METRICS].attrs.items()
+        header.metrics = {name: float(value) for name, value in metrics}
     return header
 
 

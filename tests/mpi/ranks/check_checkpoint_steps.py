@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.errors import CheckpointError, CollectiveError
-from tests.mpi.ranks.saved import Counter
+from hpcstrat.errors import CheckpointError, CollectiveError, ReplicaError
+from tests.mpi.ranks.saved import Counter, warnings_of_checkpoints
 
 
 def test_retention_keeps_the_newest(strategy: Any, folder: Path, job: Any) -> None:
@@ -193,3 +195,255 @@ def test_copies_that_differ_are_not_saved(
         assert os.listdir(folder) == []
     # Later tests compare the copies of all variables that are still there.
     x.component[...] = 0
+
+
+def _steps(manager: Any) -> list[int]:
+    return [int(Path(path).stem.removeprefix("ckpt-")) for path in manager.checkpoints]
+
+
+_LOSSES = {1: 0.5, 2: 0.1, 3: 0.7, 4: 0.9, 5: math.nan, 6: 0.3, 7: 0.8}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_rules_together_in_one_job_and_the_next(
+    asynchronous: bool, strategy: Any, folder: Path, job: Any
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    options: dict[str, Any] = {
+        "max_to_keep": 2,
+        "keep_every": 4,
+        "keep_best": hs.KeepBest("loss", count=2),
+        "x": x,
+    }
+    with hs.CheckpointManager(folder, **options) as first:
+        assert first.best() is None
+        for step, loss in _LOSSES.items():
+            x.assign(float(step))
+            metrics = {"loss": np.float32(loss), "other": step}
+            first.save(step, metrics=metrics, asynchronous=asynchronous)
+        first.wait()
+        assert _steps(first) == [2, 4, 6, 7]
+    job.Barrier()
+    # The metrics are in the files.
+    with hs.CheckpointManager(folder, **options) as second:
+        best = second.best()
+        assert best == str(folder / "ckpt-0000000002.h5")
+        assert job.allgather(best) == [best] * job.size
+        for step, loss in ((9, 0.2), (10, 0.6), (11, None), (12, 0.05)):
+            metrics = None if loss is None else {"loss": loss}
+            second.save(step, metrics=metrics, asynchronous=asynchronous)
+        second.wait()
+        assert _steps(second) == [2, 4, 11, 12]
+        assert second.restore(second.best()) == 12
+        assert second.restore(second.checkpoints[0]) == 2
+        assert x.numpy() == 2.0
+
+
+def test_best_passes_over_what_is_damaged(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    rule = hs.KeepBest("accuracy", mode="max")
+    manager = hs.CheckpointManager(folder, keep_best=rule, x=x)
+    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        manager.save(step, metrics={"accuracy": accuracy})
+    job.Barrier()
+    if job.rank == 0:
+        os.truncate(manager.checkpoints[1], 5000)
+    job.Barrier()
+    with warnings_of_checkpoints() as warnings:
+        assert manager.best() == manager.checkpoints[0]
+    # Where it is looked for, and only there.
+    assert len(warnings) == (strategy.replica_id == 0)
+    assert all("ckpt-0000000002.h5" in text for text in warnings)
+
+
+def test_ranks_that_give_different_metrics_are_told(
+    strategy: Any, folder: Path
+) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one rank agrees with itself")
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(folder, x=x)
+    own: list[Any] = [{"loss": 0.5 + strategy.replica_id}]
+    own.append(None if strategy.replica_id else {"loss": 0.5})
+    for metrics in own:
+        for asynchronous in (False, True):
+            with pytest.raises(CollectiveError, match=r"metrics \{'loss': 0\.5\}"):
+                manager.save(1, metrics=metrics, asynchronous=asynchronous)
+            assert manager.checkpoints == []
+    # In another order, and of other types, they are the same.
+    names = ["a", "b"] if strategy.replica_id else ["b", "a"]
+    kind: Any = float if strategy.replica_id else np.float32
+    path = manager.save(1, metrics={name: kind("nan") for name in names})
+    assert manager.checkpoints == [path]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_to_keep": 0},
+        {"keep_every": 0},
+        {"keep_every": "10"},
+        {"keep_best": "loss"},
+        {"keep_for": -3600.0},
+        {"keep_for": timedelta(0)},
+    ],
+    ids=repr,
+)
+def test_rules_that_cannot_be_are_refused_on_every_rank(
+    options: dict[str, Any], strategy: Any, folder: Path
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    with pytest.raises(ValueError, match=f"expected {next(iter(options))}"):
+        hs.CheckpointManager(folder / "never", x=x, **options)
+    assert not (folder / "never").exists()
+
+
+def test_what_one_rank_cannot_give_is_refused_on_every_rank(
+    strategy: Any, folder: Path
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(folder, x=x)
+    with pytest.raises((ValueError, ReplicaError), match="metric 'loss'"):
+        manager.save(1, metrics={"loss": np.zeros(2)})
+    last = strategy.replica_id == strategy.num_replicas_in_sync - 1
+    loss: Any = "low" if last else 0.5
+    error = ValueError if last else ReplicaError
+    with pytest.raises(error, match="metric 'loss' to be one real number, found 'low'"):
+        manager.save(1, metrics={"loss": loss})
+    assert manager.checkpoints == []
+    rule = None if last else hs.KeepBest("loss")
+    uneven = hs.CheckpointManager(folder, keep_best=rule, x=x)
+    with pytest.raises(error, match="manager with keep_best"):
+        uneven.best()
+    manager.save(1, metrics={"loss": 0.5})
+
+
+def test_function_makes_what_no_checkpoint_holds(strategy: Any, folder: Path) -> None:
+    with strategy.scope():
+        x = hs.Variable(0.0)
+    manager = hs.CheckpointManager(folder, x=x)
+    calls: list[int] = []
+
+    def begin() -> None:
+        calls.append(strategy.replica_id)
+        x.assign(5.0)
+
+    assert manager.restore_or_initialize(begin) is None
+    assert calls == [strategy.replica_id]
+    manager.save(3)
+    x.assign(7.0)
+    assert manager.restore_or_initialize(begin) == 3
+    assert calls == [strategy.replica_id]
+    assert x.numpy() == 5.0
+
+
+class _Training:
+    """A program with one of everything that a manager takes."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        data = hs.Dataset(np.arange(41.0), 6, shuffle=True, seed=5)
+        with strategy.scope():
+            self.w = hs.Variable(np.ones(2), name="w")
+            self.optimizer = hs.optimizers.Adam(0.1)
+            self.loss = hs.metrics.Mean()
+            self.group = hs.metrics.MetricGroup(
+                {"sum": hs.metrics.Sum(), "mse": hs.metrics.MeanSquaredError()}
+            )
+            self.streams = strategy.random("noise", seed=3)
+            self.data = strategy.experimental_distribute_dataset(data)
+        self.counter = Counter()
+
+    def manager(self, folder: Path, **options: Any) -> Any:
+        """Return what saves all of it."""
+        return hs.CheckpointManager(
+            folder,
+            **options,
+            w=self.w,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            metrics=self.group,
+            streams=self.streams,
+            data=self.data,
+            counter=self.counter,
+        )
+
+    def train(self, steps: int) -> list[float]:
+        """Do some steps; return the examples that all replicas saw."""
+        seen: list[float] = []
+
+        def step(batch: Any) -> None:
+            self.optimizer.apply_gradients([(np.full(2, batch.sum()), self.w)])
+            self.loss.update_state(batch)
+            self.group["sum"].update_state(batch)
+            self.group["mse"].update_state(batch, np.zeros_like(batch))
+            seen.extend(batch.tolist())
+            self.streams.generator.random(len(batch) + 1)
+            self.streams.shared.random()
+
+        batches = iter(self.data)
+        for _ in range(steps):
+            self.strategy.run(step, args=(next(batches),))
+        self.counter.state["größe"] += steps
+        parts = self.strategy.collectives.all_gather_object(seen, "examples seen")
+        return [float(value) for part in parts for value in part]
+
+    def results(self) -> dict[str, float]:
+        """Return the metrics of all replicas."""
+        return {"loss": self.loss.result(), **self.group.results()}
+
+
+def test_everything_comes_back_on_any_number_of_replicas(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    """Metrics, optimizer, streams, data set and plain state, from the best one."""
+    rule = hs.KeepBest("loss", mode="max")
+    for saved in range(1, job.size + 1):
+        path = folder / str(saved)
+        told = None
+        if saved in strategies:
+            first = _Training(strategies[saved])
+            with first.manager(path, max_to_keep=1, keep_best=rule) as manager:
+                seen = first.train(3)
+                results = first.results()
+                state, streams = _optimizer_state(first), first.streams.state()
+                manager.save(metrics=results, asynchronous=True)
+                # Worse, and newer.
+                first.train(2)
+                manager.save(metrics=results | {"loss": -1.0})
+            told = seen, results, state, streams
+        seen, results, state, streams = job.bcast(told)
+        for strategy in strategies.values():
+            other = _Training(strategy)
+            manager = other.manager(path, keep_best=rule)
+            assert _steps(manager) == [3, 5]
+            assert manager.restore(manager.best()) == 3
+            assert manager.last_restore.unused == ()
+            assert other.results() == pytest.approx(results, rel=1e-12)
+            assert other.counter.state == {"größe": 3}
+            # The values of slots wait for the first step.
+            found = _optimizer_state(other)
+            assert found.keys() == state.keys()
+            for name, value in state.items():
+                np.testing.assert_array_equal(found[name], value)
+            now = other.streams.state()
+            np.testing.assert_array_equal(now["shared"], streams["shared"])
+            both = min(saved, strategy.num_replicas_in_sync)
+            np.testing.assert_array_equal(now["state"][:both], streams["state"][:both])
+            rest = other.train(4)
+            assert sorted(seen + rest) == list(np.arange(41.0))
+        job.Barrier()
+
+
+def _optimizer_state(training: _Training) -> dict[str, Any]:
+    optimizer = training.optimizer
+    variables = optimizer.checkpoint_variables()
+    made = {name: each.component.copy() for name, each in variables.items()}
+    return made | dict(optimizer.checkpoint_deferred())
