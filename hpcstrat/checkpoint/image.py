@@ -6,13 +6,34 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.typing import Array
 
-__all__ = ["Image", "Memory", "as_bytes", "fill"]
+__all__ = ["Image", "Memory", "Source", "as_bytes", "fill"]
+
+
+class Source(Protocol):
+    """What has the bytes of a dataset that this replica writes; an array has all."""
+
+    def __getitem__(self, source: slice, /) -> Array:
+        """Return the bytes of a piece.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            That of a `Piece`.
+
+        Returns
+        -------
+        ndarray of uint8
+            As many.
+        """
 
 
 class Memory:
@@ -130,7 +151,7 @@ def as_bytes(value: Array) -> Array:
     return little.reshape(-1).view(np.uint8)
 
 
-def fill(slot: Array, plan: Plan, block: int, values: Mapping[str, Array]) -> None:
+def fill(slot: Array, plan: Plan, block: int, values: Mapping[str, Source]) -> None:
     """Put a block together: the values that lie in it, and zeros between them.
 
     Not collective.
@@ -143,8 +164,8 @@ def fill(slot: Array, plan: Plan, block: int, values: Mapping[str, Array]) -> No
         The layout.
     block : int
         Its number.
-    values : mapping of str to ndarray of uint8
-        From `as_bytes`, by path.
+    values : mapping of str to Source
+        Such as from `as_bytes`, by path.
     """
     done = 0
     for piece in plan.pieces(block):

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import on_first
 from hpcstrat.checkpoint.folder import prepare
-from hpcstrat.checkpoint.layout import (
-    Header,
-    checkpoint_name,
-    list_checkpoints,
-    step_of,
-)
+from hpcstrat.checkpoint.layout import Header, checkpoint_name
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restorer import Restorer
+from hpcstrat.checkpoint.retention import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.saving import Saver
-from hpcstrat.checkpoint.search import newest_path
+from hpcstrat.checkpoint.search_methods import SearchMethods
 from hpcstrat.checkpoint.under_way import Order
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
@@ -35,17 +32,30 @@ __all__ = ["CheckpointManager"]
 _ON_BUSY = ("wait", "skip")
 
 
-class CheckpointManager:
+class CheckpointManager(SearchMethods):
     """Saves a program's state in a folder, and restores it on any number of replicas.
 
     Collective over the strategy's replicas, as are its methods.
+
+    A checkpoint is kept if any of ``max_to_keep``, ``keep_every``, ``keep_best`` and
+    ``keep_for`` asks for it, whichever job saved it. Others are removed when a new one
+    is on the disk. The newest whole checkpoint always stays; damaged ones do not count,
+    and stay too.
 
     Parameters
     ----------
     directory : str or path
         Where the files ``ckpt-<step>.h5`` are; made where it is missing.
     max_to_keep : int or None
-        How many checkpoints to keep; None keeps all.
+        How many of the newest to keep; None keeps all, whatever the others say.
+    keep_every : int or timedelta, optional
+        Keep for ever those whose step is a multiple of this number, or those that are
+        at least this time apart, from the oldest one in the folder on.
+    keep_best : KeepBest, optional
+        Keep the best by a metric that is given to `save`.
+    keep_for : float or timedelta, optional
+        Keep those younger than this; a number is in seconds. What counts is the time in
+        the file at which its save began.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         a folder of its own.
@@ -55,7 +65,8 @@ class CheckpointManager:
     Raises
     ------
     ValueError
-        If an object cannot be saved, or its name is reserved.
+        If an object cannot be saved, its name is reserved, or one of the above is no
+        such value.
     CheckpointError
         If the folder cannot be made.
     RuntimeError
@@ -67,18 +78,16 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         *,
         max_to_keep: int | None = 5,
+        keep_every: int | timedelta | None = None,
+        keep_best: KeepBest | None = None,
+        keep_for: float | timedelta | None = None,
         independent: bool = False,
         **objects: Any,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(
-                f"expected max_to_keep >= 1 or None, found {max_to_keep}; pass None to "
-                "keep all"
-            )
-        self.directory = os.path.abspath(os.fspath(directory))
+        rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
         self._objects = Objects(objects)
-        self._strategy = self._objects.strategy
-        self._collectives = self._strategy.collectives
+        folder = os.path.abspath(os.fspath(directory))
+        super().__init__(folder, self._objects.strategy, keep_best)
         size = launch_from_environment().size
         if size > 1 and not self._strategy.distributes and not independent:
             raise RuntimeError(
@@ -87,7 +96,7 @@ class CheckpointManager:
                 "use MultiWorkerMirroredStrategy, or pass independent=True and a "
                 "folder for each rank"
             )
-        self._saver = Saver(self._strategy, self.directory, max_to_keep)
+        self._saver = Saver(self._strategy, self.directory, rules)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
@@ -125,37 +134,12 @@ class CheckpointManager:
         """
         return self._restorer.last
 
-    @property
-    def checkpoints(self) -> list[str]:
-        """Paths of the checkpoints that are in the folder now, oldest step first.
-
-        Not collective; ranks may see different moments.
-        """
-        return list_checkpoints(self.directory)
-
-    def latest(self) -> str | None:
-        """Return the newest checkpoint that is whole; its data are not read.
-
-        Collective over the strategy's replicas.
-
-        Returns
-        -------
-        str or None
-            Its path; None where there is none.
-        """
-        self._settle()
-
-        newest = partial(newest_path, self.directory)
-        path: str | None = on_first(
-            self._strategy, "search for the newest checkpoint", newest
-        )
-        return path
-
     @overload
     def save(  # numpydoc ignore=GL08
         self,
         step: int | None = None,
         *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         asynchronous: bool = False,
         on_busy: Literal["wait"] = "wait",
         overwrite: bool = False,
@@ -166,6 +150,7 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         asynchronous: bool = False,
         on_busy: str,
         overwrite: bool = False,
@@ -176,6 +161,7 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         asynchronous: bool = False,
         on_busy: str = "wait",
         overwrite: bool = False,
@@ -189,6 +175,9 @@ class CheckpointManager:
         step : int, optional
             Number in the file's name; default: the optimizer's iterations, or one more
             than the newest checkpoint's.
+        metrics : mapping of str to number, optional
+            Stored in the file, for ``keep_best``: numbers or arrays of shape (), the
+            same on every rank, such as ``{"val_loss": 0.25}``.
         asynchronous : bool
             Whether to return as soon as this replica's share is copied; threads then
             write it. What is saved may change at once. Without a further call, the
@@ -214,24 +203,23 @@ class CheckpointManager:
             is a checkpoint of the ``step`` given, or of a later one, which would be
             taken for the newest; or if an earlier save in the background failed.
             Nothing is left behind, and older checkpoints are as before.
+        CollectiveError
+            On every rank, if ranks save different steps, metrics or variables.
         DivergenceError
             On every rank, if the copies of a mirrored variable have come to differ. An
             asynchronous save compares up to 16 MiB of them, or an eighth of a replica's
             share, and the next one the next part.
         """
         began = time.perf_counter()
-        if on_busy not in _ON_BUSY:
-            error = ValueError(
-                f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
-            )
-            self._collectives.fail("save", error)
-            raise error
+        numbers = self._checked(on_busy, metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
         self.wait()
         replaces = overwrite or step is None
         if step is None:
-            step = self._next_step()
+            step = self._objects.iterations()
+        if step is None:
+            step = self._newest_step() + 1
         try:
             variables = self._objects.variables()
             iterators, python = self._objects.states()
@@ -240,8 +228,9 @@ class CheckpointManager:
             self._collectives.fail("save", error)
             raise
         kind = "asynchronous save" if asynchronous else "save"
+        given = f"metrics {numbers} and " if numbers else ""
         self._collectives.barrier(
-            f"{kind} of step {step} with {self._objects.describe(variables)}"
+            f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
         # Clocks drift: a timeline measures them where the ranks meet now and then.
         channel = self._collectives.channel
@@ -252,15 +241,32 @@ class CheckpointManager:
             # them may take longer than copying this replica's share.
             compare(self._turn)
             self._turn += 1
-        values = dict(zip(variables, read_all(list(variables.values())), strict=True))
+        read = read_all(list(variables.values()), own_rows=True)
+        values = dict(zip(variables, read, strict=True))
         header = Header(step, self._strategy.num_replicas_in_sync)
         header.entries = self._objects.entries(variables, values)
         self._objects.add_deferred(header.entries, values)
         header.iterators, header.python = iterators, python
+        header.metrics = numbers
         path = os.path.join(self.directory, name)
         order = Order(path, asynchronous, replaces, overwrite, began)
         self._saver.save(order, header, values, None if asynchronous else compare)
         return path
+
+    def _checked(
+        self, on_busy: str, metrics: Mapping[str, SupportsFloat] | None
+    ) -> dict[str, float]:
+        """Refuse what cannot be, on all ranks; return the metrics."""
+        if on_busy not in _ON_BUSY:
+            raise self._refuse(
+                "save",
+                f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one",
+            )
+        try:
+            return checked_metrics(metrics)
+        except Exception as error:
+            self._collectives.fail("save", error)
+            raise
 
     def wait(self) -> None:
         """Wait until a save in the background is on the disk, if there is one.
@@ -293,7 +299,6 @@ class CheckpointManager:
             self._saver.close()
 
     def _settle(self) -> None:
-        """Finish a save in the background; `wait` raises what went wrong with it."""
         try:
             self._saver.finish()
         except CheckpointError as error:
@@ -353,12 +358,11 @@ class CheckpointManager:
         self._settle()
         unknown = set(only or ()) - self._objects.names
         if isinstance(only, str) or unknown:
-            error = ValueError(
+            raise self._refuse(
+                "restore",
                 f"expected only to hold names of {sorted(self._objects.names)}, found "
-                f"{only!r}; pass a list of such names"
+                f"{only!r}; pass a list of such names",
             )
-            self._collectives.fail("restore", error)
-            raise error
         step = self._restorer.restore(
             None if path is None else os.fspath(path),
             rename or {},
@@ -374,15 +378,23 @@ class CheckpointManager:
             )
         return step
 
-    def restore_or_initialize(self) -> int | None:
+    def restore_or_initialize(
+        self, init_fn: Callable[[], object] | None = None
+    ) -> int | None:
         """Restore the newest checkpoint, if there is one.
 
         Collective over the strategy's replicas.
 
+        Parameters
+        ----------
+        init_fn : callable, optional
+            Called on every rank where there is no checkpoint.
+
         Returns
         -------
         int or None
-            Its step; None where there is none, and variables stay as they are.
+            Its step; None where there is none, and variables stay as they are, but for
+            what ``init_fn`` does.
 
         Raises
         ------
@@ -390,17 +402,9 @@ class CheckpointManager:
             On every rank, if the checkpoint does not fit.
         """
         self._settle()
-        return self._restorer.restore(
+        step = self._restorer.restore(
             None, {}, allow_cast=False, expect_partial=False, per_replica="error"
         )
-
-    def _next_step(self) -> int:
-        iterations = self._objects.iterations()
-        if iterations is not None:
-            return iterations
-        newest = on_first(
-            self._strategy,
-            "search for the newest step",
-            lambda: max((step_of(p) or 0 for p in self.checkpoints), default=0),
-        )
-        return int(newest) + 1
+        if step is None and init_fn is not None:
+            init_fn()
+        return step

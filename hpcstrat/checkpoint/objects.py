@@ -205,7 +205,7 @@ class Objects:
         variables : dict of str to Variable
             By path.
         values : dict of str to ndarray
-            Logical values, by path.
+            Logical values, by path; with a row for each replica, that of this one.
 
         Returns
         -------
@@ -215,15 +215,16 @@ class Objects:
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            alone = variable.aggregation is VariableAggregation.NONE
+            apart = on_read and variable.aggregation is VariableAggregation.NONE
+            rows = (self.strategy.num_replicas_in_sync,) if apart else ()
             entries[path] = Entry(
                 path,
-                values[path].shape,
+                (*rows, *values[path].shape),
                 variable.dtype.name,
                 "on_read" if on_read else "on_write",
                 variable.aggregation.name.lower(),
                 variable.trainable,
-                on_read and alone,
+                apart,
             )
         return entries
 

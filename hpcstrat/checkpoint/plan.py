@@ -11,7 +11,7 @@ commit record::
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,16 +48,24 @@ class Extent:
         Where in the file it begins.
     nbytes : int
         How long it is; at least 1.
+    num_rows : int
+        One for each replica, which alone has it; 0 where all have all values.
     """
 
     path: str
     offset: int
     nbytes: int
+    num_rows: int = 0
 
     @property
     def stop(self) -> int:
         """Where it ends."""
         return self.offset + self.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row; there must be rows."""
+        return self.nbytes // self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,36 @@ class Plan:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return -(-(self.data_end - self.data_start) // self.block_bytes)
+
+    @cached_property
+    def has_rows(self) -> bool:
+        """Whether a replica has values that the others do not have."""
+        return any(extent.num_rows for extent in self.extents)
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
+        return {}
+
+    def parts(self, size: int) -> tuple[Sequence[int], ...]:
+        """Return which blocks each replica writes.
+
+        Not collective. A block more than half of which is one replica's row is that
+        replica's. All others are dealt out so that all have equally many, as far as
+        that goes.
+
+        Parameters
+        ----------
+        size : int
+            Number of replicas; that of the rows where there are any.
+
+        Returns
+        -------
+        tuple of sequence of int
+            By replica; ascending. Each block is in one of them.
+        """
+        if size not in self._parts:
+            self._parts[size] = _deal(self, size)
+        return self._parts[size]
 
     def span(self, block: int) -> tuple[int, int]:
         """Return where a block is in the file.
@@ -228,3 +266,51 @@ def part_of(count: int, rank: int, size: int) -> range:
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
+
+
+def _deal(plan: Plan, size: int) -> tuple[Sequence[int], ...]:
+    if not plan.has_rows:
+        return tuple(part_of(plan.num_blocks, rank, size) for rank in range(size))
+    owners = _row_owners(plan)
+    parts: list[list[int]] = [[] for _ in range(size)]
+    for block, rank in owners.items():
+        parts[rank].append(block)
+    free = [block for block in range(plan.num_blocks) if block not in owners]
+    start = 0
+    for part, count in zip(parts, _shares(parts, len(free)), strict=True):
+        part.extend(free[start : start + count])
+        part.sort()
+        start += count
+    return tuple(parts)
+
+
+def _row_owners(plan: Plan) -> dict[int, int]:
+    """Return the replica of each block of which one row fills more than half."""
+    owners = {}
+    for extent in plan.extents:
+        if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
+            continue
+        for rank in range(extent.num_rows):
+            start = extent.offset + rank * extent.row_bytes
+            stop = start + extent.row_bytes
+            for block in plan.blocks_of(start, stop):
+                low, high = plan.span(block)
+                if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
+                    owners[block] = rank
+    return owners
+
+
+def _shares(parts: list[list[int]], count: int) -> list[int]:
+    """Return how many more each takes of some things, so that all end up level."""
+    has = [len(part) for part in parts]
+
+    def needed(level: int) -> int:
+        return sum(max(level - each, 0) for each in has)
+
+    level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
+    takes = [max(level - each, 0) for each in has]
+    for rank in reversed(range(len(takes))):
+        # The last ones have one less.
+        if takes[rank] and sum(takes) > count:
+            takes[rank] -= 1
+    return takes

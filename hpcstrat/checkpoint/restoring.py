@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.checkpoint.disk import is_local
+from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.image import Image, Memory
 from hpcstrat.checkpoint.layout import named_dtype, saved_dtype
 from hpcstrat.checkpoint.matching import Match

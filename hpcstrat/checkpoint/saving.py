@@ -20,16 +20,19 @@ import numpy as np
 
 from hpcstrat.checkpoint.agreement import explained, on_first
 from hpcstrat.checkpoint.commit import Commit, Target
-from hpcstrat.checkpoint.disk import create, is_local
+from hpcstrat.checkpoint.disk import create
+from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.folder import identity_of, is_damaged, temporary_name
-from hpcstrat.checkpoint.image import Memory, as_bytes
+from hpcstrat.checkpoint.image import Memory, Source, as_bytes
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
-from hpcstrat.checkpoint.plan import Plan, part_of
+from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.report import SaveStatistics
+from hpcstrat.checkpoint.retention import KeepRules, Retention
+from hpcstrat.checkpoint.rows import Rows, exchange_rows
 from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.under_way import Order, Save, Start
 from hpcstrat.checkpoint.verdicts import NONCE_BYTES, room_bytes
-from hpcstrat.checkpoint.writing import RING_SLOTS
+from hpcstrat.checkpoint.writing import KINDS_OF_WORK, RING_SLOTS
 from hpcstrat.errors import CheckpointError
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
@@ -46,8 +49,8 @@ class Saver:
         Whose replicas save.
     directory : str
         The folder.
-    max_to_keep : int or None
-        How many checkpoints to keep.
+    rules : KeepRules
+        Which checkpoints to keep; replica 0's.
 
     Attributes
     ----------
@@ -55,13 +58,13 @@ class Saver:
         Of the last save that is done.
     """
 
-    def __init__(self, strategy: Any, directory: str, max_to_keep: int | None) -> None:
+    def __init__(self, strategy: Any, directory: str, rules: KeepRules) -> None:
         self._strategy = strategy
         # For all of this replica's blocks, or a few at a time. With memory in common,
         # also with that of restores, all get slower: by up to 2 on a virtual machine.
         self._whole, self._ring = Memory(), Memory()
         self._directory = directory
-        self._max_to_keep = max_to_keep
+        self._retention = Retention(directory, rules)
         self._skeleton: Skeleton | None = None
         self._plan: Plan | None = None
         self._current: Save | None = None
@@ -85,7 +88,8 @@ class Saver:
         header : Header
             What.
         values : mapping of str to ndarray
-            Logical values, by path; may change afterwards.
+            Logical values, by path; of those with a row for each replica, the row of
+            this one. May change afterwards.
         compare : callable or None
             What finds out, while values are being written, whether they may be saved;
             collective, and raises on every rank.
@@ -112,9 +116,15 @@ class Saver:
         place = self._strategy.replica_id, self._strategy.num_replicas_in_sync
         save = self._current = Save(*(order, start, self._plan, place), header.step)
         save.commit = commits[0] if commits else None
-        blocks = part_of(save.plan.num_blocks, *place)
+        blocks = save.plan.parts(place[1])[place[0]]
+        rows = self._rows(save, values)
         try:
-            data = {path: as_bytes(value) for path, value in values.items()}
+            data: dict[str, Source] = {
+                path: as_bytes(value)
+                for path, value in values.items()
+                if path not in rows
+            }
+            data |= rows
             data |= _state_bytes(header, start.python)
             if order.asynchronous:
                 memory, slots = self._whole, max(len(blocks), 1)
@@ -134,6 +144,16 @@ class Saver:
                 raise
         if not order.asynchronous:
             self.finish()
+
+    def _rows(self, save: Save, values: Mapping[str, Array]) -> dict[str, Rows]:
+        """Return what this replica writes of values with a row for each replica."""
+        if not save.plan.has_rows:
+            return {}
+        try:
+            return exchange_rows(save.plan, values, self._strategy, save.order.path)
+        except BaseException as error:
+            self._drop(save, error)
+            raise
 
     def _drop(self, save: Save, error: BaseException) -> None:
         """Give up a save, which is not committed before all have met, on this rank."""
@@ -171,7 +191,7 @@ class Saver:
         abandoned = [(p, identity_of(p)) for p in later]
         target = Target(
             *(path, temporary, replaces, identity_of(path), abandoned),
-            self._max_to_keep,
+            self._retention,
         )
         create(temporary, plan.size + room)
         commits.append(Commit(target, header, self._skeleton, time.time_ns()))
@@ -221,7 +241,9 @@ class Saver:
         save.join()
         error = save.error or (writing.error if writing is not None else None)
         what = f"save of {save.order.path}"
-        mine = None if writing is None else (writing.hashes.tobytes(), writing.seconds)
+        mine: tuple[bytes, dict[str, float]] = b"", dict.fromkeys(KINDS_OF_WORK, 0.0)
+        if writing is not None:
+            mine = writing.hashes.tobytes(), writing.seconds
         try:
             parts = self._strategy.collectives.all_gather_object(
                 (None if error is None else explained(what, error), mine),
@@ -243,7 +265,6 @@ class Saver:
 
     def _account(self, save: Save, parts: list[Any], total: float) -> None:
         seconds = [part[1] for part in parts]
-        assert save.writing is not None
         asynchronous = save.order.asynchronous
         self.last = SaveStatistics(
             path=save.order.path,
@@ -251,7 +272,7 @@ class Saver:
             nbytes=save.plan.size,
             asynchronous=asynchronous,
             blocking_seconds=save.blocking_seconds if asynchronous else total,
-            copy_seconds=save.writing.seconds["copy"],
+            copy_seconds=seconds[save.place[0]]["copy"],
             total_seconds=total,
             hash_seconds=max(each["hash"] for each in seconds),
             write_seconds=max(each["write"] for each in seconds),
@@ -291,7 +312,9 @@ def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:
         error = CheckpointError("; ".join(wrong))
         commit.drop(error)
         raise error
-    hashes = np.frombuffer(b"".join(part[0] for _, part in parts), np.uint64)
+    hashes = np.zeros(save.plan.num_blocks, np.uint64)
+    for blocks, (_, part) in zip(save.plan.parts(len(parts)), parts, strict=True):
+        hashes[list(blocks)] = np.frombuffer(part[0], np.uint64)
     commit.do(hashes)
     if commit.error is not None:
         raise commit.error

@@ -25,6 +25,7 @@ from hpcstrat.checkpoint.layout import (
     COMMIT,
     FORMAT,
     FORMAT_VERSION,
+    METRICS,
     TABLE,
     Header,
     named_dtype,
@@ -100,7 +101,9 @@ class Skeleton:
 
     def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
         self._key = _key(header, python)
-        room = _FIRST_BYTES + _BYTES_PER_DATASET * (len(header.entries) + len(python))
+        count = len(header.entries) + len(python) + len(header.metrics)
+        count += 2 * len(header.iterators)
+        room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
             made = _make(header, python, _pages(room))
@@ -159,6 +162,8 @@ class Skeleton:
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
             file.attrs.modify("step", np.int64(header.step))
             file.attrs.modify("created_unix_ns", np.int64(created_unix_ns))
+            for name, value in header.metrics.items():
+                file[METRICS].attrs.modify(name, np.float64(value))
             for name, state in header.iterators.items():
                 group = file[f"{section_of(state)}/{name}"]
                 for key, value in state.items():
@@ -193,7 +198,8 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
         for name, state in header.iterators.items()
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
-    return header.num_replicas, _job(), entries, rows, states, sizes
+    metrics = tuple(header.metrics)
+    return header.num_replicas, _job(), entries, rows, states, sizes, metrics
 
 
 def _kind(value: Any) -> Any:
@@ -261,7 +267,10 @@ def _make(
                 offset = maker.dataset(path, shape, dtype)
                 if offset is not None:
                     nbytes = math.prod(shape) * dtype.itemsize
-                    extents.append(Extent(path, offset, nbytes))
+                    entry = header.entries.get(path)
+                    apart = entry is not None and entry.per_replica
+                    rows = header.num_replicas if apart else 0
+                    extents.append(Extent(path, offset, nbytes, rows))
             data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
             extents.sort(key=lambda extent: extent.offset)
             data_start = (table_start or 0) + 8 * words
@@ -393,6 +402,10 @@ def _describe(maker: _Maker, header: Header, plan: Plan) -> None:
             if not isinstance(value, np.ndarray):
                 text = isinstance(value, str)
                 maker.attribute(path, key, value if text else number(0))
+    if header.metrics:
+        maker.group(METRICS)
+    for name in header.metrics:
+        maker.attribute(METRICS, name, np.float64(0))
     maker.attribute(TABLE, "algorithm", ALGORITHM)
     maker.attribute(TABLE, "block_bytes", number(plan.block_bytes))
     maker.attribute(TABLE, "data_start", number(plan.data_start))

@@ -7,18 +7,17 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpcstrat.checkpoint.commit import Commit
-from hpcstrat.checkpoint.image import Image
-from hpcstrat.checkpoint.plan import Plan, part_of
+from hpcstrat.checkpoint.image import Image, Source
+from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.writing import Writing
 from hpcstrat.tracing import get_logger
-from hpcstrat.typing import Array
 
 __all__ = ["Order", "Save", "Start", "finish_all", "give_up_all"]
 
@@ -122,7 +121,9 @@ class Save:
         self.writing: Writing | None = None
         self.error: BaseException | None = None
 
-    def write(self, image: Image, values: Mapping[str, Array], blocks: range) -> None:
+    def write(
+        self, image: Image, values: Mapping[str, Source], blocks: Sequence[int]
+    ) -> None:
         """Copy this replica's blocks, and have them written.
 
         Not collective.
@@ -131,9 +132,9 @@ class Save:
         ----------
         image : Image
             For the copies.
-        values : mapping of str to ndarray of uint8
+        values : mapping of str to Source
             By path.
-        blocks : range
+        blocks : sequence of int
             This replica's.
         """
         ahead = self.order.asynchronous
@@ -169,12 +170,12 @@ class Save:
     def _watch(self, writing: Writing) -> None:
         assert self.commit is not None
         hashes = np.zeros(self.plan.num_blocks, np.uint64)
-        hashes[writing.blocks.start : writing.blocks.stop] = writing.hashes
+        hashes[list(writing.blocks)] = writing.hashes
         nap = _FIRST_NAP_SECONDS
-        for rank in range(1, self.place[1]):
-            blocks = part_of(self.plan.num_blocks, rank, self.place[1])
-            if not blocks:
-                break
+        parts = self.plan.parts(self.place[1])
+        for rank, blocks in enumerate(parts):
+            if rank == 0 or not blocks:
+                continue
             while (part := read_verdict(*self._where(rank))) is None:
                 if self.stop.wait(nap):
                     return
@@ -183,7 +184,7 @@ class Save:
                 # Which rank, and why, is said when the main threads meet.
                 self.commit.drop(OSError(part, os.strerror(part)))
                 return
-            hashes[blocks.start : blocks.stop] = part
+            hashes[list(blocks)] = part
         self.commit.do(hashes)
 
     def join(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcstrat.checkpoint.disk import open_to_read, write_all
 from hpcstrat.checkpoint.hashing import block_hash
-from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan, part_of
+from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan
 from hpcstrat.typing import Array
 
 __all__ = ["NONCE_BYTES", "read_verdict", "room_bytes", "write_verdict"]
@@ -30,7 +30,7 @@ _TAIL = struct.Struct("<Q")
 
 
 def _stride(plan: Plan, num_replicas: int) -> int:
-    most = len(part_of(plan.num_blocks, 0, num_replicas))
+    most = max(map(len, plan.parts(num_replicas)))
     nbytes = _HEAD.size + 8 * most + _TAIL.size
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -125,7 +125,7 @@ def read_verdict(
         If the file cannot be read.
     """
     rank, size = place
-    count = len(part_of(plan.num_blocks, rank, size))
+    count = len(plan.parts(size)[rank])
     # Opened anew, network file systems look at the server.
     file = open_to_read(path, False)
     try:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 
 import numpy as np
 
 from hpcstrat.checkpoint.disk import flush, forget_pages, open_to_write, write_all
 from hpcstrat.checkpoint.hashing import block_hash
-from hpcstrat.checkpoint.image import Image, fill
+from hpcstrat.checkpoint.image import Image, Source, fill
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.typing import Array
 
-__all__ = ["NUM_THREADS", "RING_SLOTS", "Writing"]
+__all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "Writing"]
+
+KINDS_OF_WORK = ("copy", "hash", "write", "flush")
 
 NUM_THREADS = 2
 RING_SLOTS = 3
@@ -36,8 +38,8 @@ class Writing:
         The file, which exists.
     plan : Plan
         The layout.
-    blocks : range
-        This replica's blocks.
+    blocks : sequence of int
+        This replica's blocks, ascending.
     image : Image
         Holds `RING_SLOTS` blocks, or all of them.
     direct : bool
@@ -61,7 +63,7 @@ class Writing:
         self,
         path: str,
         plan: Plan,
-        blocks: range,
+        blocks: Sequence[int],
         image: Image,
         *,
         direct: bool,
@@ -72,27 +74,27 @@ class Writing:
         self.blocks = blocks
         self.hashes: Array = np.zeros(len(blocks), np.uint64)
         self.error: BaseException | None = None
-        self.seconds = dict.fromkeys(("copy", "hash", "write", "flush"), 0.0)
+        self.seconds = dict.fromkeys(KINDS_OF_WORK, 0.0)
         self.done = threading.Event()
         self._image = image
         self._direct = direct
         self._then = then
         self._file = -1
-        self._values: Mapping[str, Array] = {}
-        # Blocks, and whether they have been copied.
+        self._values: Mapping[str, Source] = {}
+        # Which of the blocks, and whether they have been copied.
         self._todo: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._left = 0
 
-    def start(self, values: Mapping[str, Array], *, ahead: bool) -> None:
+    def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
         """Have all blocks written.
 
         Not collective.
 
         Parameters
         ----------
-        values : mapping of str to ndarray of uint8
+        values : mapping of str to Source
             By path.
         ahead : bool
             Whether all blocks are copied here, so that values may change on return.
@@ -110,18 +112,19 @@ class Writing:
             self._fail(error)
             raise
         finally:
-            self._values = values
+            # Where all is copied, sums and others' rows need not stay in memory.
+            self._values = {} if ahead else values
             self._start_threads(ahead)
 
-    def _copy_all(self, values: Mapping[str, Array]) -> None:
+    def _copy_all(self, values: Mapping[str, Source]) -> None:
         begin = time.perf_counter()
         for slot, block in enumerate(self.blocks):
             fill(self._image.slot(slot), self.plan, block, values)
         self.seconds["copy"] = time.perf_counter() - begin
 
     def _start_threads(self, copied: bool) -> None:
-        for block in self.blocks:
-            self._todo.put((block, copied))
+        for index in range(len(self.blocks)):
+            self._todo.put((index, copied))
         wanted = self._left = NUM_THREADS if copied else RING_SLOTS
         for number in range(wanted):
             self._todo.put(None)
@@ -142,14 +145,14 @@ class Writing:
 
     def _work(self, number: int) -> None:
         while (item := self._todo.get()) is not None:
-            block, copied = item
+            index, copied = item
             if self.error is not None:
                 continue
             try:
-                slot = block - self.blocks.start if copied else number
+                slot = index if copied else number
                 if not copied:
-                    self._copy(block, slot)
-                self._write(block, slot)
+                    self._copy(self.blocks[index], slot)
+                self._write(index, slot)
             except BaseException as error:
                 self._fail(error)
         self._leave(1)
@@ -168,11 +171,11 @@ class Writing:
         with self._lock:
             self.seconds["copy"] += time.perf_counter() - begin
 
-    def _write(self, block: int, slot: int) -> None:
-        start, stop = self.plan.span(block)
+    def _write(self, index: int, slot: int) -> None:
+        start, stop = self.plan.span(self.blocks[index])
         data = self._image.slot(slot)[: stop - start].data
         begin = time.perf_counter()
-        self.hashes[block - self.blocks.start] = block_hash(data)
+        self.hashes[index] = block_hash(data)
         middle = time.perf_counter()
         write_all(self._file, data, start)
         end = time.perf_counter()

@@ -307,7 +307,7 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     return (total / num_replicas).astype(total.dtype, copy=False)
 
 
-def read_all(variables: Sequence[Variable]) -> list[Array]:
+def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
     """Return the logical value of each variable, in one call for each aggregation.
 
     Collective over the replicas of the variables' strategy, if any of them is a
@@ -317,18 +317,21 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
     ----------
     variables : sequence of Variable
         Of one strategy, in the same order on every replica.
+    own_rows : bool
+        Whether those with aggregation ``NONE`` are left apart.
 
     Returns
     -------
     list of ndarray
         Plain and mirrored variables: this replica's component, read-only, no copy.
         SyncOnRead ones: the aggregate; with aggregation ``NONE`` all components, of
-        shape (num_replicas, ...).
+        shape (num_replicas, ...), or with ``own_rows`` this replica's, no copy.
     """
     results: list[Any] = [variable._view for variable in variables]
     groups: dict[VariableAggregation, list[int]] = {}
     for index, variable in enumerate(variables):
-        if isinstance(variable, SyncOnReadVariable):
+        apart = own_rows and variable.aggregation is _NONE
+        if isinstance(variable, SyncOnReadVariable) and not apart:
             groups.setdefault(variable.aggregation, []).append(index)
     if not groups:
         return results

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk
+from hpcstrat.checkpoint import disk, rows
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
 from hpcstrat.checkpoint.layout import Entry, Header
@@ -150,6 +150,100 @@ def test_parts_are_equal_and_complete(count: int, size: int) -> None:
     assert lengths[0] - lengths[-1] <= 1
 
 
+_ROWED = st.tuples(st.integers(1, 400), st.booleans(), st.integers(0, 60))
+
+
+def _rowed_plan(
+    datasets: list[tuple[int, bool, int]], block: int, size: int
+) -> tuple[Plan, dict[str, Any]]:
+    """Return a layout, and the bytes of each dataset; of some, replicas have rows."""
+    place, extents, values = 64, [], {}
+    draw = np.random.default_rng(len(datasets))
+    for number, (length, rowed, gap) in enumerate(datasets):
+        nbytes = length * size if rowed else length
+        extents.append(Extent(f"v{number}", place, nbytes, size if rowed else 0))
+        values[f"v{number}"] = draw.integers(1, 256, nbytes, np.uint8)
+        place += nbytes + gap
+    return Plan(32, 64, place, block, tuple(extents)), values
+
+
+@given(
+    datasets=st.lists(_ROWED, min_size=1, max_size=8),
+    block=st.sampled_from([32, 64, 256]),
+    size=st.integers(1, 9),
+)
+@settings(max_examples=150, deadline=None)
+def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
+    datasets: list[tuple[int, bool, int]], block: int, size: int
+) -> None:
+    plan, _ = _rowed_plan(datasets, block, size)
+    parts = plan.parts(size)
+    assert sorted(number for part in parts for number in part) == [
+        *range(plan.num_blocks)
+    ]
+    assert all(list(part) == sorted(part) for part in parts)
+    mine: list[set[int]] = [set() for _ in range(size)]
+    for extent in plan.extents:
+        for rank in range(extent.num_rows):
+            start = extent.offset + rank * extent.row_bytes
+            for number in plan.blocks_of(start, start + extent.row_bytes):
+                low, high = plan.span(number)
+                inside = min(start + extent.row_bytes, high) - max(start, low)
+                if 2 * inside > block:
+                    mine[rank].add(number)
+    assert all(own <= set(part) for own, part in zip(mine, parts, strict=True))
+    # Who was dealt others has no more than anybody else, or one more.
+    least = min(map(len, parts))
+    for own, part in zip(mine, parts, strict=True):
+        assert len(part) in (len(own), least, least + 1)
+
+
+@given(
+    datasets=st.lists(_ROWED, min_size=1, max_size=8),
+    block=st.sampled_from([32, 64, 256]),
+    size=st.integers(1, 5),
+    at_a_time=st.sampled_from([1, 100, 1000, 1 << 20]),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows_come_to_where_they_are_written(
+    datasets: list[tuple[int, bool, int]], block: int, size: int, at_a_time: int
+) -> None:
+    plan, values = _rowed_plan(datasets, block, size)
+    shares: list[dict[str, Any]] = [dict(values) for _ in range(size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_ROUND_BYTES", at_a_time)
+        rounds = []
+        for rank, share in enumerate(shares):
+            own = {
+                extent.path: rows.Rows(
+                    *(extent, rank, np.split(values[extent.path], size)[rank])
+                )
+                for extent in plan.extents
+                if extent.num_rows
+            }
+            share.update(own)
+            rounds.append(rows._rounds(plan, own, (rank, size)))
+    # As MPI would do it.
+    for together in zip(*rounds, strict=True):
+        for source, target in itertools.product(range(size), repeat=2):
+            sent = [*together[source].sent[target], np.empty(0, np.uint8)]
+            moved = np.concatenate(sent)
+            for there in together[target].received[source]:
+                there[:], moved = moved[: there.size], moved[there.size :]
+            assert not moved.size
+            assert not (source == target and len(sent) > 1)
+        received = [sum(map(rows._size, [each.received])) for each in together]
+        assert max(received) <= max(at_a_time, block)
+    wanted, found = np.empty(block, np.uint8), np.empty(block, np.uint8)
+    for rank, part in enumerate(plan.parts(size)):
+        for number in part:
+            fill(wanted, plan, number, values)
+            fill(found, plan, number, shares[rank])
+            start, stop = plan.span(number)
+            length = stop - start
+            np.testing.assert_array_equal(found[:length], wanted[:length])
+
+
 @given(nbytes=st.integers(0, 1 << 45), replicas=st.integers(1, 5000))
 def test_blocks_are_stripes(nbytes: int, replicas: int) -> None:
     size = choose_block_bytes(nbytes, replicas)
@@ -269,6 +363,20 @@ def test_verdicts_are_read_when_they_are_whole(tmp_path: Path) -> None:
         file.seek(plan.size + 60)
         file.write(b"\xff")
     assert read_verdict(path, plan, (0, 3), nonce) is None
+
+
+def test_verdicts_of_unequal_parts_have_room(tmp_path: Path) -> None:
+    path, nonce = str(tmp_path / "file"), b"n" * 16
+    plan = Plan(4096, 8192, 8192 + 700 * 4096, 4096)
+    plan._parts[3] = (range(10), [*range(10, 699)], range(699, 700))
+    disk.create(path, plan.size + room_bytes(plan, 3))
+    for rank in (2, 1, 0):
+        own = np.arange(len(plan.parts(3)[rank]), dtype=np.uint64) + rank
+        write_verdict(path, plan, (rank, 3), nonce, own)
+    for rank in (0, 1, 2):
+        own = np.arange(len(plan.parts(3)[rank]), dtype=np.uint64) + rank
+        np.testing.assert_array_equal(read_verdict(path, plan, (rank, 3), nonce), own)
+    assert os.path.getsize(path) == plan.size + room_bytes(plan, 3)
 
 
 @pytest.fixture(scope="module")
