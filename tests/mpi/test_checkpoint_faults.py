@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 import secrets
-import signal
-import sys
-import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,131 +11,257 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.testing import launch_command
-from hpcstrat.testing.job import Job, wait_until
-from tests.mpi.programs import save_loop
-from tests.mpi.programs.started import (
-    PROGRAMS,
-    environment,
-    processes_with,
-    start,
+from hpcstrat.checkpoint.layout import step_of
+from hpcstrat.testing.job import wait_until
+from tests.mpi.programs import save_shared
+from tests.mpi.programs.save_jobs import (
+    LIMIT_SECONDS,
+    Kill,
+    Tally,
+    acknowledged,
+    attempt,
+    restored,
+    running,
+    torn,
 )
+from tests.mpi.programs.save_step import NEW, OLD, PLACES
+from tests.mpi.programs.started import start
 
-_MARK = "HPCSTRAT_TEST_FAULTS"
-_LIMIT_SECONDS = 30.0
-
-
-def _acknowledged(folder: Path) -> int:
-    """Return the newest step whose save had returned."""
-    try:
-        text = (folder / "acknowledged").read_text()
-    except FileNotFoundError:
-        return 0
-    return max(map(int, text.split()), default=0)
+AT_ONCE = 2
 
 
-def _check(folder: Path) -> str:
-    """Restore in this process, and say what is wrong."""
-    wanted = _acknowledged(folder)
-    objects = save_loop.make_objects()
-    manager = hs.CheckpointManager(folder / "checkpoints", **objects)
-    step = manager.restore_or_initialize() or 0
-    if step < wanted:
-        return f"step {wanted} was acknowledged, {step} is restored"
-    return "; ".join(save_loop.problems(objects, step, int(objects["seen"].numpy())))
-
-
-def _torn(folder: Path) -> list[str]:
-    """Return the files that were being written when their job was killed."""
-    names = (path.name for path in (folder / "checkpoints").iterdir())
-    return [name for name in names if name.startswith(".")]
-
-
-def _kill(
-    folder: Path, how: str, n: int, victims: list[int], delay: float, torn: list[str]
-) -> str:
-    """Start a job, kill ranks of it while it saves; return what is wrong then."""
-    mark = secrets.token_hex(8)
-    pids, output = folder / "pids", folder / "output"
-    for path in (pids, output):
-        path.mkdir(exist_ok=True)
-    for path in pids.iterdir():
-        path.unlink()
-    before = _acknowledged(folder)
-    program = [
-        sys.executable,
-        str(PROGRAMS / "save_loop.py"),
-        str(folder),
-        "100000",
-        how,
-    ]
-    env = environment({_MARK: mark})
-    job = Job([*launch_command(n), *program], output, env)
-    try:
-        started = wait_until(
-            lambda: _acknowledged(folder) > before or job.wait(0) is not None,
-            _LIMIT_SECONDS,
-        )
-        if not started or job.wait(0) is not None:
-            return f"the job did not save\n{job.stdout}\n{job.stderr}"
-        time.sleep(delay)
-        for rank in victims:
-            os.kill(int((pids / str(rank)).read_text()), signal.SIGKILL)
-        code = job.wait(_LIMIT_SECONDS)
-        if code is None:
-            job.show_stacks()
-            return f"the job did not end\n{job.stdout}\n{job.stderr}"
-        gone = wait_until(lambda: not processes_with(mark), 5)
-        wrong = [] if gone else ["processes survived"]
-        if code == 0:
-            wrong.append("the job's exit code is 0")
-        torn += _torn(folder)
-        if text := _check(folder):
-            wrong.append(text)
-        return f"{'; '.join(wrong)}\n{job.stderr}" if wrong else ""
-    finally:
-        job.end()
-
-
-def _kills(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
-    """Kill jobs in the same folder one after the other; also count torn files."""
+def _kills(folder: Path, numbers: Iterable[int], seed: int) -> tuple[list[str], Tally]:
+    """Kill jobs in the same folder one after the other."""
     folder.mkdir()
-    draw = random.Random(seed)
-    found: list[str] = []
-    torn: list[str] = []
-    for number in range(count):
-        n = draw.choice([1, 2, 2, 3])
-        victims = draw.sample(range(n), n if number % 2 else 1)
-        delay = draw.random() * 0.1
-        how = draw.choice(["wait", "go"])
-        if wrong := _kill(folder, how, n, victims, delay, torn):
-            found.append(f"kill {number} ({how}) of ranks {victims} of {n}: {wrong}")
-    # Each manager removes what dead jobs left, also that of the last check.
-    if _torn(folder):
-        found.append(f"left behind: {_torn(folder)}")
-    return found, len(torn)
+    found, tally = [], Tally()
+    for number in numbers:
+        if wrong := attempt(folder, Kill.draw(number, seed), tally):
+            found.append(wrong)
+    return found, tally
 
 
-def _kill_many(folder: Path, count: int) -> int:
-    """Kill in two folders at the same time; return how many files were torn."""
-    with ThreadPoolExecutor(2) as pool:
-        parts = [
-            pool.submit(_kills, folder / f"part{part}", count // 2, part)
-            for part in range(2)
+def _kill_many(folder: Path, count: int) -> Tally:
+    """Kill in two folders at the same time; half of the saves are synchronous."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    half = count // 2
+    parts = [range(half), range(half, count)]
+    total = Tally()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = [
+            pool.submit(_kills, folder / f"part{part}", numbers, seed)
+            for part, numbers in enumerate(parts)
         ]
-        found = [text for part in parts for text in part.result()[0]]
+        found = [text for part in done for text in part.result()[0]]
     assert not found, "\n\n".join(found)
-    return sum(part.result()[1] for part in parts)
+    for part in done:
+        total.add(part.result()[1])
+    return total
 
 
 def test_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    _kill_many(tmp_path, 10)
+    print(_kill_many(tmp_path, 10))
+
+
+# In parts, each of which ends well before pytest's own limit.
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_many_killed_jobs_lose_no_acknowledged_checkpoint(
+    part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = _kill_many(tmp_path, 20)
+    with capsys.disabled():
+        print(f"\npart {part}: {tally}")
+    # Without torn files the kills would have missed what they are for.
+    assert tally.torn > 0
+
+
+def _end_at(folder: Path, place: str, rank: int, how: str) -> str:
+    """Kill a rank at a place of its save; return what is wrong then."""
+    what = f"rank {rank}, {place}, {how}"
+    folder.mkdir()
+    env = {"SAVE_STEP_PLACE": place, "SAVE_STEP_RANK": str(rank)}
+    with running(folder, "save_step.py", how, "kill", env=env) as job:
+        code = job.job.wait(LIMIT_SECONDS)
+        if code is None:
+            job.job.show_stacks()
+        if not code or not wait_until(job.ranks_are_gone, 5):
+            return f"{what}: the job ended with {code}\n{job}"
+        said = str(job)
+    if not (folder / "reached").exists():
+        return f"{what}: not reached\n{said}"
+    step, text = restored(folder)
+    if step not in PLACES[place].steps or text:
+        return f"{what}: step {step} is restored {text}\n{said}"
+    return ""
+
+
+def _end_at_all(folder: Path, cases: list[tuple[str, int, str]]) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = [
+            pool.submit(_end_at, folder / f"case{number}", *case)
+            for number, case in enumerate(cases)
+        ]
+    wrong = list(filter(None, (each.result() for each in done)))
+    assert not wrong, "\n\n".join(wrong)
+
+
+def _cases(name: str) -> list[tuple[str, int, str]]:
+    """Return the ranks and kinds of saves that come to a place."""
+    place = PLACES[name]
+    return [(name, rank, how) for rank in place.ranks for how in place.hows]
+
+
+def test_kill_at_each_step_of_a_save(tmp_path: Path) -> None:
+    """Kill one rank, in one kind of save, at each."""
+    cases = [_cases(name) for name in PLACES]
+    _end_at_all(tmp_path, [c[i % len(c)] for i, c in enumerate(cases)])
 
 
 @pytest.mark.slow
-def test_many_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    # Without torn files the kills would have missed what they are for.
-    assert _kill_many(tmp_path, 100) > 10
+@pytest.mark.parametrize("how", ["wait", "go"])
+def test_kill_of_each_rank_at_each_step_of_a_save(how: str, tmp_path: Path) -> None:
+    cases = [case for name in PLACES for case in _cases(name) if case[2] == how]
+    _end_at_all(tmp_path, cases)
+
+
+def _stop_at(folder: Path, n: int, rank: int, how: str) -> None:
+    """Stop a rank that begins to write; the others must not wait for ever."""
+    folder.mkdir()
+    # Later, in the comparison of a synchronous save, MPI itself may block the others,
+    # which then cannot raise an error.
+    place = {"wait": "before open 0", "go": "amid write block 0"}[how]
+    env = {
+        "SAVE_STEP_PLACE": place,
+        "SAVE_STEP_RANK": str(rank),
+        "HPCSTRAT_WARN_SECONDS": "1.5",
+        "HPCSTRAT_LIMIT_SECONDS": "9",
+    }
+    ended = start(n, "save_step.py", folder, how, "stop", limit=LIMIT_SECONDS, **env)
+    assert (folder / "reached").exists(), ended
+    assert ended.returncode, ended
+    assert not ended.survivors, ended
+    reports = [line for line in ended.stderr.splitlines() if " waited " in line]
+    assert len(reports) == 1, ended
+    assert f"for rank {rank} on" in reports[0], ended
+    assert "is stopped" in ended.stderr, ended
+    # Each rank that waits says the same, and nothing else.
+    assert 1 <= len(ended.tracebacks) < n, ended
+    for traceback in ended.tracebacks:
+        assert "save_step.py" in traceback, ended
+        assert "CollectiveError: expected all ranks " in traceback, ended
+        assert f"found that ranks [{rank}] did not come" in traceback, ended
+    if n == 2 and rank > 0:
+        # Replica 0 removes what will not be finished, if nobody ends the job before.
+        assert not torn(folder), ended
+    step, wrong = restored(folder)
+    assert not wrong, ended
+    # Launchers let a stopped process go on before they end it: the threads of replica 0
+    # may then find that all have written.
+    assert step == OLD or (step == NEW and rank == 0 and how == "go"), ended
+
+
+@pytest.mark.parametrize("how", ["wait", "go"])
+def test_rank_that_is_stopped_in_a_save_is_named_and_nothing_is_torn(
+    how: str, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = [
+            pool.submit(_stop_at, tmp_path / str(n), n, rank, how)
+            for n, rank in ((3, 0), (2, 1))
+        ]
+    for each in done:
+        each.result()
+
+
+def _jobs_of_all(folder: Path) -> dict[int, int]:
+    """Restore every checkpoint, bit for bit; return whose they are, by step."""
+    objects = save_shared.make_objects()
+    manager = hs.CheckpointManager(folder / "checkpoints", **objects)
+    found = {}
+    for path in manager.checkpoints:
+        step = manager.restore(path)
+        assert step == step_of(path)
+        found[step] = int(objects["job"].numpy())
+        wanted = save_shared.large_value(found[step], step)
+        assert objects["large"].numpy().tobytes() == wanted.tobytes(), path
+    return found
+
+
+def _check_refusals(folder: Path, job: int) -> int:
+    """Check that each was clear; return how many there were."""
+    refused = (folder / f"refused-{job}").read_text().splitlines()
+    for text in refused:
+        assert "expected" in text, text
+        assert "overwrite=True" in text, text
+    return len(refused)
+
+
+def _start_together(folder: Path) -> None:
+    ready = [folder / f"ready-{job}" for job in range(2)]
+    assert wait_until(lambda: all(map(Path.exists, ready)), LIMIT_SECONDS)
+    for job in range(2):
+        (folder / f"start-{job}").touch()
+
+
+@pytest.mark.parametrize("hows", [("wait", "wait"), ("go", "go"), ("wait", "go")])
+def test_two_jobs_that_save_the_same_steps_in_one_folder(
+    hows: tuple[str, str], tmp_path: Path
+) -> None:
+    count = 20
+    with (
+        running(tmp_path, "save_shared.py", 0, hows[0], count, "same") as one,
+        running(tmp_path, "save_shared.py", 1, hows[1], count, "same") as two,
+    ):
+        _start_together(tmp_path)
+        for each in (one, two):
+            assert each.job.wait(LIMIT_SECONDS) == 0, f"{one}\n{two}"
+    told = [acknowledged(tmp_path, f"acknowledged-{job}") for job in range(2)]
+    for job in range(2):
+        assert len(told[job]) + _check_refusals(tmp_path, job) == count
+    print("acknowledged to each:", *map(len, told))
+    # Each file is that of the job which was told that it has it, and of no other.
+    wanted = {step: job for job in range(2) for step in told[job]}
+    assert len(wanted) == len(told[0]) + len(told[1])
+    assert _jobs_of_all(tmp_path) == wanted
+    assert not torn(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["wait", "go"])
+def test_new_job_beside_writers_that_outlived_their_launcher(
+    how: str, tmp_path: Path
+) -> None:
+    words = "save_shared.py", 1, how, 10, "next"
+    with (
+        running(tmp_path, "save_shared.py", 0, how, 100_000, "next") as old,
+        running(tmp_path, *words) as new,
+    ):
+        # The old ranks may not live for long: the new ones are ready to begin.
+        assert wait_until((tmp_path / "ready-1").exists, LIMIT_SECONDS), new
+        (tmp_path / "start-0").touch()
+        saved = tmp_path / "acknowledged-0"
+
+        def in_a_save() -> bool:
+            return saved.exists() and saved.stat().st_size > 0 and bool(torn(tmp_path))
+
+        assert wait_until(in_a_save, LIMIT_SECONDS), old
+        old.kill_launcher()
+        before = len(acknowledged(tmp_path, "acknowledged-0"))
+        (tmp_path / "start-1").touch()
+        assert new.job.wait(LIMIT_SECONDS) == 0, new
+    since = len(acknowledged(tmp_path, "acknowledged-0")) - before
+    print(f"the old ranks have saved {since} times since, {how}")
+    told = [set(acknowledged(tmp_path, f"acknowledged-{job}")) for job in range(2)]
+    found = _jobs_of_all(tmp_path)
+    of = [{step for step in found if found[step] == job} for job in range(2)]
+    assert of[1] == told[1]
+    assert len(told[1]) == 10
+    assert of[0] >= told[0]
+    # One that was published at the very end, before it was told.
+    assert len(of[0] - told[0]) <= 1
+    print(_check_refusals(tmp_path, 1), "saves of the new ones were refused")
+    # What the old ones were in the middle of went with this process's manager.
+    assert not torn(tmp_path)
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -2,9 +2,9 @@
 
 Each value follows from the step, so that any checkpoint can be checked bit for bit.
 Rank 0 writes the number of each step into ``FOLDER/acknowledged`` once it is told that
-it is saved, each rank its process number into ``FOLDER/pids``. A job that starts
-restores first, and checks what it got. ``HOW`` is ``wait`` (for each save) or ``go``
-(on meanwhile).
+it is saved, each rank its process number into ``FOLDER/pids``. ``FOLDER/started`` says
+that all have. A job that starts restores first, and checks what it got. ``HOW`` is
+``wait`` (for each save) or ``go`` (on meanwhile).
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
     return found
 
 
+def assign(strategy: Any, objects: dict[str, Any], step: int) -> None:
+    """Give all variables the values of a step; collective."""
+    objects["large"].assign(large_value(step))
+    for index, small in enumerate(objects["small"]):
+        small.assign(np.full(7, step + index, np.float32))
+    with strategy.scope():
+        objects["seen"].assign(10 * step + 3)
+
+
 def main() -> None:
     """Restore, check, and save until the end comes."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
@@ -58,7 +67,10 @@ def main() -> None:
     strategy = hs.MultiWorkerMirroredStrategy()
     with strategy.scope():
         objects = make_objects()
-    manager = hs.CheckpointManager(folder / "checkpoints", max_to_keep=3, **objects)
+    (folder / "pids" / str(strategy.replica_id)).write_text(str(os.getpid()))
+    strategy.barrier()
+    (folder / "started").touch()
+    manager = hs.CheckpointManager(folder / "checkpoints", max_to_keep=2, **objects)
     acknowledged = os.open(
         folder / "acknowledged", os.O_RDWR | os.O_CREAT | os.O_APPEND
     )
@@ -73,13 +85,8 @@ def main() -> None:
         if wrong := problems(objects, step, seen):
             raise AssertionError("; ".join(wrong))
     step = step or 0
-    (folder / "pids" / str(strategy.replica_id)).write_text(str(os.getpid()))
     for number in range(step + 1, step + 1 + steps):
-        objects["large"].assign(large_value(number))
-        for index, small in enumerate(objects["small"]):
-            small.assign(np.full(7, number + index, np.float32))
-        with strategy.scope():
-            objects["seen"].assign(10 * number + 3)
+        assign(strategy, objects, number)
         manager.save(number, asynchronous=goes_on)
         # What was saved before is durable when the next save begins.
         told = number - 1 if goes_on else number

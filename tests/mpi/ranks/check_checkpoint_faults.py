@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,10 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import commit, saving, writing
+from hpcstrat.checkpoint import commit, image, saving, writing
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (
     Counter,
     make_variable,
@@ -251,7 +256,7 @@ def test_read_only_folder_is_an_error_everywhere(
 
 PLACES = (
     (saving, "create"),
-    (saving, "Image"),
+    (image, "_pages"),
     (writing, "open_to_write"),
     (writing, "fill"),
     (writing, "block_hash"),
@@ -402,3 +407,130 @@ def test_variables_of_two_strategies_need_two_managers(
     with pytest.raises(ValueError, match="one strategy"):
         hs.CheckpointManager(folder, x=x, y=y)
     other.close()
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A call of a rank; clocks of one machine agree."""
+
+    kind: str
+    rank: int
+    began: int
+    ended: int
+
+
+def _trace_of(
+    job: Any, folder: Path, action: Callable[[], Any]
+) -> tuple[list[_Event], list[int]]:
+    """Do something; return what all ranks called, and when each was through."""
+    own: list[_Event] = []
+
+    def note(kind: str, act: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        del arguments
+        began = time.monotonic_ns()
+        try:
+            return act()
+        finally:
+            # Threads come here, too; append is one step.
+            own.append(_Event(kind, job.rank, began, time.monotonic_ns()))
+
+    job.Barrier()
+    with around_calls(folder, note):
+        action()
+        through = time.monotonic_ns()
+    events = [event for part in job.allgather(own) for event in part]
+    return events, job.allgather(through)
+
+
+def _only(events: list[_Event], kind: str) -> _Event:
+    (found,) = (event for event in events if event.kind == kind)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_all_ranks_flush_before_the_next_step(
+    overwrite: bool,
+    asynchronous: bool,
+    strategies: dict[int, Any],
+    folder: Path,
+    job: Any,
+) -> None:
+    """A loss of power at any moment leaves what was there, or what is new."""
+    count = job.size << 18
+    with strategies[job.size].scope():
+        x = hs.Variable(np.ones(count))
+    manager = hs.CheckpointManager(folder, max_to_keep=1, x=x)
+    manager.save(1)
+
+    step = 1 if overwrite else 2
+
+    def save() -> None:
+        manager.save(step, asynchronous=asynchronous, overwrite=overwrite)
+        manager.wait()
+
+    events, through = _trace_of(job, folder, save)
+    first = min(e.began for e in events if e.kind == "write table")
+    for rank in range(job.size):
+        own = [e for e in events if e.rank == rank]
+        written = [e.ended for e in own if e.kind == "write block"]
+        flushed = _only(own, "flush block")
+        assert len(written) >= 2
+        assert max(written) < flushed.began
+        # What is behind the data says that they are there.
+        assert flushed.ended < first
+        if asynchronous and rank > 0:
+            assert flushed.ended < _only(own, "write verdict").began
+    order = ["write table", "write record", "cut", "flush record"]
+    if overwrite:
+        order += ["replace", "flush folder"]
+    else:
+        order += ["link", "remove name", "flush folder", "remove old"]
+    last = [_only(events, kind) for kind in order]
+    assert {event.rank for event in last} == {0}
+    for before, after in itertools.pairwise(last):
+        assert before.ended <= after.began, (before, after)
+    assert _only(events, "flush folder").ended < min(through)
+    assert manager.restore() == step
+
+
+def _resources() -> tuple[int, int]:
+    """Return the numbers of open files and of threads."""
+    gc.collect()
+    for thread in threading.enumerate():
+        # It gives back the blocks of a file that was removed.
+        if thread.name == "hpcstrat-remove":
+            thread.join()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_hundreds_of_small_saves_keep_nothing(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.zeros(50_000))
+        seen = make_variable("sum", np.int64(0))
+    draw = np.random.default_rng(5)
+    manager = hs.CheckpointManager(folder, max_to_keep=2, x=x, seen=seen)
+
+    def save(steps: range) -> None:
+        for step in steps:
+            x.assign(np.full(50_000, float(step)))
+            manager.save(step, asynchronous=bool(draw.integers(2)))
+        manager.wait()
+
+    # What is made once is there.
+    save(range(50))
+    resources, memory = _resources(), _resident_bytes()
+    save(range(50, 250))
+    assert _resources() == resources
+    # A block that was kept by each would be 80 MB.
+    assert _resident_bytes() < memory + (8 << 20)
+    assert manager.restore() == 249
+    np.testing.assert_array_equal(x.component, np.full(50_000, 249.0))

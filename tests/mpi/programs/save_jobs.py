@@ -1,0 +1,214 @@
+"""Starting jobs that save, disturbing them, and looking at what is in their folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import hpcstrat as hs
+from hpcstrat.checkpoint.layout import step_of
+from hpcstrat.testing import launch_command
+from hpcstrat.testing.job import Job, wait_until
+from tests.mpi.programs import save_loop
+from tests.mpi.programs.started import PROGRAMS, environment, processes_with
+
+_MARK = "HPCSTRAT_TEST_FAULTS"
+LIMIT_SECONDS = 60.0
+_NAP_SECONDS = 0.001
+# Whom to kill, and how often.
+_WHOM = {"one": 5, "all": 3, "launcher": 2}
+# When: at most so long after the start, the first save, or the start of another one.
+_MOMENTS = {"started": 0.1, "saved": 0.1, "saving": 0.02}
+_WEIGHTS = (1, 2, 4)
+
+
+@dataclass
+class Running:
+    """A job that runs, and what marks its processes."""
+
+    job: Job
+    mark: str
+
+    def kill_launcher(self) -> None:
+        """End the launcher alone; its ranks may live on."""
+        self.job._process.kill()
+
+    def ranks_are_gone(self) -> bool:
+        """Whether no process of the job is left."""
+        return not processes_with(self.mark)
+
+    def __str__(self) -> str:
+        """Show what it has said."""
+        return f"--- stdout\n{self.job.stdout}\n--- stderr\n{self.job.stderr}"
+
+
+@contextmanager
+def running(
+    folder: Path,
+    name: str,
+    *arguments: object,
+    n: int = 2,
+    launch: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Running]:
+    """Run a program of this folder; what is left of it at the end is ended."""
+    mark = secrets.token_hex(8)
+    output = folder / f"output-{mark}"
+    for path in (folder / "pids", output):
+        path.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, str(PROGRAMS / name), str(folder), *map(str, arguments)]
+    command = [*(launch or launch_command(n)), *program]
+    job = Job(command, output, environment({_MARK: mark, **(env or {})}))
+    try:
+        yield Running(job, mark)
+    finally:
+        job.end()
+
+
+def acknowledged(folder: Path, name: str = "acknowledged") -> list[int]:
+    """Return the steps whose saves had returned."""
+    try:
+        return list(map(int, (folder / name).read_text().split()))
+    except FileNotFoundError:
+        return []
+
+
+def torn(folder: Path) -> list[str]:
+    """Return the files that were being written when their job was killed."""
+    names = (path.name for path in (folder / "checkpoints").iterdir())
+    return [name for name in names if name.startswith(".")]
+
+
+def restored(folder: Path) -> tuple[int, str]:
+    """Restore in this process; return the step, and what is wrong."""
+    objects = save_loop.make_objects()
+    manager = hs.CheckpointManager(folder / "checkpoints", **objects)
+    left = torn(folder)
+    newest = max((step_of(path) or 0 for path in manager.checkpoints), default=0)
+    step = manager.restore_or_initialize() or 0
+    found = [f"left behind: {left}"] if left else []
+    if step != newest:
+        found.append(f"{newest} was published, but is not whole")
+    if step:
+        seen = int(objects["seen"].numpy())
+        found += save_loop.problems(objects, step, seen)
+    return step, "; ".join(found)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who is killed, and when: ``delay`` after a ``moment``."""
+
+    number: int
+    n: int
+    how: str
+    whom: str
+    victims: tuple[int, ...]
+    moment: str
+    delay: float
+
+    @classmethod
+    def draw(cls, number: int, seed: int) -> Kill:
+        """Return a random one; every second save is synchronous."""
+        draw = random.Random(f"{seed} {number}")
+        n = draw.choice([1, 2, 2, 3])
+        (whom,) = draw.choices([*_WHOM], [*_WHOM.values()])
+        (moment,) = draw.choices([*_MOMENTS], _WEIGHTS)
+        victims = {"one": (draw.randrange(n),), "all": (*range(n),), "launcher": ()}
+        return cls(
+            *(number, n, ["wait", "go"][number % 2], whom, victims[whom]),
+            moment,
+            draw.random() * _MOMENTS[moment],
+        )
+
+
+@dataclass
+class Tally:
+    """What came of kills."""
+
+    kills: int = 0
+    torn: int = 0
+    saves: int = 0
+    outlived: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add up."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def __str__(self) -> str:
+        """Show them."""
+        return (
+            f"{self.kills} kills, {self.saves} saves acknowledged, {self.torn} files "
+            f"torn, {self.outlived} jobs whose ranks outlived the launcher"
+        )
+
+
+def _when(folder: Path, kill: Kill, before: int, running: Running) -> bool:
+    """Wait for the moment; whether it has come."""
+
+    def come() -> bool:
+        if kill.moment == "started":
+            return (folder / "started").exists()
+        return max(acknowledged(folder), default=0) > before
+
+    def ended() -> bool:
+        return running.job.wait(0) is not None
+
+    wait_until(lambda: come() or ended(), LIMIT_SECONDS)
+    if not come() or ended():
+        return False
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while kill.moment == "saving" and not torn(folder):
+        if ended() or time.monotonic() > deadline:
+            return False
+        time.sleep(_NAP_SECONDS)
+    time.sleep(kill.delay)
+    return True
+
+
+def _strike(folder: Path, kill: Kill, running: Running, tally: Tally) -> str:
+    """Kill, and wait for the end; return what is wrong."""
+    if kill.whom == "launcher":
+        running.kill_launcher()
+        if not wait_until(running.ranks_are_gone, 1):
+            tally.outlived += 1
+            running.job.end()
+        return ""
+    for rank in kill.victims:
+        os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
+    code = running.job.wait(LIMIT_SECONDS)
+    if code is None:
+        running.job.show_stacks()
+        return "the job did not end"
+    if not wait_until(running.ranks_are_gone, 5):
+        return "processes survived"
+    return "" if code else "the job's exit code is 0"
+
+
+def attempt(folder: Path, kill: Kill, tally: Tally) -> str:
+    """Start a job, kill while it saves; return what is wrong then."""
+    (folder / "started").unlink(missing_ok=True)
+    before = max(acknowledged(folder), default=0)
+    with running(folder, "save_loop.py", 100_000, kill.how, n=kill.n) as job:
+        if not _when(folder, kill, before, job):
+            return f"{kill}: the job did not save\n{job}"
+        wrong = [_strike(folder, kill, job, tally)]
+        said = str(job)
+    told = acknowledged(folder)
+    tally.kills += 1
+    tally.torn += len(torn(folder)) if (folder / "checkpoints").exists() else 0
+    step, text = restored(folder)
+    wrong.append(text)
+    if step < max(told, default=0):
+        wrong.append(f"step {max(told)} was acknowledged, {step} is restored")
+    tally.saves = len(told)
+    return f"{kill}: {'; '.join(filter(None, wrong))}\n{said}" if any(wrong) else ""
