@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,10 @@ __all__ = [
     "read_values",
 ]
 
-_UNREADABLE = (OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError)
+_UNREADABLE = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
+    *(ArithmeticError, AttributeError),
+)
 
 
 @dataclass(slots=True)
@@ -190,8 +194,15 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def _vouched(path: str) -> Vouched | None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # A pipe would wait for somebody who writes.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            folder = stat.S_ISDIR(found.st_mode)
+            raise ValueError(f"it is {'a folder' if folder else 'no regular file'}")
+        if found.st_size == 0:
+            raise ValueError("it is empty")
         return read_vouched(file, path) if has_record(file) else None
     finally:
         os.close(file)
