@@ -323,7 +323,7 @@ class Case:
             return False
         self.step += 1
         # In place of the last but one.
-        other.start(self.folder / f"background{self.step % 2}")
+        other.start(self.folder / f"{type(other).__name__}{self.step % 2}")
         return True
 
 
