@@ -187,9 +187,12 @@ def _readable(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
+        advice = "restore an older one, or remove it"
+        if isinstance(error, PermissionError):
+            advice = "change its permissions, or restore an older one"
         raise CorruptCheckpointError(
             f"expected a checkpoint at {path}, found a file that cannot be read: "
-            f"{error}; restore an older one, or remove it"
+            f"{error}; {advice}"
         ) from error
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from hpcstrat.checkpoint.layout import list_checkpoints
 from hpcstrat.checkpoint.reader import CheckpointFile, open_checkpoint
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
@@ -90,7 +88,13 @@ def find_restorable(
         If there are checkpoints, and none of them can be read.
     """
     if path is not None:
-        return open_checkpoint(os.fspath(path)), passed_over
+        try:
+            return open_checkpoint(path), passed_over
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"expected a checkpoint at {path}, found no such file; check the path, "
+                "or leave it out to restore the newest"
+            ) from error
     found = find_newest(directory, passed_over)
     if found is None and passed_over:
         raise CheckpointError(
