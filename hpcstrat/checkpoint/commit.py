@@ -16,6 +16,7 @@ from hpcstrat.checkpoint.record import pack_record
 from hpcstrat.checkpoint.retention import Found, Retention
 from hpcstrat.checkpoint.skeleton import Skeleton
 from hpcstrat.errors import CheckpointError
+from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
 
 __all__ = ["Commit", "Target"]
@@ -194,7 +195,13 @@ class Commit:
             flush_folder(os.path.dirname(self.target.path))
 
     def _tidy(self) -> None:
-        with suppress(OSError):
-            header = self._header
-            new = Found(self.target.path, header.step, self._created, header.metrics)
+        header = self._header
+        new = Found(self.target.path, header.step, self._created, header.metrics)
+        try:
             self.target.retention.apply(new)
+        except Exception as error:
+            # The checkpoint is there all the same.
+            get_logger("checkpoint").warning(
+                "old checkpoints in %s were not removed: %s",
+                *(os.path.dirname(self.target.path), error),
+            )

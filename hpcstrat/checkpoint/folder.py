@@ -135,12 +135,13 @@ def is_damaged(path: str) -> bool:
     """
     try:
         check(path)
-    except CorruptCheckpointError as error:
+    except FileNotFoundError:
+        return False
+    except CheckpointError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno is not None:
             # The file may be whole: it could not be looked at now.
             raise cause from None
-        return True
-    except (FileNotFoundError, CheckpointError):
-        return False
+        # One of a newer library is not.
+        return isinstance(error, CorruptCheckpointError)
     return False

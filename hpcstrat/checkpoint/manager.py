@@ -100,7 +100,9 @@ class CheckpointManager(SearchMethods):
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
-        self._restorer = Restorer(self._strategy, self.directory, self._objects)
+        self._restorer = Restorer(
+            self._strategy, self.directory, self._objects, self._saver.retention
+        )
         what = "creation of the folder of checkpoints"
         on_first(self._strategy, what, partial(prepare, self.directory))
 
@@ -279,7 +281,10 @@ class CheckpointManager(SearchMethods):
             On every rank, if it failed on any.
         """
         pending, self._pending = self._pending, None
-        self._saver.finish()
+        try:
+            self._saver.finish()
+        except CheckpointError as error:
+            raise error from pending
         if pending is not None:
             raise pending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -30,6 +31,7 @@ from hpcstrat.typing import Array
 __all__ = [
     "CheckpointFile",
     "check",
+    "is_passing",
     "open_checkpoint",
     "read_header",
     "read_root",
@@ -40,6 +42,31 @@ _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
 )
+
+# What says nothing of the file.
+_PASSING = (
+    *(errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT),
+    *(errno.EAGAIN, errno.EINTR),
+)
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether a file could not be read now, and may be whole.
+
+    Not collective.
+
+    Parameters
+    ----------
+    error : Exception
+        From a function of this module.
+
+    Returns
+    -------
+    bool
+        False also for files that are not there.
+    """
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _PASSING
 
 
 @dataclass(slots=True)
@@ -187,6 +214,10 @@ def _readable(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            raise CheckpointError(
+                f"expected to read {path}, found: {error}; it may be whole: try again"
+            ) from error
         advice = "restore an older one, or remove it"
         if isinstance(error, PermissionError):
             advice = "change its permissions, or restore an older one"

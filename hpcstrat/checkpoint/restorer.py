@@ -13,6 +13,7 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.reader import CheckpointFile
 from hpcstrat.checkpoint.report import RestoreReport
 from hpcstrat.checkpoint.restoring import restore_values
+from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.search import find_restorable, warn
 from hpcstrat.errors import CorruptCheckpointError
 from hpcstrat.timeline import traced
@@ -31,6 +32,8 @@ class Restorer:
         The folder.
     objects : Objects
         What is restored.
+    retention : Retention
+        Is told of damaged files, on replica 0.
 
     Attributes
     ----------
@@ -38,10 +41,13 @@ class Restorer:
         What the last one did.
     """
 
-    def __init__(self, strategy: Any, directory: str, objects: Objects) -> None:
+    def __init__(
+        self, strategy: Any, directory: str, objects: Objects, retention: Retention
+    ) -> None:
         self._strategy = strategy
         self._collectives = strategy.collectives
         self._objects = objects
+        self._retention = retention
         self.directory = directory
         self.last: RestoreReport | None = None
 
@@ -80,16 +86,22 @@ class Restorer:
                 "search for a checkpoint",
                 partial(find_restorable, self.directory, path, passed_over),
             )
+            self._distrust(passed_over)
             if file is None:
                 return None
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
+                self._distrust([file.path])
                 if path is not None:
                     raise
                 if self._strategy.replica_id == 0:
                     warn(error)
                 passed_over = [*passed_over, file.path]
+
+    def _distrust(self, paths: list[str]) -> None:
+        if self._strategy.replica_id == 0:
+            self._retention.distrust(paths)
 
     def _load(
         self,

@@ -6,6 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from typing import Any, Literal
 from hpcstrat.checkpoint.file_names import remove
 from hpcstrat.checkpoint.folder import identity_of, is_damaged
 from hpcstrat.checkpoint.layout import list_checkpoints, step_of
-from hpcstrat.checkpoint.reader import read_root
+from hpcstrat.checkpoint.reader import is_passing, read_root
 from hpcstrat.checkpoint.search import warn
-from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.errors import CheckpointError
 from hpcstrat.tracing import get_logger
 
 __all__ = [
@@ -141,8 +142,12 @@ def _nanoseconds(name: str, value: Any) -> int:
 
 
 def _metric_name(name: Any) -> str:
-    text = isinstance(name, str) and "\0" not in name
-    if not text or not 0 < len(name.encode(errors="replace")) <= _MOST_NAME_BYTES:
+    length = 0
+    if isinstance(name, str) and "\0" not in name:
+        # Half of a surrogate pair is no text.
+        with suppress(UnicodeEncodeError):
+            length = len(name.encode())
+    if not 0 < length <= _MOST_NAME_BYTES:
         raise ValueError(
             f"expected the name of a metric, found {name!r}; use text of 1 to "
             f"{_MOST_NAME_BYTES} bytes"
@@ -303,6 +308,41 @@ class Retention:
         self._rules = rules
         # What has been read, and of which file of the name.
         self._known: dict[str, tuple[tuple[int, int, int] | None, Found]] = {}
+        self._distrusted: set[tuple[str, tuple[int, int, int] | None]] = set()
+
+    def distrust(self, paths: Sequence[str]) -> None:
+        """Take note of files that a restore found damaged, also if in their data only.
+
+        Not collective: one rank calls it.
+
+        Parameters
+        ----------
+        paths : sequence of str
+            Which. They are trusted again once they have been replaced.
+        """
+        self._distrusted |= {(path, identity_of(path)) for path in paths}
+
+    def is_damaged(self, path: str) -> bool:
+        """Whether there is a file that no restore would take, as far as is known.
+
+        Not collective: one rank calls it.
+
+        Parameters
+        ----------
+        path : str
+            Its name.
+
+        Returns
+        -------
+        bool
+            False where there is no such file.
+
+        Raises
+        ------
+        OSError
+            If it cannot be looked at.
+        """
+        return (path, identity_of(path)) in self._distrusted or is_damaged(path)
 
     def apply(self, new: Found) -> None:
         """Remove what no rule keeps; damaged files do not count, and stay.
@@ -343,7 +383,7 @@ class Retention:
             if not going:
                 return []
             asked = kept(found, counting, 0).union(going)
-            damaged = {path for path in asked if is_damaged(path)}
+            damaged = {path for path in asked if self.is_damaged(path)}
             if not damaged:
                 return going
             found = [one for one in found if one.path not in damaged]
@@ -359,7 +399,9 @@ class Retention:
                 continue
             try:
                 known[path] = identity, _look(path)
-            except (FileNotFoundError, CheckpointError):
+            except (FileNotFoundError, CheckpointError) as error:
+                if is_passing(error):
+                    raise
                 # Removed, damaged, or of a newer library: not for us to remove.
                 continue
         self._known = known
@@ -387,7 +429,9 @@ def best_path(directory: str, best: KeepBest) -> str | None:
     for path in list_checkpoints(directory):
         try:
             found.append(_look(path))
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
+            if is_passing(error):
+                raise
             warn(error)
         except FileNotFoundError:
             continue  # Removed since it was listed.

@@ -22,7 +22,7 @@ from hpcstrat.checkpoint.agreement import explained, on_first
 from hpcstrat.checkpoint.commit import Commit, Target
 from hpcstrat.checkpoint.disk import create
 from hpcstrat.checkpoint.file_systems import is_local
-from hpcstrat.checkpoint.folder import identity_of, is_damaged, temporary_name
+from hpcstrat.checkpoint.folder import identity_of, temporary_name
 from hpcstrat.checkpoint.image import Memory, Source, as_bytes
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.plan import Plan
@@ -56,6 +56,8 @@ class Saver:
     ----------
     last : SaveStatistics or None
         Of the last save that is done.
+    retention : Retention
+        Removes what need not stay; replica 0's is used.
     """
 
     def __init__(self, strategy: Any, directory: str, rules: KeepRules) -> None:
@@ -64,8 +66,8 @@ class Saver:
         # also with that of restores, all get slower: by up to 2 on a virtual machine.
         self._whole, self._ring = Memory(), Memory()
         self._directory = directory
-        self._retention = Retention(directory, rules)
-        self._skeleton: Skeleton | None = None
+        self.retention = Retention(directory, rules)
+        self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
         self._current: Save | None = None
         self.last: SaveStatistics | None = None
@@ -135,6 +137,9 @@ class Saver:
         except Exception as error:
             # All replicas raise it together, when they meet.
             save.error = error
+        except BaseException as error:
+            self._drop(save, error)
+            raise
         save.blocking_seconds = time.perf_counter() - order.began
         if compare is not None:
             try:
@@ -158,47 +163,62 @@ class Saver:
     def _drop(self, save: Save, error: BaseException) -> None:
         """Give up a save, which is not committed before all have met, on this rank."""
         self._current = None
-        save.join()
         if save.commit is not None:
             save.commit.drop(error)
+        try:
+            save.join()
+        except BaseException:
+            # Interrupted: threads may still use this memory.
+            self._whole, self._ring = Memory(), Memory()
+            raise
 
     def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
         """Make the file; on replica 0."""
         path = order.path
-        later = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
-        if later and not order.abandons:
+        damaged = self.retention.is_damaged
+        every = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
+        later = [] if order.abandons else [p for p in every if not damaged(p)]
+        if later:
             raise CheckpointError(
                 f"expected no checkpoint of a later step than {header.step} in "
                 f"{self._directory}, found {', '.join(map(os.path.basename, later))}; "
                 "restore the newest, use another folder, or pass overwrite=True to "
                 "remove them"
             )
-        replaces = order.replaces or is_damaged(path)
+        replaces = order.replaces or damaged(path)
         if not replaces and os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "File exists", path)
         python = packed_python(header)
-        known = self._skeleton is not None and self._skeleton.fits(header, python)
-        if not known:
-            if self._skeleton is not None:
-                self._skeleton.close()
-            self._skeleton = Skeleton(header, python)
-        assert self._skeleton is not None
-        plan = self._skeleton.plan
+        skeleton = self._skeleton(header, python)
+        plan = skeleton.plan
         temporary = os.path.join(
             self._directory, temporary_name(os.path.basename(path))
         )
         room = room_bytes(plan, header.num_replicas) if order.asynchronous else 0
-        abandoned = [(p, identity_of(p)) for p in later]
+        abandoned = [(p, identity_of(p)) for p in every if order.abandons]
         target = Target(
             *(path, temporary, replaces, identity_of(path), abandoned),
-            self._retention,
+            self.retention,
         )
         create(temporary, plan.size + room)
-        commits.append(Commit(target, header, self._skeleton, time.time_ns()))
+        commits.append(Commit(target, header, skeleton, time.time_ns()))
         nonce = secrets.token_bytes(NONCE_BYTES)
         # The others have it, unless an earlier save failed before they were told.
         sent = None if plan is self._plan else plan
         return Start(temporary, nonce, python, sent, self._goes_direct())
+
+    def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
+        """Return the structures: those of a save before, or new ones."""
+        known = [each for each in self._skeletons if each.fits(header, python)]
+        others = [each for each in self._skeletons if each not in known]
+        # Of two kinds of saves in turn, such as with metrics now and then, both stay.
+        for old in others[:-1]:
+            self._skeletons.remove(old)
+            old.close()
+        if not known:
+            known = [Skeleton(header, python)]
+        self._skeletons = [*others[-1:], *known]
+        return known[0]
 
     def _goes_direct(self) -> bool:
         choice = self._strategy.settings.direct_io
@@ -238,7 +258,13 @@ class Saver:
         if save is None:
             return
         writing = save.writing
-        save.join()
+        try:
+            save.join()
+        except BaseException as interrupt:
+            if not save.order.asynchronous:
+                # What the threads still have to copy may change from here on.
+                self._drop(save, interrupt)
+            raise
         error = save.error or (writing.error if writing is not None else None)
         what = f"save of {save.order.path}"
         mine: tuple[bytes, dict[str, float]] = b"", dict.fromkeys(KINDS_OF_WORK, 0.0)
@@ -298,9 +324,8 @@ class Saver:
             self._whole.release()
             self._ring.release()
             self._plan = None
-            if self._skeleton is not None:
-                self._skeleton.close()
-                self._skeleton = None
+            while self._skeletons:
+                self._skeletons.pop().close()
 
 
 def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:

@@ -117,7 +117,8 @@ def _bench(group: Group, wish: _Wish, writers: str) -> None:
 def _unwritable(output: str) -> str:
     """Return why a file could not be written at the end; empty if it could."""
     folder = os.path.dirname(os.path.abspath(output))
-    if os.path.isdir(output) or not os.access(folder, os.W_OK):
+    place = output if os.path.exists(output) else folder
+    if os.path.isdir(output) or not os.access(place, os.W_OK):
         return f"expected a file that can be written, found {output}; choose another"
     return ""
 

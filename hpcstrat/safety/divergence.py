@@ -66,9 +66,7 @@ def check_mirrored(
         raise error
 
 
-def _part(
-    copies: Sequence[Copy], total: int, turn: int, nbytes: int
-) -> Iterator[Copy]:
+def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterator[Copy]:
     """Yield what lies in one of the equal parts into which all bytes are cut."""
     start = turn % max(1, -(-total // nbytes)) * nbytes
     stop = start + nbytes

@@ -447,3 +447,38 @@ def _optimizer_state(training: _Training) -> dict[str, Any]:
     variables = optimizer.checkpoint_variables()
     made = {name: each.component.copy() for name, each in variables.items()}
     return made | dict(optimizer.checkpoint_deferred())
+
+
+def test_damaged_later_checkpoints_do_not_stop_saves(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.arange(4096.0))
+    options = {"max_to_keep": 1, "x": x}
+    hs.CheckpointManager(folder, **{**options, "max_to_keep": 2}).save(90)
+    path = Path(hs.CheckpointManager(folder, **{**options, "max_to_keep": 2}).save(100))
+    if job.rank == 0:
+        content = bytearray(path.read_bytes())
+        place = content.find(np.arange(4096.0).tobytes())
+        content[place + 8 * 77] ^= 1
+        path.write_bytes(content)
+    job.Barrier()
+    manager = hs.CheckpointManager(folder, **options)
+    # Nobody has read its data.
+    with pytest.raises(CheckpointError, match="later step than 95"):
+        manager.save(95)
+    assert manager.restore() == 90
+    x.assign(np.full(4096, 2.0))
+    manager.save(95)
+    job.Barrier()
+    # It does not count, and stays.
+    assert [Path(p).name for p in manager.checkpoints] == [
+        "ckpt-0000000095.h5",
+        "ckpt-0000000100.h5",
+    ]
+    x.assign(np.zeros(4096))
+    assert hs.CheckpointManager(folder, **options).restore() == 95
+    np.testing.assert_array_equal(x.component, 2.0)
+    manager.save(100)
+    assert hs.CheckpointManager(folder, **options).restore() == 100

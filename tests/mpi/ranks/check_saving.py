@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import rows, under_way, writing
-from hpcstrat.checkpoint.reader import open_checkpoint
+from hpcstrat.checkpoint import rows, skeleton, under_way, writing
+from hpcstrat.checkpoint.reader import open_checkpoint, read_header
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.saved import Counter, fill, make_variable
@@ -465,3 +465,58 @@ def test_rows_that_one_rank_cannot_send_are_an_error_on_all(
     job.Barrier()
     manager.save(2)
     assert len(manager.checkpoints) == 2
+
+
+def test_interrupted_saves_are_dropped(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.zeros(job.size << 18))
+    manager = hs.CheckpointManager(folder, x=x)
+    may_write, write = threading.Event(), writing.write_all
+
+    def wait(*args: Any) -> None:
+        assert may_write.wait(60)
+        write(*args)
+
+    def interrupt(self: Any, seconds: float | None = None) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "write_all", wait)
+    monkeypatch.setattr(writing.Writing, "join", interrupt)
+    threading.Timer(0.2, may_write.set).start()
+    # On all ranks, as the launcher does it.
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(1)
+    x.assign(np.ones(job.size << 18))
+    manager.save(2)
+    job.Barrier()
+    assert sorted(os.listdir(folder)) == ["ckpt-0000000002.h5"]
+    x.assign(np.zeros(job.size << 18))
+    assert manager.restore() == 2
+    np.testing.assert_array_equal(x.component, 1.0)
+
+
+def test_structures_that_cannot_be_made_leave_the_manager_usable(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategies[job.size]
+    with strategy.scope():
+        x = hs.Variable(np.arange(3.0))
+    manager = hs.CheckpointManager(folder, max_to_keep=None, x=x)
+    manager.save(1)
+    manager.save(2, metrics={"loss": 1.0})
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(skeleton, "_make", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            manager.save(3, metrics={"loss": 1.0, "other": 2.0})
+    for step, metrics in ((4, None), (5, {"loss": 2.0}), (6, {"other": 3.0})):
+        path = manager.save(step, metrics=metrics)
+        assert read_header(path).metrics == (metrics or {})
+        assert manager.restore(path) == step
