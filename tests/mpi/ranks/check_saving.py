@@ -516,7 +516,7 @@ def test_structures_that_cannot_be_made_leave_the_manager_usable(
         patch.setattr(skeleton, "_make", full)
         with pytest.raises(CheckpointError, match="No space left"):
             manager.save(3, metrics={"loss": 1.0, "other": 2.0})
-    for step, metrics in ((4, None), (5, {"loss": 2.0}), (6, {"other": 3.0})):
+    for step, metrics in ((4, {"loss": 2.0}), (5, None), (6, {"other": 3.0})):
         path = manager.save(step, metrics=metrics)
         assert read_header(path).metrics == (metrics or {})
         assert manager.restore(path) == step
