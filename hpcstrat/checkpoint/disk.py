@@ -18,6 +18,7 @@ __all__ = [
     "create",
     "flush",
     "forget_pages",
+    "is_direct",
     "open_to_read",
     "open_to_write",
     "read_exactly",
@@ -170,7 +171,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
     """
     done = 0
     while done < data.nbytes:
-        part, direct = data[done : done + _MOST_BYTES], _is_direct(file)
+        part, direct = data[done : done + _MOST_BYTES], is_direct(file)
         try:
             written = os.pwrite(file, part, offset + done)
         except OSError as error:
@@ -209,7 +210,7 @@ def read_into(file: int, buffer: memoryview, offset: int) -> None:
     """
     done = 0
     while done < buffer.nbytes:
-        part, direct = buffer[done : done + _MOST_BYTES], _is_direct(file)
+        part, direct = buffer[done : done + _MOST_BYTES], is_direct(file)
         try:
             count = os.preadv(file, [part], offset + done)
         except OSError as error:
@@ -224,7 +225,21 @@ def read_into(file: int, buffer: memoryview, offset: int) -> None:
             _stop_direct(file)
 
 
-def _is_direct(file: int) -> bool:
+def is_direct(file: int) -> bool:
+    """Whether a file goes past the page cache.
+
+    Not collective.
+
+    Parameters
+    ----------
+    file : int
+        Descriptor.
+
+    Returns
+    -------
+    bool
+        False also where the system has refused to.
+    """
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import statistics
@@ -25,6 +24,7 @@ from hpcstrat.checkpoint.disk import (
     create,
     flush,
     forget_pages,
+    is_direct,
     open_to_read,
     open_to_write,
     read_into,
@@ -46,8 +46,6 @@ __all__ = [
 
 STRIPE_BYTES = 1 << 20
 """Least size of a part: the usual stripe of parallel file systems."""
-
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +259,7 @@ class _Trial:
 
             self._each(part, write)
             flush(file)
-            return _is_direct(file)
+            return is_direct(file)
 
     def _forget(self, plan: Plan, layout: Layout, part: range) -> None:
         path = self._path(layout, self.group.rank)
@@ -282,7 +280,7 @@ class _Trial:
                     raise OSError(errno.EIO, "what was read is not what was written")
 
             self._each(part, read)
-            return _is_direct(file)
+            return is_direct(file)
 
     def _each(self, part: range, work: Callable[[int, Array], None]) -> None:
         """Do the parts of a file in as many threads as a save does."""
@@ -301,7 +299,3 @@ def _closed(file: int) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-
-
-def _is_direct(file: int) -> bool:
-    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
