@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 
 import hypothesis
 import pytest
@@ -12,6 +13,12 @@ hypothesis.settings.register_profile(
     "hpcstrat", derandomize=True, deadline=None, database=None, max_examples=50
 )
 hypothesis.settings.load_profile("hpcstrat")
+
+
+# A shell that starts this in the background has it ignore Ctrl-C, and the programs that
+# tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
