@@ -140,12 +140,12 @@ def compare(
 
     folder = group.allgather(folder)[0]
 
-    def begin() -> None:
+    def _begin() -> None:
         if group.rank == 0:
             _check(os.path.dirname(folder), nbytes, group.size)
             os.mkdir(folder)
 
-    together(group, f"to make {folder}", begin)
+    together(group, f"to make {folder}", _begin)
     trial = _Trial(group, folder, nbytes)
     # The first time takes longer.
     trial.measure(Measured(next(iter(trial.results)), nbytes), lambda _: None)

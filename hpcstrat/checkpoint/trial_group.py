@@ -116,7 +116,7 @@ def run_in_threads(size: int, action: Callable[[Group], Any]) -> Any:
     barrier = threading.Barrier(size)
     members = [_Member(rank, values, barrier) for rank in range(size)]
 
-    def run(member: _Member) -> None:
+    def _run(member: _Member) -> None:
         # Each thread says the same; what this one says is shown.
         try:
             action(member)
@@ -127,7 +127,7 @@ def run_in_threads(size: int, action: Callable[[Group], Any]) -> Any:
             raise
 
     threads = [
-        threading.Thread(target=run, args=(member,), daemon=True)
+        threading.Thread(target=_run, args=(member,), daemon=True)
         for member in members[1:]
     ]
     try:
