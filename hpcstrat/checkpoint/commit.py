@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from hpcstrat.checkpoint.disk import flush, open_to_write, write_all
 from hpcstrat.checkpoint.file_names import flush_folder, publish, remove
 from hpcstrat.checkpoint.folder import identity_of
+from hpcstrat.checkpoint.keep_rules import Found
 from hpcstrat.checkpoint.layout import Header
 from hpcstrat.checkpoint.record import pack_record
-from hpcstrat.checkpoint.retention import Found, Retention
+from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.skeleton import Skeleton
 from hpcstrat.errors import CheckpointError
 from hpcstrat.tracing import get_logger

@@ -6,16 +6,16 @@ import os
 import platform
 import secrets
 from contextlib import suppress
+from typing import Any
 
 from hpcstrat.checkpoint.file_names import flush_folder
-from hpcstrat.checkpoint.reader import check
-from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.cluster_resolver import launch_from_environment
 
 __all__ = [
     "identity_of",
-    "is_damaged",
     "prepare",
     "remove_abandoned",
+    "require_one_writer",
     "temporary_name",
 ]
 
@@ -113,35 +113,26 @@ def identity_of(path: str) -> tuple[int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def is_damaged(path: str) -> bool:
-    """Whether there is a file that no restore would take; its data are not looked at.
+def require_one_writer(strategy: Any) -> None:
+    """Refuse a strategy with which all ranks of a job would write the same files.
 
     Not collective.
 
     Parameters
     ----------
-    path : str
-        Its name.
-
-    Returns
-    -------
-    bool
-        False where there is no such file.
+    strategy : Strategy
+        Whose replicas save.
 
     Raises
     ------
-    OSError
-        If it cannot be looked at.
+    RuntimeError
+        For a strategy of one replica in a job of several ranks.
     """
-    try:
-        check(path)
-    except FileNotFoundError:
-        return False
-    except CheckpointError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno is not None:
-            # The file may be whole: it could not be looked at now.
-            raise cause from None
-        # One of a newer library is not.
-        return isinstance(error, CorruptCheckpointError)
-    return False
+    size = launch_from_environment().size
+    if size > 1 and not strategy.distributes:
+        raise RuntimeError(
+            f"expected a strategy over the {size} ranks of this job, found "
+            f"{strategy!r}, with which all ranks would write the same files; use "
+            "MultiWorkerMirroredStrategy, or pass independent=True and a folder for "
+            "each rank"
+        )

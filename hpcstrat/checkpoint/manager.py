@@ -11,16 +11,15 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import on_first
-from hpcstrat.checkpoint.folder import prepare
+from hpcstrat.checkpoint.folder import prepare, require_one_writer
+from hpcstrat.checkpoint.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.layout import Header, checkpoint_name
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restorer import Restorer
-from hpcstrat.checkpoint.retention import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.saving import Saver
 from hpcstrat.checkpoint.search_methods import SearchMethods
 from hpcstrat.checkpoint.under_way import Order
-from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety.divergence import check_mirrored
 from hpcstrat.safety.recording import measure
@@ -88,14 +87,8 @@ class CheckpointManager(SearchMethods):
         self._objects = Objects(objects)
         folder = os.path.abspath(os.fspath(directory))
         super().__init__(folder, self._objects.strategy, keep_best)
-        size = launch_from_environment().size
-        if size > 1 and not self._strategy.distributes and not independent:
-            raise RuntimeError(
-                f"expected a strategy over the {size} ranks of this job, found "
-                f"{self._strategy!r}, with which all ranks would write the same files; "
-                "use MultiWorkerMirroredStrategy, or pass independent=True and a "
-                "folder for each rank"
-            )
+        if not independent:
+            require_one_writer(self._strategy)
         self._saver = Saver(self._strategy, self.directory, rules)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.

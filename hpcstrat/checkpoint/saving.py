@@ -24,10 +24,11 @@ from hpcstrat.checkpoint.disk import create
 from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.folder import identity_of, temporary_name
 from hpcstrat.checkpoint.image import Memory, Source, as_bytes
+from hpcstrat.checkpoint.keep_rules import KeepRules
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.report import SaveStatistics
-from hpcstrat.checkpoint.retention import KeepRules, Retention
+from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.rows import Rows, exchange_rows
 from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.under_way import Order, Save, Start

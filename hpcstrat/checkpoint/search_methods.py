@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.checkpoint.keep_rules import KeepBest
 from hpcstrat.checkpoint.layout import list_checkpoints, step_of
-from hpcstrat.checkpoint.retention import KeepBest, best_path
+from hpcstrat.checkpoint.retention import best_path
 from hpcstrat.checkpoint.search import newest_path
 
 __all__ = ["SearchMethods"]

@@ -17,7 +17,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
 import hpcstrat
 from hpcstrat.checkpoint.hashing import ALGORITHM
@@ -32,6 +31,7 @@ from hpcstrat.checkpoint.layout import (
     saved_dtype,
     section_of,
 )
+from hpcstrat.checkpoint.maker import Maker
 from hpcstrat.checkpoint.plan import (
     PAGE_BYTES,
     RECORD_BYTES,
@@ -259,7 +259,7 @@ def _make(
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     # The file is sparse: only HDF5's structures take room.
     with tempfile.NamedTemporaryFile(prefix="hpcstrat-", dir=folder) as scratch:
-        maker = _Maker(scratch.name, room)
+        maker = Maker(scratch.name, room)
         try:
             table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"))
             extents = []
@@ -305,76 +305,7 @@ def _check(plan: Plan, words: int, size: int) -> None:
         )
 
 
-class _Maker:
-    """Makes datasets and attributes by HDF5's own functions; h5py's are slower."""
-
-    def __init__(self, path: str, room: int) -> None:
-        access = h5p.create(h5p.FILE_ACCESS)
-        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
-        # Structures in front, large values on pages.
-        access.set_meta_block_size(room)
-        access.set_alignment(PAGE_BYTES, PAGE_BYTES)
-        access.set_fclose_degree(h5f.CLOSE_STRONG)
-        self._file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access)
-        self._made = h5p.create(h5p.DATASET_CREATE)
-        # Placed at once, written never, and without times.
-        self._made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        self._made.set_fill_time(h5d.FILL_TIME_NEVER)
-        self._made.set_obj_track_times(False)
-        self._link = h5p.create(h5p.LINK_CREATE)
-        self._link.set_create_intermediate_group(True)
-        self._link.set_char_encoding(h5t.CSET_UTF8)
-        self._scalar = h5s.create(h5s.SCALAR)
-        self._objects: dict[str, Any] = {"": _root(self._file)}
-
-    def dataset(
-        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> int | None:
-        """Make a dataset; return where its values are to be, None if it has none."""
-        space = h5s.create_simple(shape) if shape else self._scalar
-        kind = h5t.py_create(dtype, logical=True)
-        made = h5d.create(
-            *(self._file, path.encode(), kind, space), dcpl=self._made, lcpl=self._link
-        )
-        self._objects[path] = made
-        offset: int | None = made.get_offset()
-        return offset
-
-    def group(self, path: str) -> None:
-        """Make a group, if it is not there."""
-        if path not in self._objects:
-            name = path.encode()
-            there = name in self._file
-            self._objects[path] = (
-                h5py.h5g.open(self._file, name)
-                if there
-                else h5py.h5g.create(self._file, name, lcpl=self._link)
-            )
-
-    def attribute(self, path: str, name: str, value: Any) -> None:
-        """Give an object an attribute; text is of fixed length, an integer of 64 bits.
-
-        Strings of variable length would be kept in a heap between the data.
-        """
-        if isinstance(value, str):
-            value = np.array(value.encode("ascii", "replace") or b" ")
-        value = np.asarray(value)
-        kind = h5t.py_create(value.dtype)
-        made = h5a.create(self._objects[path], name.encode(), kind, self._scalar)
-        made.write(value)
-
-    def close(self) -> None:
-        """Write what HDF5 still holds."""
-        self._objects.clear()
-        self._file.close()
-
-
-def _root(file: Any) -> Any:
-    """Return the root group of a file, as HDF5's functions take it."""
-    return h5py.h5g.open(file, b"/")
-
-
-def _describe(maker: _Maker, header: Header, plan: Plan) -> None:
+def _describe(maker: Maker, header: Header, plan: Plan) -> None:
     """Write all attributes; those that change from save to save are zero."""
     number = np.int64
     root = {

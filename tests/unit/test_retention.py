@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import retention, skeleton
-from hpcstrat.checkpoint.layout import checkpoint_name
-from hpcstrat.checkpoint.reader import read_header, read_root
-from hpcstrat.checkpoint.retention import (
+from hpcstrat.checkpoint.keep_rules import (
     Found,
     KeepRules,
-    best_path,
     checked_metrics,
     kept,
     ranked,
 )
+from hpcstrat.checkpoint.layout import checkpoint_name
+from hpcstrat.checkpoint.reader import read_header, read_root
+from hpcstrat.checkpoint.retention import best_path
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 NOW = 1_790_000_000_000_000_000
