@@ -4,6 +4,11 @@ SIGKILL of Open MPI's mpirun leaves its ranks alive, so that the end of the laun
 not the end of the job, and MPICH's ranks leave the launcher's session. Every process of
 a job therefore has the job's folder in its environment, and the ranks of ``run`` write
 their process numbers into it; whatever shows either of the two is ended.
+
+A launcher that is killed also leaves its session directory, by default one of the
+machine that is named by the launcher's process number. A later mpirun that is given the
+same number ends at once ("The PMIx server's listener thread failed to start"), so each
+job keeps that directory in its folder.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ _PROC = Path("/proc")
 
 # The folders of the jobs that a process is in, the innermost last.
 _MARK = "HPCSTRAT_TESTING_JOBS"
+
+# Where Open MPI's mpirun makes its session directory.
+_SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -118,7 +126,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**environment, _MARK: marks},
+                env={**environment, _MARK: marks, _SESSIONS: str(folder)},
                 start_new_session=True,
             )
 

@@ -144,7 +144,8 @@ class _Job:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env=_environment(),
+                    # A killed mpirun leaves files that stop a later one of its number.
+                    env=_environment() | {"PRTE_MCA_prte_tmpdir_base": name},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

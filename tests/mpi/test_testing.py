@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -173,6 +174,21 @@ def test_launch_returns_exit_code_and_output(tmp_path: Path) -> None:
     assert finished.returncode == 3
     assert finished.stdout.count("out") == 2
     assert finished.stderr.count("err\n") >= 2
+
+
+def test_killed_launcher_leaves_nothing_that_stops_a_later_one(tmp_path: Path) -> None:
+    program = tmp_path / "kill.py"
+    program.write_text(
+        "import os, pathlib, signal, sys\n"
+        "from mpi4py import MPI\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getppid()))\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\n"
+    )
+    number = tmp_path / "launcher"
+    finished = testing.launch(1, [sys.executable, program, number])
+    assert finished.returncode != 0  # MPICH: the one that started the rank is killed.
+    left = Path(tempfile.gettempdir()).glob(f"*.{number.read_text()}")
+    assert list(left) == []
 
 
 def test_run_works_inside_an_mpi_job() -> None:
