@@ -19,8 +19,9 @@ rank. Files are dropped from the page
 cache before each read.
 
 Training: small steps with NumPy, alone and while one asynchronous save follows another:
-hpcstrat's, h5py in a thread, and torch.distributed.checkpoint's async_save. What each
-saves in a second is told, too: who saves less often disturbs less.
+hpcstrat's, also with ``max_write_bandwidth``, h5py in a thread, and
+torch.distributed.checkpoint's async_save. What each saves in a second is told, too: who
+saves less often disturbs less.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import click
 import numpy as np
@@ -59,20 +59,21 @@ from writers import (
 )
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import restoring
-from hpcstrat.checkpoint.image import Memory
 
 NUM_VARIABLES = 16
 SYNCHRONOUS = "hpcstrat"
 BLOCKING = "hpcstrat, asynchronous: standstill"
 DURABLE = "hpcstrat, asynchronous: until durable"
 COPY = "memcpy of each rank's half"
+COPY_WHOLE = "memcpy of as much in one piece"
 HASHES = "hashes of each rank's half"
 READ = "hpcstrat: verified read"
-READ_AGAIN = "hpcstrat: verified read, memory touched before"
-AGAIN = "hpcstrat, into memory touched before"
+READ_NEW = "hpcstrat: verified read, into new memory"
+NEW = "hpcstrat, into new memory"
 ALONE = "steps alone"
 SAVING = "steps while saving"
+PACED = "steps while saving at most 600 MB/s"
+_BANDWIDTH = 600e6
 # One step of the training that is slowed down: some Python, and products in the cache.
 ROWS, WIDTH, PRODUCTS = 64, 128, 20
 _PAUSE_SECONDS = 0.5
@@ -91,13 +92,6 @@ class Options:
     folder: str
     json_path: str | None
     picture: str | None
-
-
-class KeptMemory(Memory):
-    """Memory that stays."""
-
-    def release(self) -> None:
-        """Keep it."""
 
 
 class Case:
@@ -128,15 +122,38 @@ class Case:
         self.nbytes = sum(array.nbytes for array in self.arrays.values())
         with strategy.scope():
             self.variables = {n: hs.Variable(a, name=n) for n, a in self.arrays.items()}
-        self.manager = hs.CheckpointManager(
-            folder / "hpcstrat", max_to_keep=2, weights=self.variables
-        )
-        self.kept = KeptMemory()
+        self.manager = self.new_manager()
         self.gloo = start_gloo(strategy)
         self.writers = alternatives(strategy, self.arrays, self.gloo)
         half = self.nbytes // self.comm.size
         self.half = np.zeros(half, np.uint8), np.ones(half, np.uint8)
+        self.half[0][:] = 1
+        start = self.comm.rank * half
+        self.parts = _cut([*self.arrays.values()], start, start + half)
         self.step = 0
+
+    def new_manager(
+        self, folder: str = "hpcstrat", **options: Any
+    ) -> hs.CheckpointManager:
+        """Return a manager of hpcstrat's folder.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        folder : str
+            Its name.
+        **options : object
+            Of ``CheckpointManager``.
+
+        Returns
+        -------
+        hpcstrat.CheckpointManager
+            Of all variables.
+        """
+        return hs.CheckpointManager(
+            self.folder / folder, max_to_keep=2, weights=self.variables, **options
+        )
 
     def timed(self, call: Callable[[], object]) -> float:
         """Return how long a call takes on the slowest rank.
@@ -173,9 +190,19 @@ class Case:
         self.manager.save(self.step, **options)
 
     def copy_half(self) -> None:
-        """Copy as many bytes as each rank has to.
+        """Copy what each rank has to, from where it lies.
 
         Not collective.
+        """
+        done = 0
+        for part in self.parts:
+            self.half[0][done : done + part.size] = part
+            done += part.size
+
+    def copy_whole(self) -> None:
+        """Copy as many bytes as each rank has to.
+
+        Not collective. From some size on, memcpy writes past the caches.
         """
         np.copyto(*self.half)
 
@@ -220,7 +247,8 @@ class Case:
                 # Disks go on for a while after files have been removed.
                 time.sleep(_PAUSE_SECONDS)
                 ways[place](saves, loads)
-        names = [SYNCHRONOUS, BLOCKING, DURABLE, READ, AGAIN, READ_AGAIN, COPY, HASHES]
+        names = [SYNCHRONOUS, BLOCKING, DURABLE, READ, NEW, READ_NEW]
+        names += [COPY, COPY_WHOLE, HASHES]
         names += [writer.name for writer in self.writers]
         return (
             {name: np.array(saves[name]) for name in names if name in saves},
@@ -229,18 +257,20 @@ class Case:
 
     def _ours(self, saves: Any, loads: Any) -> None:
         saves.setdefault(SYNCHRONOUS, []).append(self.timed(self.save_ours))
-        self._restore(loads, (SYNCHRONOUS, READ))
-        # A restore gives its memory back; in a virtual machine it can take longer to
-        # touch it for the first time than to read.
-        with mock.patch.object(restoring, "Memory", return_value=self.kept):
-            self._restore(loads, (AGAIN, READ_AGAIN))
+        self._restore(loads, (SYNCHRONOUS, READ), self.manager)
+        # A new program has no memory that has been touched; in a virtual machine, to
+        # touch it for the first time can take longer than to read.
+        with self.new_manager() as manager:
+            self._restore(loads, (NEW, READ_NEW), manager)
 
-    def _restore(self, loads: Any, names: tuple[str, str]) -> None:
+    def _restore(
+        self, loads: Any, names: tuple[str, str], manager: hs.CheckpointManager
+    ) -> None:
         time.sleep(_PAUSE_SECONDS)
         drop_cache(self.folder / "hpcstrat")
-        loads.setdefault(names[0], []).append(self.timed(self.manager.restore))
-        assert self.manager.last_restore is not None
-        seconds = self.manager.last_restore.read_seconds
+        loads.setdefault(names[0], []).append(self.timed(manager.restore))
+        assert manager.last_restore is not None
+        seconds = manager.last_restore.read_seconds
         seconds = self.comm.allreduce(seconds, op=self.mpi.MAX)
         loads.setdefault(names[1], []).append(seconds)
 
@@ -257,6 +287,7 @@ class Case:
     def _floors(self, saves: Any, loads: Any) -> None:
         del loads
         saves.setdefault(COPY, []).append(self.timed(self.copy_half))
+        saves.setdefault(COPY_WHOLE, []).append(self.timed(self.copy_whole))
         saves.setdefault(HASHES, []).append(self.timed(self.hash_half))
 
     def _of(self, writer: Writer) -> Callable[[Any, Any], None]:
@@ -294,7 +325,12 @@ class Case:
             Bytes that each way saved in a second.
         """
         others = backgrounds(self.comm, self.arrays, self.gloo)
-        saves = {ALONE: _no_save, SAVING: self._save_or_skip}
+        paced = self.new_manager("paced", max_write_bandwidth=_BANDWIDTH)
+        saves = {
+            ALONE: _no_save,
+            SAVING: partial(self._save_or_skip, self.manager),
+            PACED: partial(self._save_or_skip, paced),
+        }
         for other in others:
             saves[f"{SAVING}: {other.name}"] = partial(self._start_or_skip, other)
         share = seconds / len(saves) / (1 + _TURNS)
@@ -304,6 +340,7 @@ class Case:
             for name, save in saves.items():
                 step, count, spent = self._train(save, share)
                 self.manager.wait()
+                paced.wait()
                 for other in others:
                     other.wait()
                 time.sleep(_PAUSE_SECONDS)
@@ -311,6 +348,7 @@ class Case:
                 if turn:
                     times[name].append(step)
                     saved[name] += count * self.nbytes / spent / _TURNS
+        paced.close()
         return {name: np.array(values) for name, values in times.items()}, saved
 
     def _train(
@@ -334,9 +372,9 @@ class Case:
         spent = time.perf_counter() - start
         return spent / steps, count, spent
 
-    def _save_or_skip(self) -> bool:
+    def _save_or_skip(self, manager: hs.CheckpointManager) -> bool:
         self.step += 1
-        path = self.manager.save(self.step, asynchronous=True, on_busy="skip")
+        path = manager.save(self.step, asynchronous=True, on_busy="skip")
         return path is not None
 
     def _start_or_skip(self, other: Background) -> bool:
@@ -346,6 +384,16 @@ class Case:
         # In place of the last but one.
         other.start(self.folder / f"{type(other).__name__}{self.step % 2}")
         return True
+
+
+def _cut(arrays: list[Any], start: int, stop: int) -> list[Any]:
+    """Return the bytes from one place to another of arrays in a row."""
+    found = []
+    for array in arrays:
+        flat = array.reshape(-1).view(np.uint8)
+        found.append(flat[max(start, 0) : max(stop, 0)])
+        start, stop = start - flat.size, stop - flat.size
+    return [part for part in found if part.size]
 
 
 def _no_save() -> bool:

@@ -120,7 +120,9 @@ class Raw(Writer):
         self.name = RAW_SHARED if self.shared else RAW_FILES
         share = -(-self.nbytes // comm.size)
         self.share = share + -share % mmap.PAGESIZE
-        self.memory = mmap.mmap(-1, self.share)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.memory = mmap.mmap(-1, self.share, flags=private)
+        self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory.write(bytes(self.share))
         self.start = comm.rank * self.share if self.shared else 0
 

@@ -78,6 +78,8 @@ class Topology:
         Memory shared by the worker's replicas.
     num_cores : int
         Number of processor cores on which the worker's replicas may run.
+    cores_each : int
+        Number of cores for this replica, if those that may run on the same share them.
     slot_bytes : int
         Size of the largest piece that a replica lays out in its part of the segment, a
         power of two, the same on every worker.
@@ -162,6 +164,8 @@ class Topology:
         # Ranks that are bound to cores see different ones.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
+        own, shared = len(os.sched_getaffinity(0)), self.num_cores
+        self.cores_each = max(1, min(own, shared // self.worker_comm.size))
 
     def _made(self, parent: Any, make: Callable[[], Any]) -> Any:
         """Make a communicator, and keep it in mind to be revoked."""

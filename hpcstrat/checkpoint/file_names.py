@@ -88,6 +88,19 @@ def _close_later(file: int) -> None:
     _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
 
 
+def gives_back() -> bool:
+    """Whether blocks of removed files are being given back.
+
+    Not collective.
+
+    Returns
+    -------
+    bool
+        By a thread of this process.
+    """
+    return any(thread.is_alive() for thread in _freeing)
+
+
 def wait_for_room() -> bool:
     """Wait for blocks that are being given back.
 

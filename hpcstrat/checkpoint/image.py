@@ -44,7 +44,9 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
         self._bytes: Array = np.empty(0, np.uint8)
+        self._lent = False
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
         """Return an image; the one before is not valid any more.
@@ -66,29 +68,54 @@ class Memory:
         nbytes = num_slots * slot_bytes
         if self._bytes.size < nbytes:
             self.release()
-            self._bytes = _pages(nbytes)
+            self._map = _pages(nbytes)
+            self._bytes = np.frombuffer(self._map, np.uint8)
+        if self._lent:
+            # Before Linux 5.18, a page that only the disk has written to since could
+            # still be taken away.
+            self._bytes[:: mmap.PAGESIZE] = 0
+            self._lent = False
         return Image(num_slots, slot_bytes, self._bytes)
+
+    def lend(self) -> None:
+        """Let the system take pages away if it needs them; no image is valid.
+
+        Not collective. Those that it has not taken are used again.
+        """
+        if self._map is not None and hasattr(mmap, "MADV_FREE"):
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_FREE)
+                self._lent = True
 
     def release(self) -> None:
         """Give the memory back, in a thread, as that takes long; no image is valid.
 
         Not collective.
         """
-        held = [self._bytes]
-        self._bytes = np.empty(0, np.uint8)
+        held = [self._map, self._bytes]
+        self.leave()
         with contextlib.suppress(RuntimeError):
             # Where the system gives no more threads, it goes here.
             threading.Thread(target=held.clear, daemon=True).start()
 
+    def leave(self) -> None:
+        """Leave the memory to an image that may still be used.
 
-def _pages(nbytes: int) -> Array:
+        Not collective.
+        """
+        self._map, self._bytes, self._lent = None, np.empty(0, np.uint8), False
+
+
+def _pages(nbytes: int) -> mmap.mmap:
     """Return memory that begins on a page."""
-    memory = mmap.mmap(-1, nbytes)
+    # Without the flags it would be shared memory, which few systems let have large
+    # pages: into small ones that are scattered, a disk reads half as fast.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Fewer page faults; not all kernels have it.
+        # Not all kernels have it.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return memory
 
 
 class Image:
@@ -108,7 +135,9 @@ class Image:
         self, num_slots: int, slot_bytes: int, memory: Array | None = None
     ) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        self._bytes = _pages(num_slots * slot_bytes) if memory is None else memory
+        if memory is None:
+            memory = np.frombuffer(_pages(num_slots * slot_bytes), np.uint8)
+        self._bytes = memory
 
     def slot(self, index: int) -> Array:
         """Return a place.

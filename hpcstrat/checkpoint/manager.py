@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import on_first
 from hpcstrat.checkpoint.folder import prepare, require_one_writer
+from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.layout import Header, checkpoint_name
 from hpcstrat.checkpoint.objects import Objects
@@ -19,7 +20,7 @@ from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restorer import Restorer
 from hpcstrat.checkpoint.saving import Saver
 from hpcstrat.checkpoint.search_methods import SearchMethods
-from hpcstrat.checkpoint.under_way import Order
+from hpcstrat.checkpoint.under_way import Order, checked_bandwidth
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety.divergence import check_mirrored
 from hpcstrat.safety.recording import measure
@@ -55,6 +56,10 @@ class CheckpointManager(SearchMethods):
     keep_for : float or timedelta, optional
         Keep those younger than this; a number is in seconds. What counts is the time in
         the file at which its save began.
+    max_write_bandwidth : float, optional
+        Bytes per second that all replicas together write in asynchronous saves while
+        nobody waits for them; default: as many as the disk takes, which can slow down
+        training and other jobs.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         a folder of its own.
@@ -80,21 +85,25 @@ class CheckpointManager(SearchMethods):
         keep_every: int | timedelta | None = None,
         keep_best: KeepBest | None = None,
         keep_for: float | timedelta | None = None,
+        max_write_bandwidth: float | None = None,
         independent: bool = False,
         **objects: Any,
     ) -> None:
+        self._bandwidth = checked_bandwidth(max_write_bandwidth)
         rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
         self._objects = Objects(objects)
         folder = os.path.abspath(os.fspath(directory))
         super().__init__(folder, self._objects.strategy, keep_best)
         if not independent:
             require_one_writer(self._strategy)
-        self._saver = Saver(self._strategy, self.directory, rules)
+        memory = Memory()
+        self._saver = Saver(self._strategy, self.directory, rules, memory)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
         self._restorer = Restorer(
-            self._strategy, self.directory, self._objects, self._saver.retention
+            *(self._strategy, self.directory, self._objects),
+            *(self._saver.retention, memory),
         )
         what = "creation of the folder of checkpoints"
         on_first(self._strategy, what, partial(prepare, self.directory))
@@ -230,12 +239,10 @@ class CheckpointManager(SearchMethods):
         # Clocks drift: a timeline measures them where the ranks meet now and then.
         channel = self._collectives.channel
         measure(None if channel is None else channel.topology)
-        compare = partial(check_mirrored, self._strategy, variables)
-        if asynchronous:
-            # Variables may change before the threads are done, and comparing all of
-            # them may take longer than copying this replica's share.
-            compare(self._turn)
-            self._turn += 1
+        # Comparing all variables may take longer than copying this replica's share.
+        turn = self._turn if asynchronous else None
+        self._turn += asynchronous
+        compare = partial(check_mirrored, self._strategy, variables, turn)
         read = read_all(list(variables.values()), own_rows=True)
         values = dict(zip(variables, read, strict=True))
         header = Header(step, self._strategy.num_replicas_in_sync)
@@ -244,8 +251,8 @@ class CheckpointManager(SearchMethods):
         header.iterators, header.python = iterators, python
         header.metrics = numbers
         path = os.path.join(self.directory, name)
-        order = Order(path, asynchronous, replaces, overwrite, began)
-        self._saver.save(order, header, values, None if asynchronous else compare)
+        order = Order(path, asynchronous, replaces, overwrite, began, self._bandwidth)
+        self._saver.save(order, header, values, compare)
         return path
 
     def _checked(
@@ -282,7 +289,7 @@ class CheckpointManager(SearchMethods):
             raise pending
 
     def close(self) -> None:
-        """Wait as `wait` does, and give back the memory that saves use.
+        """Wait as `wait` does, and give back the memory of saves and restores.
 
         Collective over the strategy's replicas. The manager can still be used.
 

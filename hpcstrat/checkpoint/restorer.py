@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.matching import match_entries, renamed
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.reader import CheckpointFile
@@ -34,6 +35,8 @@ class Restorer:
         What is restored.
     retention : Retention
         Is told of damaged files, on replica 0.
+    memory : Memory
+        For what is read.
 
     Attributes
     ----------
@@ -42,12 +45,17 @@ class Restorer:
     """
 
     def __init__(
-        self, strategy: Any, directory: str, objects: Objects, retention: Retention
+        self,
+        strategy: Any,
+        directory: str,
+        objects: Objects,
+        retention: Retention,
+        memory: Memory,
     ) -> None:
         self._strategy = strategy
         self._collectives = strategy.collectives
         self._objects = objects
-        self._retention = retention
+        self._retention, self._memory = retention, memory
         self.directory = directory
         self.last: RestoreReport | None = None
 
@@ -124,7 +132,9 @@ class Restorer:
             num_replicas=self._strategy.num_replicas_in_sync,
             **rules,
         )
-        nbytes, read_seconds = restore_values(file, matches, self._strategy)
+        nbytes, read_seconds = restore_values(
+            *(file, matches, self._strategy, self._memory)
+        )
         only = rules.get("only")
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}

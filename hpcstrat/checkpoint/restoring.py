@@ -87,7 +87,7 @@ def _live(match: Match) -> Array | None:
 
 
 def restore_values(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: Memory
 ) -> tuple[int, float]:
     """Give all variables their values.
 
@@ -101,6 +101,8 @@ def restore_values(
         What goes where, in the same order on every replica.
     strategy : Strategy
         Whose replicas.
+    memory : Memory
+        For what is read before all is checked.
 
     Returns
     -------
@@ -116,7 +118,7 @@ def restore_values(
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
-    exchange = _Exchange(file, matches, strategy)
+    exchange = _Exchange(file, matches, strategy, memory)
     error = ""
     began = time.perf_counter()
     try:
@@ -166,10 +168,14 @@ class _Exchange:
     """One restore: which blocks this replica reads, and what it makes of all."""
 
     def __init__(
-        self, file: CheckpointFile, matches: Sequence[Match], strategy: Any
+        self,
+        file: CheckpointFile,
+        matches: Sequence[Match],
+        strategy: Any,
+        memory: Memory,
     ) -> None:
         assert file.vouched is not None
-        self._file, self._strategy, self._memory = file, strategy, Memory()
+        self._file, self._strategy, self._memory = file, strategy, memory
         self._vouched = file.vouched
         self._plan = file.vouched.plan
         self._sinks: list[_Sink] = []
@@ -192,6 +198,7 @@ class _Exchange:
         self._kept: dict[int, Array] = {}
         self._image: Image | None = None
         self._blocks: Blocks | None = None
+        self._threads: list[threading.Thread] = []
         self._nbytes = 0
 
     def _sort(self, match: Match) -> None:
@@ -229,7 +236,7 @@ class _Exchange:
         for index, block in enumerate(self._own):
             todo.put((block, index if index < num_kept else -1))
         errors: list[BaseException] = []
-        threads = [
+        self._threads = [
             threading.Thread(
                 target=self._work,
                 args=(todo, num_kept + k, errors),
@@ -238,11 +245,15 @@ class _Exchange:
             )
             for k in range(min(NUM_THREADS, len(self._own)))
         ]
-        for thread in threads:
-            todo.put(None)
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in self._threads:
+                todo.put(None)
+                thread.start()
+            for thread in self._threads:
+                thread.join()
+        except BaseException as interrupt:
+            errors.append(interrupt)
+            raise
         if errors:
             raise errors[0]
         spans = (self._plan.span(block) for block in self._own)
@@ -371,12 +382,16 @@ class _Exchange:
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:
-        """Give back file and memory.
+        """Give back the file, and lend the memory.
 
         Not collective.
         """
         self._kept.clear()
         self._image = None
-        self._memory.release()
+        if any(thread.is_alive() for thread in self._threads):
+            # Interrupted: they still read into it.
+            self._memory.leave()
+        else:
+            self._memory.lend()
         if self._blocks is not None:
             self._blocks.close()

@@ -13,6 +13,8 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -52,6 +54,8 @@ class Saver:
         The folder.
     rules : KeepRules
         Which checkpoints to keep; replica 0's.
+    memory : Memory
+        For copies.
 
     Attributes
     ----------
@@ -61,12 +65,13 @@ class Saver:
         Removes what need not stay; replica 0's is used.
     """
 
-    def __init__(self, strategy: Any, directory: str, rules: KeepRules) -> None:
-        self._strategy = strategy
-        # For all of this replica's blocks, or a few at a time. With memory in common,
-        # also with that of restores, all get slower: by up to 2 on a virtual machine.
-        self._whole, self._ring = Memory(), Memory()
-        self._directory = directory
+    def __init__(
+        self, strategy: Any, directory: str, rules: KeepRules, memory: Memory
+    ) -> None:
+        self._strategy, self._directory, self._memory = strategy, directory, memory
+        self._num_cores = len(os.sched_getaffinity(0))
+        if strategy.num_replicas_in_sync > 1:
+            self._num_cores = strategy.topology.cores_each
         self.retention = Retention(directory, rules)
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
@@ -78,7 +83,7 @@ class Saver:
         order: Order,
         header: Header,
         values: Mapping[str, Array],
-        compare: Callable[[], None] | None,
+        compare: Callable[[], None],
     ) -> None:
         """Save, or start to.
 
@@ -93,9 +98,10 @@ class Saver:
         values : mapping of str to ndarray
             Logical values, by path; of those with a row for each replica, the row of
             this one. May change afterwards.
-        compare : callable or None
-            What finds out, while values are being written, whether they may be saved;
-            collective, and raises on every rank.
+        compare : callable
+            What finds out whether the values may be saved, while the file is being made
+            or, where the caller waits for the end, written; collective, and raises on
+            every rank.
 
         Raises
         ------
@@ -104,10 +110,10 @@ class Saver:
         """
         commits: list[Commit] = []
         try:
-            start: Start = on_first(
-                self._strategy,
-                f"save of {order.path}",
+            start = self._made(
+                order,
                 partial(self._start, order, header, commits),
+                compare if order.asynchronous else _nothing,
             )
         except BaseException as error:
             for commit in commits:
@@ -129,12 +135,10 @@ class Saver:
             }
             data |= rows
             data |= _state_bytes(header, start.python)
-            if order.asynchronous:
-                memory, slots = self._whole, max(len(blocks), 1)
-            else:
-                memory, slots = self._ring, RING_SLOTS
-            image = memory.image(slots, save.plan.block_bytes)
-            save.write(image, data, blocks)
+            # All of this replica's blocks, or a few at a time.
+            slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
+            image = self._memory.image(slots, save.plan.block_bytes)
+            save.write(image, data, blocks, self._num_cores)
         except Exception as error:
             # All replicas raise it together, when they meet.
             save.error = error
@@ -142,14 +146,27 @@ class Saver:
             self._drop(save, error)
             raise
         save.blocking_seconds = time.perf_counter() - order.began
-        if compare is not None:
-            try:
-                compare()
-            except BaseException as error:
-                self._drop(save, error)
-                raise
-        if not order.asynchronous:
-            self.finish()
+        if order.asynchronous:
+            return
+        try:
+            compare()
+        except BaseException as error:
+            self._drop(save, error)
+            raise
+        self.finish()
+
+    def _made(
+        self, order: Order, make: Callable[[], Start], compare: Callable[[], None]
+    ) -> Start:
+        """Have replica 0 make the file, and compare meanwhile."""
+        with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
+            if self._strategy.replica_id == 0:
+                # Where the system gives no more threads, it is made when all meet.
+                with suppress(RuntimeError):
+                    make = pool.submit(make).result
+            compare()
+            start: Start = on_first(self._strategy, f"save of {order.path}", make)
+        return start
 
     def _rows(self, save: Save, values: Mapping[str, Array]) -> dict[str, Rows]:
         """Return what this replica writes of values with a row for each replica."""
@@ -170,7 +187,7 @@ class Saver:
             save.join()
         except BaseException:
             # Interrupted: threads may still use this memory.
-            self._whole, self._ring = Memory(), Memory()
+            self._memory.leave()
             raise
 
     def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
@@ -226,7 +243,7 @@ class Saver:
         return choice == "on" or (choice == "auto" and is_local(self._directory))
 
     def busy(self) -> bool:
-        """Whether a save is still being written on some replica.
+        """Whether a save is still being written, or old ones freed, on some replica.
 
         Collective over the strategy's replicas, if there is one.
 
@@ -238,8 +255,7 @@ class Saver:
         save = self._current
         if save is None:
             return False
-        writing = save.writing
-        done = writing is None or writing.done.is_set()
+        done = save.writing is None or save.writing.ended()
         votes = self._strategy.collectives.all_gather_object(
             done, f"whether the save of {save.order.path} is done"
         )
@@ -322,11 +338,14 @@ class Saver:
         try:
             self.finish()
         finally:
-            self._whole.release()
-            self._ring.release()
+            self._memory.release()
             self._plan = None
             while self._skeletons:
                 self._skeletons.pop().close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:

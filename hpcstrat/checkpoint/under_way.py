@@ -4,25 +4,64 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 
 from hpcstrat.checkpoint.commit import Commit
+from hpcstrat.checkpoint.file_names import gives_back
 from hpcstrat.checkpoint.image import Image, Source
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.writing import Writing
 from hpcstrat.tracing import get_logger
 
-__all__ = ["Order", "Save", "Start", "finish_all", "give_up_all"]
+__all__ = ["Order", "Save", "Start", "checked_bandwidth", "finish_all", "give_up_all"]
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
+_FREEING_SECONDS = 5.0
+
+
+def checked_bandwidth(value: SupportsFloat | None) -> float:
+    """Return a limit in bytes per second.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : number or None
+        None for no limit.
+
+    Returns
+    -------
+    float
+        Infinite for no limit.
+
+    Raises
+    ------
+    ValueError
+        If it is no positive number.
+    """
+    if value is None:
+        return math.inf
+    try:
+        limit = float(value)
+    except (TypeError, ValueError):
+        limit = math.nan
+    if not limit > 0:
+        raise ValueError(
+            f"expected max_write_bandwidth to be a positive number of bytes per "
+            f"second, found {value!r}; pass such as 500e6, or None for no limit"
+        )
+    return limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +80,8 @@ class Order:
         Whether later ones are removed.
     began : float
         ``time.perf_counter()`` when the caller asked for it.
+    bandwidth : float
+        How many bytes per second all replicas may write in the background.
     """
 
     path: str
@@ -48,6 +89,7 @@ class Order:
     replaces: bool
     abandons: bool
     began: float
+    bandwidth: float = math.inf
 
 
 @dataclass(slots=True)
@@ -122,7 +164,11 @@ class Save:
         self.error: BaseException | None = None
 
     def write(
-        self, image: Image, values: Mapping[str, Source], blocks: Sequence[int]
+        self,
+        image: Image,
+        values: Mapping[str, Source],
+        blocks: Sequence[int],
+        num_cores: int,
     ) -> None:
         """Copy this replica's blocks, and have them written.
 
@@ -136,12 +182,16 @@ class Save:
             By path.
         blocks : sequence of int
             This replica's.
+        num_cores : int
+            For this replica.
         """
         ahead = self.order.asynchronous
         self.writing = Writing(
             *(self.start.temporary, self.plan, blocks, image),
             direct=self.start.direct,
             then=self._in_background if ahead else _nothing,
+            spread_seconds=self.plan.size / self.order.bandwidth,
+            num_cores=num_cores,
         )
         if ahead:
             _under_way.add(self)
@@ -159,6 +209,7 @@ class Save:
                 self.commit.drop(error)
             else:
                 self._watch(writing)
+                self._await_room()
         except OSError as problem:
             # Nothing is lost: the main threads will meet.
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
@@ -186,6 +237,13 @@ class Save:
                 return
             hashes[list(blocks)] = part
         self.commit.do(hashes)
+
+    def _await_room(self) -> None:
+        """Wait for blocks of old files, which keep a disk from new ones meanwhile."""
+        end = time.monotonic() + _FREEING_SECONDS
+        while gives_back() and time.monotonic() < end:
+            if self.stop.wait(_FIRST_NAP_SECONDS):
+                return
 
     def join(self) -> None:
         """Wait for the threads of this replica, which no longer wait for others.

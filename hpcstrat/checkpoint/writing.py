@@ -6,10 +6,12 @@ the caller waits for the end, they copy, too; otherwise the caller has copied be
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import numpy as np
@@ -25,7 +27,8 @@ __all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "Writing"]
 KINDS_OF_WORK = ("copy", "hash", "write", "flush")
 
 NUM_THREADS = 2
-RING_SLOTS = 3
+_MOST_COPIERS = 4
+RING_SLOTS = 4
 """How many threads, and places for blocks, there are where the caller waits."""
 
 
@@ -46,6 +49,10 @@ class Writing:
         Whether to go past the page cache.
     then : callable
         Called at the end in a thread, with this object.
+    spread_seconds : float, optional
+        Over how long at least the writes are spread while nobody joins the threads.
+    num_cores : int, optional
+        How many threads may copy at once where the caller does not wait for the end.
 
     Attributes
     ----------
@@ -68,6 +75,8 @@ class Writing:
         *,
         direct: bool,
         then: Callable[[Writing], None],
+        spread_seconds: float = 0.0,
+        num_cores: int = 1,
     ) -> None:
         self.path = path
         self.plan = plan
@@ -79,6 +88,10 @@ class Writing:
         self._image = image
         self._direct = direct
         self._then = then
+        self._spread = spread_seconds
+        # More hardly gain: one core moves a good part of what the memory can.
+        self._copiers = min(num_cores, _MOST_COPIERS)
+        self._hurry = threading.Event()
         self._file = -1
         self._values: Mapping[str, Source] = {}
         # Which of the blocks, and whether they have been copied.
@@ -86,6 +99,7 @@ class Writing:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._left = 0
+        self._began = 0.0
 
     def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
         """Have all blocks written.
@@ -118,11 +132,20 @@ class Writing:
 
     def _copy_all(self, values: Mapping[str, Source]) -> None:
         begin = time.perf_counter()
-        for slot, block in enumerate(self.blocks):
-            fill(self._image.slot(slot), self.plan, block, values)
+
+        def copy(index: int) -> None:
+            fill(self._image.slot(index), self.plan, self.blocks[index], values)
+
+        indices = range(len(self.blocks))
+        if self._copiers > 1 and len(indices) > 1:
+            with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
+                collections.deque(pool.map(copy, indices), maxlen=0)
+        else:
+            collections.deque(map(copy, indices), maxlen=0)
         self.seconds["copy"] = time.perf_counter() - begin
 
     def _start_threads(self, copied: bool) -> None:
+        self._began = time.perf_counter()
         for index in range(len(self.blocks)):
             self._todo.put((index, copied))
         wanted = self._left = NUM_THREADS if copied else RING_SLOTS
@@ -150,12 +173,20 @@ class Writing:
                 continue
             try:
                 slot = index if copied else number
-                if not copied:
+                if copied:
+                    self._await_turn(index)
+                else:
                     self._copy(self.blocks[index], slot)
                 self._write(index, slot)
             except BaseException as error:
                 self._fail(error)
         self._leave(1)
+
+    def _await_turn(self, index: int) -> None:
+        turn = self._began + self._spread * index / len(self.blocks)
+        delay = turn - time.perf_counter()
+        if delay > 0:
+            self._hurry.wait(delay)
 
     def _leave(self, count: int) -> None:
         """Take note of threads that have nothing more to do."""
@@ -211,8 +242,20 @@ class Writing:
             self._file = -1
             self.seconds["flush"] = time.perf_counter() - begin
 
+    def ended(self) -> bool:
+        """Whether the threads have ended.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False also while they clean up.
+        """
+        return not any(thread.is_alive() for thread in self._threads)
+
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the threads.
+        """Wait for the threads, which write as fast as they can from now on.
 
         Not collective.
 
@@ -226,6 +269,7 @@ class Writing:
         bool
             Whether they have ended.
         """
+        self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
+        return self.ended()

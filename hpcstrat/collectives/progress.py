@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -80,16 +79,13 @@ def check_progress_thread(topology: Any) -> None:
         If MPI was not started for threads, or a rank has no second core. On every rank.
     """
     mpi = topology.mpi
-    own = len(os.sched_getaffinity(0))
-    # Ranks that are bound have their own cores; the others share them.
-    cores = min(own, topology.num_cores // topology.worker_comm.size)
     problem = ""
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         problem = (
             "expected MPI with THREAD_MULTIPLE for a progress thread, found it started "
             "with less; create this strategy first, or start MPI accordingly"
         )
-    elif cores < 2:
+    elif topology.cores_each < 2:
         problem = (
             "expected two cores for each rank for a progress thread, found less; give "
             "each more cores, such as by srun --cpus-per-task, or leave "

@@ -6,6 +6,7 @@ import errno
 import functools
 import itertools
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,44 @@ def test_memory_is_used_again_as_long_as_it_suffices() -> None:
     assert memory.image(7, PAGE_BYTES).slot(0)[0] == 0
     memory.release()
     assert memory.image(1, PAGE_BYTES).slot(0)[0] == 0
+
+
+def test_lent_memory_can_be_used_again() -> None:
+    memory = Memory()
+    memory.lend()
+    first = memory.image(3, PAGE_BYTES).slot(0)
+    memory.lend()
+    again = memory.image(3, PAGE_BYTES)
+    assert again.slot(0).ctypes.data == first.ctypes.data
+    again.slot(1)[:] = 5
+    assert (memory.image(3, PAGE_BYTES).slot(1) == 5).all()
+
+
+def test_memory_that_is_left_stays_with_its_image() -> None:
+    memory = Memory()
+    image = memory.image(2, PAGE_BYTES)
+    image.slot(0)[:] = 3
+    memory.leave()
+    memory.image(2, PAGE_BYTES).slot(0)[:] = 4
+    assert (image.slot(0) == 3).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="there is no smaps")
+def test_memory_may_have_large_pages() -> None:
+    image = Memory().image(2, 4 << 20)
+    address = image.slot(0).ctypes.data
+    flags = ""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ....", line):
+            low, high = (int(each, 16) for each in match.groups())
+            inside = low <= address < high
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    # "sh" is what Linux shares between processes, "hg" what may have large pages.
+    assert " sh" not in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert " hg" in flags
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -1,0 +1,152 @@
+"""Saves and restores take turns with the same memory, and with the disk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.checkpoint import blocks, restoring, under_way
+from hpcstrat.errors import ReplicaError
+
+
+def _variable(strategy: Any, job: Any) -> hs.Variable:
+    """Return one of which every rank has several blocks."""
+    with strategy.scope():
+        return hs.Variable(np.zeros((3 * job.size) << 17))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_saves_and_restores_in_any_order(
+    seed: int, strategy: Any, folder: Path, job: Any
+) -> None:
+    order = np.random.default_rng(seed)
+    x = _variable(strategy, job)
+    counted = np.arange(x.component.size, dtype=float)
+    manager = hs.CheckpointManager(folder, max_to_keep=None, x=x)
+    saved = 0
+    for turn in range(12):
+        kind = order.choice(["synchronous", "asynchronous", "restore", "close"])
+        if kind == "restore" and saved:
+            step = int(order.integers(1, saved + 1))
+            manager.wait()
+            manager.restore(manager.checkpoints[step - 1])
+            np.testing.assert_array_equal(x.component, counted + step)
+        elif kind == "close":
+            manager.close()
+        else:
+            saved += 1
+            x.assign(counted + saved)
+            manager.save(saved, asynchronous=kind == "asynchronous")
+        x.assign(np.full_like(counted, -turn))
+    manager.close()
+    for step, path in enumerate(manager.checkpoints, start=1):
+        manager.restore(path)
+        np.testing.assert_array_equal(x.component, counted + step)
+
+
+def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    count = x.component.size
+    manager = hs.CheckpointManager(folder, x=x)
+    x.assign(np.full(count, 1.0))
+    manager.save(1)
+    may_read, read = threading.Event(), blocks.read_into
+    reading: list[threading.Thread] = []
+
+    def late(*args: Any) -> None:
+        reading.append(threading.current_thread())
+        assert may_read.wait(60)
+        read(*args)
+
+    def interrupt(self: Any, seconds: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    # On all ranks, as the launcher does it.
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "read_into", late)
+        patch.setattr(restoring.threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.restore()
+    x.assign(np.full(count, 2.0))
+    manager.save(2, asynchronous=True)
+    may_read.set()
+    for thread in reading:
+        thread.join()
+    manager.wait()
+    job.Barrier()
+    manager.restore()
+    np.testing.assert_array_equal(x.component, 2.0)
+
+
+def test_writes_are_spread_until_somebody_waits(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    x = _variable(strategies[job.size], job)
+    # Too slow for the test.
+    manager = hs.CheckpointManager(
+        folder, max_write_bandwidth=x.component.nbytes / 3600, x=x
+    )
+    manager.save(1, asynchronous=True, on_busy="skip")
+    time.sleep(0.2)
+    assert manager.save(2, asynchronous=True, on_busy="skip") is None
+    manager.wait()
+    # Nobody is kept by it where all wait anyway.
+    manager.save(3)
+    with manager:
+        manager.save(4, asynchronous=True)
+    assert len(manager.checkpoints) == 3
+
+
+def test_spread_writes_go_on_without_another_call(
+    strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(
+        folder, max_write_bandwidth=x.component.nbytes / 0.6, x=x
+    )
+    began = time.perf_counter()
+    manager.save(1, asynchronous=True)
+    for step in itertools.count(2):
+        if manager.save(step, asynchronous=True, on_busy="skip") is not None:
+            break
+        time.sleep(0.01)
+    # The last of three blocks, or of more, begins when two thirds are over.
+    assert time.perf_counter() - began > 0.4
+    manager.close()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, "fast"])
+def test_bandwidth_is_a_positive_number(
+    value: Any, strategies: dict[int, Any], folder: Path, job: Any
+) -> None:
+    x = _variable(strategies[job.size], job)
+    with pytest.raises((ValueError, ReplicaError), match="max_write_bandwidth"):
+        hs.CheckpointManager(folder, max_write_bandwidth=value, x=x)
+
+
+def test_saves_are_skipped_while_old_ones_are_freed(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(folder, x=x)
+    monkeypatch.setattr(under_way, "gives_back", lambda: True)
+    path = Path(manager.save(1, asynchronous=True))
+    while not path.exists():
+        time.sleep(0.01)
+    assert manager.save(2, asynchronous=True, on_busy="skip") is None
+    # Who waits for the checkpoint does not wait for that.
+    began = time.perf_counter()
+    manager.wait()
+    assert time.perf_counter() - began < under_way._FREEING_SECONDS / 2
+    assert manager.save(3, asynchronous=True, on_busy="skip") is not None
+    manager.close()
