@@ -52,7 +52,7 @@ class Writing:
     spread_seconds : float, optional
         Over how long at least the writes are spread while nobody joins the threads.
     num_cores : int, optional
-        How many threads may copy at once where the caller does not wait for the end.
+        How many threads may copy and hash at once.
 
     Attributes
     ----------
@@ -91,6 +91,8 @@ class Writing:
         self._spread = spread_seconds
         # More hardly gain: one core moves a good part of what the memory can.
         self._copiers = min(num_cores, _MOST_COPIERS)
+        # Else all threads would have their first block ready late, and together.
+        self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
         self._values: Mapping[str, Source] = {}
@@ -175,9 +177,11 @@ class Writing:
                 slot = index if copied else number
                 if copied:
                     self._await_turn(index)
-                else:
-                    self._copy(self.blocks[index], slot)
-                self._write(index, slot)
+                with self._cores:
+                    if not copied:
+                        self._copy(self.blocks[index], slot)
+                    data = self._hashed(index, slot)
+                self._write(index, data)
             except BaseException as error:
                 self._fail(error)
         self._leave(1)
@@ -202,17 +206,20 @@ class Writing:
         with self._lock:
             self.seconds["copy"] += time.perf_counter() - begin
 
-    def _write(self, index: int, slot: int) -> None:
+    def _hashed(self, index: int, slot: int) -> memoryview:
         start, stop = self.plan.span(self.blocks[index])
         data = self._image.slot(slot)[: stop - start].data
         begin = time.perf_counter()
         self.hashes[index] = block_hash(data)
-        middle = time.perf_counter()
-        write_all(self._file, data, start)
-        end = time.perf_counter()
         with self._lock:
-            self.seconds["hash"] += middle - begin
-            self.seconds["write"] += end - middle
+            self.seconds["hash"] += time.perf_counter() - begin
+        return data
+
+    def _write(self, index: int, data: memoryview) -> None:
+        begin = time.perf_counter()
+        write_all(self._file, data, self.plan.span(self.blocks[index])[0])
+        with self._lock:
+            self.seconds["write"] += time.perf_counter() - begin
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
