@@ -324,7 +324,8 @@ class Case:
         times : dict of str to ndarray
             Mean seconds of a step, of each turn.
         saved : dict of str to float
-            Bytes that each way saved in a second.
+            Bytes that each way saved in a second; the last save of a turn, which need
+            not have been done at its end, does not count.
         """
         others = backgrounds(self.comm, self.arrays, self.gloo)
         paced = self.new_manager("paced", max_write_bandwidth=_BANDWIDTH)
@@ -349,7 +350,8 @@ class Case:
                 # The first turn makes buffers.
                 if turn:
                     times[name].append(step)
-                    saved[name] += count * self.nbytes / spent / _TURNS
+                    done = max(count - 1, 0)
+                    saved[name] += done * self.nbytes / spent / _TURNS
         paced.close()
         return {name: np.array(values) for name, values in times.items()}, saved
 

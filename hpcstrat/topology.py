@@ -34,6 +34,7 @@ SLOTS_IN_RING = 4
 """How many pieces of the largest size a replica's part of the segment holds."""
 
 # Many containers have a /dev/shm of 64 MiB: half of it.
+_ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 512 << 10
 # Larger than the caches of processors: see collectives.slots.
@@ -79,7 +80,7 @@ class Topology:
     num_cores : int
         Number of processor cores on which the worker's replicas may run.
     cores_each : int
-        Number of cores for this replica, if those that may run on the same share them.
+        Number of cores for this replica, where all of the node share theirs evenly.
     slot_bytes : int
         Size of the largest piece that a replica lays out in its part of the segment, a
         power of two, the same on every worker.
@@ -164,8 +165,6 @@ class Topology:
         # Ranks that are bound to cores see different ones.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
-        own, shared = len(os.sched_getaffinity(0)), self.num_cores
-        self.cores_each = max(1, min(own, shared // self.worker_comm.size))
 
     def _made(self, parent: Any, make: Callable[[], Any]) -> Any:
         """Make a communicator, and keep it in mind to be revoked."""
@@ -197,6 +196,10 @@ class Topology:
         nodes = self.replica_comm.allreduce(int(node.rank == 0))
         if self.survives:
             require_survival(self.mpi, self.replica_comm, nodes)
+        cores = node.allgather(os.sched_getaffinity(0))
+        # Those of a core share it: it counts by halves, thirds and so on.
+        parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])
+        self.cores_each = max(1, int(sum(parts) + _ROUNDING))
         if replicas_per_worker is None:
             return node
         worker = self._made(

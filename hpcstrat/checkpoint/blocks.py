@@ -6,7 +6,7 @@ import os
 from types import TracebackType
 from typing import Self
 
-from hpcstrat.checkpoint.disk import open_to_read, read_into
+from hpcstrat.checkpoint.disk import PASSING, open_to_read, read_into
 from hpcstrat.checkpoint.hashing import block_hash
 from hpcstrat.checkpoint.image import Image
 from hpcstrat.checkpoint.record import Vouched
@@ -62,12 +62,16 @@ class Blocks:
         ------
         CorruptCheckpointError
             If a bit is not as it was written.
+        OSError
+            If it cannot be read now, which says nothing of the file.
         """
         start, stop = self.vouched.plan.span(block)
         data = slot[: stop - start]
         try:
             read_into(self._file, data.data, start)
         except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                raise
             raise CorruptCheckpointError(
                 f"expected readable data in {self.path}, found: {error}; restore an "
                 "older checkpoint"

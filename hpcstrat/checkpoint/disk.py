@@ -15,6 +15,7 @@ from hpcstrat.checkpoint.file_names import wait_for_room
 from hpcstrat.checkpoint.plan import PAGE_BYTES
 
 __all__ = [
+    "PASSING",
     "create",
     "flush",
     "forget_pages",
@@ -25,6 +26,12 @@ __all__ = [
     "read_into",
     "write_all",
 ]
+
+PASSING = (
+    *(errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT),
+    *(errno.EAGAIN, errno.EINTR),
+)
+"""Errors that say nothing of a file."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

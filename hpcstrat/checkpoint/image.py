@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,6 +15,13 @@ from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.typing import Array
 
 __all__ = ["Image", "Memory", "Source", "as_bytes", "fill"]
+
+# Large pages; and children have zeros there: to share the pages with them would have
+# this process copy each of them when it writes to it again.
+_ADVICE: tuple[int, ...] = ()
+if sys.platform == "linux":
+    # madvise(2): MADV_WIPEONFORK, of which Python has no name.
+    _ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
 class Source(Protocol):
@@ -46,7 +54,8 @@ class Memory:
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
         self._bytes: Array = np.empty(0, np.uint8)
-        self._lent = False
+        # From which byte on the system may take pages away.
+        self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
         """Return an image; the one before is not valid any more.
@@ -70,11 +79,12 @@ class Memory:
             self.release()
             self._map = _pages(nbytes)
             self._bytes = np.frombuffer(self._map, np.uint8)
-        if self._lent:
+            self._lent_from = self._bytes.size
+        if self._lent_from < nbytes:
             # Before Linux 5.18, a page that only the disk has written to since could
             # still be taken away.
-            self._bytes[:: mmap.PAGESIZE] = 0
-            self._lent = False
+            self._bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
+            self._lent_from = nbytes
         return Image(num_slots, slot_bytes, self._bytes)
 
     def lend(self) -> None:
@@ -85,7 +95,7 @@ class Memory:
         if self._map is not None and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_FREE)
-                self._lent = True
+                self._lent_from = 0
 
     def release(self) -> None:
         """Give the memory back, in a thread, as that takes long; no image is valid.
@@ -103,7 +113,7 @@ class Memory:
 
         Not collective.
         """
-        self._map, self._bytes, self._lent = None, np.empty(0, np.uint8), False
+        self._map, self._bytes, self._lent_from = None, np.empty(0, np.uint8), 0
 
 
 def _pages(nbytes: int) -> mmap.mmap:
@@ -111,10 +121,10 @@ def _pages(nbytes: int) -> mmap.mmap:
     # Without the flags it would be shared memory, which few systems let have large
     # pages: into small ones that are scattered, a disk reads half as fast.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    for advice in _ADVICE:
         # Not all kernels have it.
         with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(advice)
     return memory
 
 

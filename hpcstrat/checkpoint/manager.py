@@ -58,8 +58,8 @@ class CheckpointManager(SearchMethods):
         the file at which its save began.
     max_write_bandwidth : float, optional
         Bytes per second that all replicas together write in asynchronous saves while
-        nobody waits for them; default: as many as the disk takes, which can slow down
-        training and other jobs.
+        nobody waits for them, as a mean over a save; default: as many as the disk
+        takes, which can slow down training and other jobs.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         a folder of its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import stat
@@ -15,6 +14,7 @@ import h5py
 import numpy as np
 
 from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.disk import PASSING
 from hpcstrat.checkpoint.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -43,12 +43,6 @@ _UNREADABLE = (
     *(ArithmeticError, AttributeError),
 )
 
-# What says nothing of the file.
-_PASSING = (
-    *(errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT),
-    *(errno.EAGAIN, errno.EINTR),
-)
-
 
 def is_passing(error: Exception) -> bool:
     """Whether a file could not be read now, and may be whole.
@@ -66,7 +60,7 @@ def is_passing(error: Exception) -> bool:
         False also for files that are not there.
     """
     cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in _PASSING
+    return isinstance(cause, OSError) and cause.errno in PASSING
 
 
 @dataclass(slots=True)
@@ -214,7 +208,7 @@ def _readable(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
-        if isinstance(error, OSError) and error.errno in _PASSING:
+        if isinstance(error, OSError) and error.errno in PASSING:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error

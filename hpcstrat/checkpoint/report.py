@@ -82,7 +82,8 @@ class SaveStatistics:
     copy_seconds : float
         Part of it: copying this replica's share of the values.
     total_seconds : float
-        From the call until the checkpoint was durable, on replica 0.
+        From the call until the checkpoint was durable, on replica 0; with what
+        ``max_write_bandwidth`` made it wait.
     hash_seconds, write_seconds, flush_seconds : float
         What the threads of the slowest replica spent in each.
     bytes_per_second : float

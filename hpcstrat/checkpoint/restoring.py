@@ -7,83 +7,32 @@ to a limit; what is beyond is read again when its turn comes.
 from __future__ import annotations
 
 import bisect
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.disk import PASSING
 from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.image import Image, Memory
-from hpcstrat.checkpoint.layout import named_dtype, saved_dtype
+from hpcstrat.checkpoint.layout import named_dtype
 from hpcstrat.checkpoint.matching import Match
 from hpcstrat.checkpoint.plan import Extent
 from hpcstrat.checkpoint.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.sharing import Deal, Shared
+from hpcstrat.checkpoint.sinks import Sink, live_bytes, value_of
 from hpcstrat.checkpoint.writing import NUM_THREADS
-from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
 __all__ = ["restore_values"]
 
 _KEPT_BYTES = 1 << 30
 """How many bytes a replica reads once only; of more, the rest is read twice."""
-
-
-@dataclass(slots=True)
-class _Sink:
-    """Where the bytes of a dataset go."""
-
-    match: Match
-    extent: Extent
-    live: Array | None = None
-    collected: Array | None = None
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = self.extent.nbytes
-
-    def put(self, start: int, data: Array, strategy: Any) -> None:
-        """Take bytes that begin at a place in the file."""
-        place = start - self.extent.offset
-        if self.live is None and self.collected is None:
-            self.collected = np.empty(self.extent.nbytes, np.uint8)
-        target = self.collected if self.live is None else self.live
-        assert target is not None
-        target[place : place + data.size] = data
-        self.left -= data.size
-        if self.left == 0 and self.live is None:
-            self.match.assign(_value(self.match, self.collected), strategy)
-            self.collected = None
-
-
-def _value(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return bytes as the value that was saved, or a row, in native byte order."""
-    dtype = named_dtype(match.entry.dtype)
-    stored = saved_dtype(dtype)
-    raw = np.empty(0, np.uint8) if data is None else data
-    native = raw.view(stored).astype(stored.newbyteorder("="), copy=False)
-    shape = match.entry.shape
-    return native.view(dtype).reshape(shape[1:] if rows else shape)
-
-
-def _live(match: Match) -> Array | None:
-    """Return the bytes of a variable into which a value can be read as it is."""
-    variable = match.variable
-    if variable is None or match.divides or sys.byteorder != "little":
-        return None
-    component = variable.component
-    fits = (
-        component.dtype.name == match.entry.dtype
-        and component.dtype.isnative
-        and component.flags.c_contiguous
-    )
-    return component.reshape(-1).view(np.uint8) if fits else None
 
 
 def restore_values(
@@ -115,22 +64,22 @@ def restore_values(
     ------
     CorruptCheckpointError
         On every rank, if any part cannot be read or is damaged; nothing has changed.
+    CheckpointError
+        On every rank, if there is no memory, or a part cannot be read now; nothing has
+        changed.
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
     exchange = _Exchange(file, matches, strategy, memory)
-    error = ""
+    error: Exception | None = None
     began = time.perf_counter()
     try:
         try:
             exchange.read()
         except CorruptCheckpointError as problem:
-            error = str(problem)
+            error = problem
         except Exception as problem:
-            error = (
-                f"expected {file.path} to be readable, found {problem}; restore an "
-                "older checkpoint"
-            )
+            error = _unreadable(file.path, problem)
         seconds = time.perf_counter() - began
         _raise_together(strategy, error, file.path)
         return exchange.give_out(), seconds
@@ -138,11 +87,22 @@ def restore_values(
         exchange.close()
 
 
-def _raise_together(strategy: Any, error: str, path: str) -> None:
-    errors = strategy.collectives.all_gather_object(error, f"verdict on {path}")
-    bad = [text for text in errors if text]
+def _unreadable(path: str, problem: Exception) -> CheckpointError:
+    """Return what is raised for a problem that may be the file's, or this process's."""
+    found = f"expected {path} to be readable, found {type(problem).__name__}: {problem}"
+    if isinstance(problem, OSError) and problem.errno not in PASSING:
+        return CorruptCheckpointError(f"{found}; restore an older checkpoint")
+    return CheckpointError(f"{found}; it may be whole: free memory, and try again")
+
+
+def _raise_together(strategy: Any, error: Exception | None, path: str) -> None:
+    mine = error and (type(error), str(error))
+    found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
+    bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
     if bad:
-        raise CorruptCheckpointError(bad[0])
+        # A file that is damaged for one is damaged for all.
+        kind, text = bad[0]
+        raise kind(text)
 
 
 def _restore_unchecked(
@@ -151,12 +111,14 @@ def _restore_unchecked(
     """Read a file of format version 1: every replica all of it."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
-    error = ""
+    error: Exception | None = None
     began = time.perf_counter()
     try:
         values = read_values(file.path, wanted)
     except CorruptCheckpointError as problem:
-        error = str(problem)
+        error = problem
+    except Exception as problem:
+        error = _unreadable(file.path, problem)
     seconds = time.perf_counter() - began
     _raise_together(strategy, error, file.path)
     for match in matches:
@@ -178,7 +140,7 @@ class _Exchange:
         self._file, self._strategy, self._memory = file, strategy, memory
         self._vouched = file.vouched
         self._plan = file.vouched.plan
-        self._sinks: list[_Sink] = []
+        self._sinks: list[Sink] = []
         self._empty: list[Match] = []
         self._rows: list[tuple[Match, Extent]] = []
         self._row_values: list[tuple[Match, Array]] = []
@@ -218,7 +180,7 @@ class _Exchange:
                 place = extent.offset + row * each
                 self._rows.append((match, Extent(extent.path, place, each)))
         else:
-            self._sinks.append(_Sink(match, extent, _live(match)))
+            self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
         """Read and check this replica's part; nothing changes.
@@ -295,7 +257,7 @@ class _Exchange:
             low, high = max(begin, extent.offset), min(end, extent.stop)
             place = slice(low - extent.offset, high - extent.offset)
             found[place] = data[low - begin : high - begin]
-        return _value(match, found, rows=True)
+        return value_of(match, found, rows=True)
 
     def give_out(self) -> int:
         """Show every block to all, and put what is in it where it goes.
@@ -323,7 +285,7 @@ class _Exchange:
         for match, row in self._row_values:
             match.assign_row(row)
         for match in self._empty:
-            match.assign(_value(match, None), self._strategy)
+            match.assign(value_of(match, None), self._strategy)
         return self._nbytes
 
     def _share(
@@ -369,7 +331,7 @@ class _Exchange:
         again = [(b, owner) for b, owner in group if b not in self._deal.kept(owner)]
         if not again:
             return
-        error = ""
+        error: Exception | None = None
         for block, owner in again:
             if self._deal.owns(owner):
                 assert self._image is not None
@@ -378,7 +340,9 @@ class _Exchange:
                     slot = self._image.slot(self._image.num_slots - 1)
                     self._kept[block] = self._blocks.read(block, slot)
                 except Exception as problem:
-                    error = f"{problem} (variables hold values of two moments now)"
+                    error = CorruptCheckpointError(
+                        f"{problem} (variables hold values of two moments now)"
+                    )
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:

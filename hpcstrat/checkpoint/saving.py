@@ -36,6 +36,7 @@ from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.under_way import Order, Save, Start
 from hpcstrat.checkpoint.verdicts import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.writing import KINDS_OF_WORK, RING_SLOTS
+from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
@@ -69,9 +70,7 @@ class Saver:
         self, strategy: Any, directory: str, rules: KeepRules, memory: Memory
     ) -> None:
         self._strategy, self._directory, self._memory = strategy, directory, memory
-        self._num_cores = len(os.sched_getaffinity(0))
-        if strategy.num_replicas_in_sync > 1:
-            self._num_cores = strategy.topology.cores_each
+        self._num_cores = _num_cores(strategy)
         self.retention = Retention(directory, rules)
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
@@ -255,11 +254,14 @@ class Saver:
         save = self._current
         if save is None:
             return False
-        done = save.writing is None or save.writing.ended()
+        ended = save.writing is None or save.writing.ended()
         votes = self._strategy.collectives.all_gather_object(
-            done, f"whether the save of {save.order.path} is done"
+            (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        return not all(votes)
+        # Where it has failed on one replica, the others may wait for that one's part.
+        return not all(ended for ended, _ in votes) and not any(
+            failed for _, failed in votes
+        )
 
     def finish(self) -> None:
         """Wait until a save is durable, if there is one.
@@ -342,6 +344,15 @@ class Saver:
             self._plan = None
             while self._skeletons:
                 self._skeletons.pop().close()
+
+
+def _num_cores(strategy: Any) -> int:
+    """Return how many cores are there for this replica."""
+    if strategy.num_replicas_in_sync > 1:
+        return int(strategy.topology.cores_each)
+    # Of a job of several ranks, each with a strategy of its own, not all is known.
+    alone = launch_from_environment().size <= 1
+    return len(os.sched_getaffinity(0)) if alone else 1
 
 
 def _nothing() -> None:

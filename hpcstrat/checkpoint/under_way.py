@@ -145,6 +145,9 @@ class Save:
         How long the caller was kept.
     stop : threading.Event
         Set when threads need not wait for other replicas' verdicts any more.
+    unheard : bool
+        Whether the other replicas cannot find out from the file how this one's part
+        has ended: the main threads must meet for that.
     """
 
     def __init__(
@@ -162,6 +165,13 @@ class Save:
         self.stop = threading.Event()
         self.writing: Writing | None = None
         self.error: BaseException | None = None
+        self.unheard = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it does not end before the main threads meet, or has failed."""
+        error = None if self.writing is None else self.writing.error
+        return self.unheard or self.error is not None or error is not None
 
     def write(
         self,
@@ -189,7 +199,7 @@ class Save:
         self.writing = Writing(
             *(self.start.temporary, self.plan, blocks, image),
             direct=self.start.direct,
-            then=self._in_background if ahead else _nothing,
+            then=self._in_background if ahead else None,
             spread_seconds=self.plan.size / self.order.bandwidth,
             num_cores=num_cores,
         )
@@ -212,6 +222,7 @@ class Save:
                 self._await_room()
         except OSError as problem:
             # Nothing is lost: the main threads will meet.
+            self.unheard = True
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
 
     def _where(self, rank: int) -> tuple[str, Plan, tuple[int, int], bytes]:
@@ -287,15 +298,13 @@ class Save:
             )
 
 
-def _nothing(writing: Writing) -> None:
-    del writing
-
-
 def _number(error: BaseException) -> int:
     return getattr(error, "errno", None) or errno.EIO
 
 
 _under_way: weakref.WeakSet[Save] = weakref.WeakSet()
+# A child must not end, nor drop, what its parent saves.
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def give_up_all(error: BaseException) -> None:

@@ -6,7 +6,6 @@ the caller waits for the end, they copy, too; otherwise the caller has copied be
 
 from __future__ import annotations
 
-import collections
 import os
 import threading
 import time
@@ -47,7 +46,7 @@ class Writing:
         Holds `RING_SLOTS` blocks, or all of them.
     direct : bool
         Whether to go past the page cache.
-    then : callable
+    then : callable or None
         Called at the end in a thread, with this object.
     spread_seconds : float, optional
         Over how long at least the writes are spread while nobody joins the threads.
@@ -74,7 +73,7 @@ class Writing:
         image: Image,
         *,
         direct: bool,
-        then: Callable[[Writing], None],
+        then: Callable[[Writing], None] | None,
         spread_seconds: float = 0.0,
         num_cores: int = 1,
     ) -> None:
@@ -138,12 +137,12 @@ class Writing:
         def copy(index: int) -> None:
             fill(self._image.slot(index), self.plan, self.blocks[index], values)
 
-        indices = range(len(self.blocks))
-        if self._copiers > 1 and len(indices) > 1:
-            with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
-                collections.deque(pool.map(copy, indices), maxlen=0)
-        else:
-            collections.deque(map(copy, indices), maxlen=0)
+        with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
+            try:
+                list(pool.map(copy, range(len(self.blocks))))
+            except RuntimeError:
+                # The system gives no more threads, or the program ends.
+                list(map(copy, range(len(self.blocks))))
         self.seconds["copy"] = time.perf_counter() - begin
 
     def _start_threads(self, copied: bool) -> None:
@@ -224,6 +223,7 @@ class Writing:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self.error = self.error or error
+        self._hurry.set()
 
     def _end(self) -> None:
         try:
@@ -231,9 +231,12 @@ class Writing:
                 self._flush()
         except BaseException as error:
             self._fail(error)
-        self._values = {}
+        # A save may be kept for long after this; its memory is for the next one.
+        self._values, self._image = {}, Image(0, 0, np.empty(0, np.uint8))
+        then, self._then = self._then, None
         self.done.set()
-        self._then(self)
+        if then is not None:
+            then(self)
 
     def _flush(self) -> None:
         begin = time.perf_counter()

@@ -126,7 +126,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**environment, _MARK: marks, _SESSIONS: str(folder)},
+                env={_SESSIONS: str(folder), **environment, _MARK: marks},
                 start_new_session=True,
             )
 

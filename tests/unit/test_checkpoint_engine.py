@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk, rows
+from hpcstrat.checkpoint import disk, rows, under_way, writing
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
 from hpcstrat.checkpoint.layout import Entry, Header
@@ -301,22 +302,82 @@ def test_memory_that_is_left_stays_with_its_image() -> None:
     assert (image.slot(0) == 3).all()
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="there is no smaps")
-def test_memory_may_have_large_pages() -> None:
-    image = Memory().image(2, 4 << 20)
+def _mapping(image: Image) -> dict[str, str]:
+    """Return what Linux says of the memory in which an image lies."""
     address = image.slot(0).ctypes.data
-    flags = ""
-    inside = False
+    found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ....", line):
             low, high = (int(each, 16) for each in match.groups())
             inside = low <= address < high
-        elif inside and line.startswith("VmFlags:"):
-            flags = line
+        elif inside:
+            name, _, text = line.partition(":")
+            found[name] = text
+    return found
+
+
+NEEDS_SMAPS = pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="there is no smaps"
+)
+
+
+@NEEDS_SMAPS
+def test_memory_may_have_large_pages() -> None:
+    image = Memory().image(2, 4 << 20)
+    flags = _mapping(image)["VmFlags"]
     # "sh" is what Linux shares between processes, "hg" what may have large pages.
     assert " sh" not in flags
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert " hg" in flags
+
+
+@NEEDS_SMAPS
+def test_memory_that_is_not_used_again_stays_lent() -> None:
+    memory = Memory()
+    image = memory.image(8, 4 << 20)
+    for index in range(8):
+        image.slot(index)[:] = 1
+    memory.lend()
+    all_kib = 8 * 4 << 10
+    assert _mapping(image)["LazyFree"].split() == [str(all_kib), "kB"]
+    memory.image(2, 4 << 20)
+    kib = int(_mapping(image)["LazyFree"].split()[0])
+    assert all_kib // 2 <= kib <= all_kib * 3 // 4
+
+
+def test_children_do_not_share_memory() -> None:
+    memory = Memory()
+    image = memory.image(1, PAGE_BYTES)
+    image.slot(0)[:] = 7
+    child = os.fork()
+    if child == 0:
+        os._exit(int(image.slot(0)[0]))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (image.slot(0) == 7).all()
+
+
+def test_children_do_not_end_saves_of_their_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, write = threading.Event(), writing.write_all
+
+    def late(*args: Any) -> None:
+        goes_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(writing, "write_all", late)
+    manager = hs.CheckpointManager(tmp_path, x=hs.Variable(np.ones(1000)))
+    manager.save(1, asynchronous=True)
+    child = os.fork()
+    if child == 0:
+        under_way.finish_all()
+        under_way.give_up_all(RuntimeError("the child fails"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    goes_on.set()
+    manager.close()
+    assert len(manager.checkpoints) == 1
 
 
 @pytest.mark.parametrize("direct", [False, True])

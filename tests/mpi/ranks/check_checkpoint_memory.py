@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import errno
+import gc
 import math
+import mmap
+import os
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,25 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import blocks, restoring, under_way
-from hpcstrat.errors import ReplicaError
+from hpcstrat.checkpoint import blocks, image, restoring, under_way, writing
+from hpcstrat.checkpoint.image import Memory
+from hpcstrat.errors import CheckpointError, ReplicaError
+from hpcstrat.testing.job import wait_until
+
+_LIMIT_SECONDS = 40.0
 
 
 def _variable(strategy: Any, job: Any) -> hs.Variable:
     """Return one of which every rank has several blocks."""
     with strategy.scope():
         return hs.Variable(np.zeros((3 * job.size) << 17))
+
+
+def _save_when_not_busy(manager: hs.CheckpointManager, step: int) -> None:
+    end = time.monotonic() + _LIMIT_SECONDS
+    while manager.save(step, asynchronous=True, on_busy="skip") is None:
+        assert time.monotonic() < end, "saves are skipped for ever"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -107,6 +123,140 @@ def test_writes_are_spread_until_somebody_waits(
     assert len(manager.checkpoints) == 3
 
 
+def test_errors_end_spread_writes(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(
+        folder, max_write_bandwidth=x.component.nbytes / 3600, x=x
+    )
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_all", full)
+        manager.save(1, asynchronous=True)
+        # Nobody waits.
+        with pytest.raises(CheckpointError, match="No space left"):
+            _save_when_not_busy(manager, 2)
+    assert manager.checkpoints == []
+    manager.close()
+
+
+def test_copies_do_not_need_threads(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(folder, x=x)
+
+    def none(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    counted = np.arange(x.component.size, dtype=float)
+    x.assign(counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", none)
+        manager.save(1, asynchronous=True)
+    x.assign(np.zeros_like(counted))
+    manager.restore()
+    np.testing.assert_array_equal(x.component, counted)
+
+
+def _broken(*args: Any) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_skipping_ends_where_one_rank_has_no_memory(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(folder, x=x)
+    with monkeypatch.context() as patch:
+        if job.rank == job.size - 1:
+            patch.setattr(Memory, "image", _broken)
+        manager.save(1, asynchronous=True)
+    with pytest.raises(CheckpointError, match="Cannot allocate memory"):
+        _save_when_not_busy(manager, 2)
+    manager.save(3)
+    job.Barrier()
+    assert len(manager.checkpoints) == 1
+
+
+def test_skipping_ends_where_one_rank_cannot_tell_how_it_went(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(folder, x=x)
+    with monkeypatch.context() as patch:
+        patch.setattr(under_way, "write_verdict", _broken)
+        manager.save(1, asynchronous=True)
+        _save_when_not_busy(manager, 2)
+        manager.close()
+    assert len(manager.checkpoints) == 2
+
+
+@pytest.mark.parametrize("what", ["memory", "threads", "data"])
+def test_what_a_rank_lacks_is_not_the_fault_of_the_file(
+    what: str,
+    strategies: dict[int, Any],
+    folder: Path,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = _variable(strategies[job.size], job)
+    manager = hs.CheckpointManager(folder, x=x)
+    manager.save(1)
+    x.assign(np.full(x.component.size, 2.0))
+    manager.save(2)
+    x.assign(np.full(x.component.size, 3.0))
+
+    def none(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if job.rank == job.size - 1:
+            patch.setattr(
+                *{
+                    "memory": (Memory, "image", _broken),
+                    "threads": (restoring.threading.Thread, "start", none),
+                    "data": (blocks, "read_into", _broken),
+                }[what]
+            )
+        with pytest.raises(CheckpointError, match="try again") as caught:
+            manager.restore()
+    assert caught.type is CheckpointError
+    np.testing.assert_array_equal(x.component, 3.0)
+    assert manager.restore() == 2
+    np.testing.assert_array_equal(x.component, 2.0)
+
+
+def test_close_gives_memory_back_at_once(
+    strategies: dict[int, Any], folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _variable(strategies[job.size], job)
+    made: list[weakref.ref[mmap.mmap]] = []
+    make = image._pages
+
+    def noted(nbytes: int) -> mmap.mmap:
+        memory = make(nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(image, "_pages", noted)
+    manager = hs.CheckpointManager(folder, x=x)
+    gc.disable()
+    try:
+        manager.save(1, asynchronous=True)
+        manager.restore()
+        manager.save(2, asynchronous=True)
+        manager.close()
+        assert made
+        assert wait_until(lambda: all(ref() is None for ref in made), _LIMIT_SECONDS)
+    finally:
+        gc.enable()
+
+
 def test_spread_writes_go_on_without_another_call(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:
@@ -116,10 +266,7 @@ def test_spread_writes_go_on_without_another_call(
     )
     began = time.perf_counter()
     manager.save(1, asynchronous=True)
-    for step in itertools.count(2):
-        if manager.save(step, asynchronous=True, on_busy="skip") is not None:
-            break
-        time.sleep(0.01)
+    _save_when_not_busy(manager, 2)
     # The last of three blocks, or of more, begins when two thirds are over.
     assert time.perf_counter() - began > 0.4
     manager.close()
