@@ -28,6 +28,32 @@ def test_workers_are_runs_of_replicas(
     assert replicas == list(range(first, min(first + per_worker, job.size)))
 
 
+@pytest.mark.parametrize(
+    "cores",
+    [
+        lambda rank: {5},
+        lambda rank: {rank},
+        lambda rank: set(range(13)),
+        lambda rank: {3 * rank, 3 * rank + 1, 3 * rank + 2},
+        lambda rank: set(range(8)) if rank else {0, 1},
+    ],
+)
+def test_cores_are_shared_by_all_ranks_of_the_node(
+    cores: Any, topology_layout: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores(job.rank))
+    made = Topology(job, replicas_per_worker=topology_layout.replicas_per_worker)
+    each = made.cores_each
+    made.close()
+    every = job.allgather(cores(job.rank))
+    own = every[job.rank]
+    alone = sum(sum(core in other for other in every) == 1 for core in own)
+    assert max(1, alone) <= each <= len(own)
+    assert job.allreduce(each) <= max(len(set().union(*every)), job.size)
+    if all(other == own for other in every):
+        assert each == max(1, len(own) // job.size)
+
+
 def test_cross_worker_comm_joins_the_same_position_of_every_worker(
     topology: Any, job: Any
 ) -> None:
