@@ -37,6 +37,7 @@ def test_workers_are_runs_of_replicas(
         lambda rank: {3 * rank, 3 * rank + 1, 3 * rank + 2},
         lambda rank: set(range(8)) if rank else {0, 1},
     ],
+    ids=["one", "one each", "in common", "three each", "fewer for one"],
 )
 def test_cores_are_shared_by_all_ranks_of_the_node(
     cores: Any, topology_layout: Any, job: Any, monkeypatch: pytest.MonkeyPatch
