@@ -231,8 +231,8 @@ class Writing:
                 self._flush()
         except BaseException as error:
             self._fail(error)
-        # A save may be kept for long after this; its memory is for the next one.
-        self._values, self._image = {}, Image(0, 0, np.empty(0, np.uint8))
+        self._values = {}
+        # What it belongs to holds this: without a cycle, all goes when that goes.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:
