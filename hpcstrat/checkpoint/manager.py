@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -16,10 +16,10 @@ from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.layout import Header, checkpoint_name
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
-from hpcstrat.checkpoint.restorer import Restorer
+from hpcstrat.checkpoint.report import SaveStatistics
+from hpcstrat.checkpoint.restore_methods import RestoreMethods
+from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.saving import Saver
-from hpcstrat.checkpoint.search_methods import SearchMethods
 from hpcstrat.checkpoint.under_way import Order, checked_bandwidth
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety.divergence import check_mirrored
@@ -32,7 +32,7 @@ __all__ = ["CheckpointManager"]
 _ON_BUSY = ("wait", "skip")
 
 
-class CheckpointManager(SearchMethods):
+class CheckpointManager(RestoreMethods):
     """Saves a program's state in a folder, and restores it on any number of replicas.
 
     Collective over the strategy's replicas, as are its methods.
@@ -91,20 +91,15 @@ class CheckpointManager(SearchMethods):
     ) -> None:
         self._bandwidth = checked_bandwidth(max_write_bandwidth)
         rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
-        self._objects = Objects(objects)
         folder = os.path.abspath(os.fspath(directory))
-        super().__init__(folder, self._objects.strategy, keep_best)
+        retention, memory = Retention(folder, rules), Memory()
+        super().__init__(folder, Objects(objects), keep_best, retention, memory)
         if not independent:
             require_one_writer(self._strategy)
-        memory = Memory()
-        self._saver = Saver(self._strategy, self.directory, rules, memory)
+        self._saver = Saver(self._strategy, self.directory, retention, memory)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
-        self._restorer = Restorer(
-            *(self._strategy, self.directory, self._objects),
-            *(self._saver.retention, memory),
-        )
         what = "creation of the folder of checkpoints"
         on_first(self._strategy, what, partial(prepare, self.directory))
 
@@ -129,14 +124,6 @@ class CheckpointManager(SearchMethods):
         Not collective. One in the background counts from the next `save` or `wait` on.
         """
         return self._saver.last
-
-    @property
-    def last_restore(self) -> RestoreReport | None:
-        """What the last restore did; None before.
-
-        Not collective.
-        """
-        return self._restorer.last
 
     @overload
     def save(  # numpydoc ignore=GL08
@@ -308,108 +295,3 @@ class CheckpointManager(SearchMethods):
             self._saver.finish()
         except CheckpointError as error:
             self._pending = error
-
-    def restore(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        allow_cast: bool = False,
-        expect_partial: bool = False,
-        per_replica: str = "error",
-        only: Collection[str] | None = None,
-        rename: Mapping[str, str] | None = None,
-    ) -> int:
-        """Restore everything from a checkpoint, or some objects.
-
-        Collective over the strategy's replicas.
-
-        A mirrored variable gets the saved value on every replica. A SyncOnRead variable
-        with ``SUM`` gets a share of the saved total, integers so that the shares add up
-        exactly; with ``MEAN`` and ``ONLY_FIRST_REPLICA`` the value; with ``NONE`` its
-        own replica's row.
-
-        Parameters
-        ----------
-        path : str or path, optional
-            Default: the newest checkpoint that can be read; damaged ones are passed
-            over with a warning.
-        allow_cast : bool
-            Whether a saved value may have another dtype.
-        expect_partial : bool
-            Whether saved values that no object takes are left alone.
-        per_replica : str
-            What SyncOnRead variables with ``NONE`` do when another number of replicas
-            saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (row ``r`` modulo
-            the number saved), or ``"init"`` (stay as they are).
-        only : collection of str, optional
-            Names of the objects that are restored, as they were given to the manager;
-            default: all.
-        rename : mapping of str to str, optional
-            Path in the checkpoint, or its beginning up to a ``/``, to the program's:
-            ``{"variables/net": "variables/model"}``.
-
-        Returns
-        -------
-        int
-            The step of the checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, before any variable changes: if there is no checkpoint; if
-            it does not fit (CheckpointMismatchError, also a ValueError, which names
-            all that does not); if it cannot be read (CorruptCheckpointError).
-        """
-        self._settle()
-        unknown = set(only or ()) - self._objects.names
-        if isinstance(only, str) or unknown:
-            raise self._refuse(
-                "restore",
-                f"expected only to hold names of {sorted(self._objects.names)}, found "
-                f"{only!r}; pass a list of such names",
-            )
-        step = self._restorer.restore(
-            None if path is None else os.fspath(path),
-            rename or {},
-            allow_cast=allow_cast,
-            expect_partial=expect_partial,
-            per_replica=per_replica,
-            only=only,
-        )
-        if step is None:
-            raise CheckpointError(
-                f"expected a checkpoint in {self.directory}, found none; check the "
-                "folder, or call restore_or_initialize"
-            )
-        return step
-
-    def restore_or_initialize(
-        self, init_fn: Callable[[], object] | None = None
-    ) -> int | None:
-        """Restore the newest checkpoint, if there is one.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        init_fn : callable, optional
-            Called on every rank where there is no checkpoint.
-
-        Returns
-        -------
-        int or None
-            Its step; None where there is none, and variables stay as they are, but for
-            what ``init_fn`` does.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if the checkpoint does not fit.
-        """
-        self._settle()
-        step = self._restorer.restore(
-            None, {}, allow_cast=False, expect_partial=False, per_replica="error"
-        )
-        if step is None and init_fn is not None:
-            init_fn()
-        return step

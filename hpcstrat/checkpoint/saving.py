@@ -26,7 +26,6 @@ from hpcstrat.checkpoint.disk import create
 from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.folder import identity_of, temporary_name
 from hpcstrat.checkpoint.image import Memory, Source, as_bytes
-from hpcstrat.checkpoint.keep_rules import KeepRules
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.report import SaveStatistics
@@ -53,8 +52,8 @@ class Saver:
         Whose replicas save.
     directory : str
         The folder.
-    rules : KeepRules
-        Which checkpoints to keep; replica 0's.
+    retention : Retention
+        Removes what need not stay; replica 0's is used.
     memory : Memory
         For copies.
 
@@ -62,16 +61,14 @@ class Saver:
     ----------
     last : SaveStatistics or None
         Of the last save that is done.
-    retention : Retention
-        Removes what need not stay; replica 0's is used.
     """
 
     def __init__(
-        self, strategy: Any, directory: str, rules: KeepRules, memory: Memory
+        self, strategy: Any, directory: str, retention: Retention, memory: Memory
     ) -> None:
         self._strategy, self._directory, self._memory = strategy, directory, memory
+        self._retention = retention
         self._num_cores = _num_cores(strategy)
-        self.retention = Retention(directory, rules)
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
         self._current: Save | None = None
@@ -192,7 +189,7 @@ class Saver:
     def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
         """Make the file; on replica 0."""
         path = order.path
-        damaged = self.retention.is_damaged
+        damaged = self._retention.is_damaged
         every = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
         later = [] if order.abandons else [p for p in every if not damaged(p)]
         if later:
@@ -215,7 +212,7 @@ class Saver:
         abandoned = [(p, identity_of(p)) for p in every if order.abandons]
         target = Target(
             *(path, temporary, replaces, identity_of(path), abandoned),
-            self.retention,
+            self._retention,
         )
         create(temporary, plan.size + room)
         commits.append(Commit(target, header, skeleton, time.time_ns()))

@@ -35,8 +35,11 @@ def test_silent_rank_of_another_host_is_named(hosts: Hosts) -> None:
         "stop": "which is stopped",
         "holds": "C code holds the interpreter lock",
     }
-    for how, text in words.items():
-        ended = _run(launch, how, "reduce", 3)
+    # They wait nearly all of the time.
+    with ThreadPoolExecutor(len(words)) as pool:
+        runs = [pool.submit(_run, launch, how, "reduce", 3) for how in words]
+    for run, text in zip(runs, words.values(), strict=True):
+        ended = run.result()
         report = _report(ended)
         assert report.startswith("ranks [0, 1, 2] have waited"), str(ended)
         assert "for rank 3 on node2, " in report, str(ended)
