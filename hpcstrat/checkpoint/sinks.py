@@ -28,6 +28,13 @@ class Sink:
         Where they are in the file.
     live : ndarray of uint8, optional
         The variable's own bytes; default: they are collected, and then assigned.
+    collected : ndarray of uint8 or None
+        Those that have come, where they are collected.
+
+    Attributes
+    ----------
+    left : int
+        How many have not come yet.
     """
 
     match: Match
