@@ -19,6 +19,9 @@ __all__ = [
     "temporary_name",
 ]
 
+# PF_EXITING of Linux, from include/linux/sched.h.
+_EXITING = 0x4
+
 
 def temporary_name(name: str) -> str:
     """Return a name under which a checkpoint is written.
@@ -84,11 +87,14 @@ def remove_abandoned(directory: str) -> None:
 
 
 def _lives(pid: str) -> bool:
+    """Whether a process may still write; proc_pid_stat(5) has the fields."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+            state, *others = file.read().rpartition(")")[2].split()
     except OSError:
         return False
+    # To give back memory and blocks of files, a killed process takes some time.
+    return state not in "ZX" and not int(others[5]) & _EXITING
 
 
 def identity_of(path: str) -> tuple[int, int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from hpcstrat.typing import Array
 __all__ = ["Sink", "live_bytes", "value_of"]
 
 
-@dataclass(slots=True)
 class Sink:
     """Where the bytes of a dataset go.
 
@@ -28,23 +26,13 @@ class Sink:
         Where they are in the file.
     live : ndarray of uint8, optional
         The variable's own bytes; default: they are collected, and then assigned.
-    collected : ndarray of uint8 or None
-        Those that have come, where they are collected.
-
-    Attributes
-    ----------
-    left : int
-        How many have not come yet.
     """
 
-    match: Match
-    extent: Extent
-    live: Array | None = None
-    collected: Array | None = None
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = self.extent.nbytes
+    def __init__(self, match: Match, extent: Extent, live: Array | None = None) -> None:
+        self.match, self.extent = match, extent
+        self._live = live
+        self._collected: Array | None = None
+        self._left = extent.nbytes
 
     def put(self, start: int, data: Array, strategy: Any) -> None:
         """Take bytes of the file.
@@ -61,15 +49,15 @@ class Sink:
             Whose replicas restore.
         """
         place = start - self.extent.offset
-        if self.live is None and self.collected is None:
-            self.collected = np.empty(self.extent.nbytes, np.uint8)
-        target = self.collected if self.live is None else self.live
+        if self._live is None and self._collected is None:
+            self._collected = np.empty(self.extent.nbytes, np.uint8)
+        target = self._collected if self._live is None else self._live
         assert target is not None
         target[place : place + data.size] = data
-        self.left -= data.size
-        if self.left == 0 and self.live is None:
-            self.match.assign(value_of(self.match, self.collected), strategy)
-            self.collected = None
+        self._left -= data.size
+        if self._left == 0 and self._live is None:
+            self.match.assign(value_of(self.match, self._collected), strategy)
+            self._collected = None
 
 
 def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -184,7 +185,9 @@ def _strike(folder: Path, kill: Kill, running: Running, tally: Tally) -> str:
             running.job.end()
         return ""
     for rank in kill.victims:
-        os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
+        # The launcher ends the others as soon as it sees that one is dead.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
     code = running.job.wait(LIMIT_SECONDS)
     if code is None:
         running.job.show_stacks()
