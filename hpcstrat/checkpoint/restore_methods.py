@@ -103,7 +103,8 @@ class RestoreMethods(SearchMethods):
         CheckpointError
             On every rank, before any variable changes: if there is no checkpoint; if
             it does not fit (CheckpointMismatchError, also a ValueError, which names
-            all that does not); if it cannot be read (CorruptCheckpointError).
+            all that does not); if it is damaged (CorruptCheckpointError); if a rank
+            has no memory for it, or cannot read it just now.
         """
         self._settle()
         unknown = set(only or ()) - self._objects.names

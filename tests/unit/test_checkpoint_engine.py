@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk, rows, under_way, writing
+from hpcstrat.checkpoint import disk, folder, rows, under_way, writing
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
 from hpcstrat.checkpoint.layout import Entry, Header
@@ -343,6 +344,26 @@ def test_memory_that_is_not_used_again_stays_lent() -> None:
     memory.image(2, 4 << 20)
     kib = int(_mapping(image)["LazyFree"].split()[0])
     assert all_kib // 2 <= kib <= all_kib * 3 // 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+@pytest.mark.parametrize(
+    ("state", "flags", "stays"),
+    [("S", 0x400000, True), ("R", 0x400004, False), ("Z", 0x400004, False)],
+)
+def test_files_of_processes_that_end_are_removed(
+    state: str, flags: int, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, fields = Path("/proc/self/stat").read_text().rpartition(")")
+    words = fields.split()
+    words[0], words[6] = state, str(flags)
+    text = f"{name}) {' '.join(words)}"
+    left = tmp_path / folder.temporary_name("ckpt-0000000001.h5")
+    left.touch()
+    opened = lambda *args, **options: io.StringIO(text)  # noqa: E731
+    monkeypatch.setattr(folder, "open", opened, raising=False)
+    folder.remove_abandoned(str(tmp_path))
+    assert left.exists() == stays
 
 
 def test_children_do_not_share_memory() -> None:
