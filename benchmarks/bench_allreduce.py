@@ -9,6 +9,7 @@ the next one replaces, as in a training loop), mpi4py's ``Allreduce`` (whole, an
 best piece size, which a short trial finds for each size), torch's gloo where torch is
 installed and all ranks are on one machine, and a copy of the buffer by all ranks at
 once. Each sum is checked before it is timed; ``timing.py`` says how times are taken.
+With ``--device`` the buffers are on GPUs: see ``device_allreduce.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from typing import Any
 import click
 import numpy as np
 from buffers import fill, in_pieces, require_sum
+from device_allreduce import SECONDS as DEVICE_SECONDS
+from device_allreduce import SIZES as DEVICE_SIZES
+from device_allreduce import measure_device
+from device_ways import BY_HAND
+from devices import device_options, given, start
+from drawing import draw_sizes
 from gloo import start_gloo
 from report import (
-    byte_ticks,
     describe,
     output_options,
     parse_size,
     row,
     size_text,
-    styles,
     table,
     write_json,
 )
@@ -250,54 +255,6 @@ def same_place(name: str) -> str:
     return BEST_IN_PLACE if name.endswith("in place") else BEST
 
 
-def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
-    """Draw times, and their ratios to mpi4py's whole ``Allreduce``.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The picture; its suffix names the format.
-    times : dict of int to dict of str to ndarray of shape (rounds,)
-        For each size in bytes, from `timing.measure`.
-    title : str
-        What was measured where.
-    """
-    from matplotlib.figure import Figure
-
-    sizes = list(times)
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    seconds, ratio = figure.subplots(2, 1, sharex=True)
-    names = list(times[sizes[0]])
-    for name, style in styles(names).items():
-        medians = np.array([np.median(times[size][name]) for size in sizes])
-        whole = np.array([np.median(times[size][WHOLE]) for size in sizes])
-        seconds.plot(sizes, medians * 1e6, **style)
-        # Slower than this is off the picture, which would else show little of the rest.
-        shown = medians / whole < 30
-        ratio.plot(np.array(sizes)[shown], (medians / whole)[shown], **style)
-    seconds.set(yscale="log", ylabel="time of an all-reduce in us")
-    ratio.set(
-        yscale="log",
-        xlabel="size of each rank's buffer",
-        ylabel="time relative to mpi4py's whole Allreduce",
-    )
-    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
-    low, high = ratio.get_ylim()
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    ratio.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    ratio.axhline(1, color="gray", linewidth=0.8, zorder=0)
-    byte_ticks(ratio, sizes)
-    for axes in (seconds, ratio):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    figure.legend(
-        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=3
-    )
-    figure.savefig(path, dpi=120)
-
-
 def measure_sizes(
     strategy: hs.MultiWorkerMirroredStrategy, options: Options
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
@@ -339,6 +296,14 @@ def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
     return [parse_size(word) for word in text.split(",")]
 
 
+def _on_gpus(bench: Any, words: dict[str, Any]) -> None:
+    sizes = words["sizes"] if given("sizes") else DEVICE_SIZES
+    seconds = words["seconds"] if given("seconds") else DEVICE_SECONDS
+    times = measure_device(bench, sizes, seconds)
+    if bench.rank == 0 and words["picture"]:
+        draw_sizes(words["picture"], times, f"all-reduce\n{bench.where()}", BY_HAND)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--sizes", default=SIZES, callback=_parse_sizes, help="Of a buffer.")
 @click.option(
@@ -350,9 +315,13 @@ def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
 @click.option(
     "--hot", is_flag=True, help="Call once, untimed, right before each timed call."
 )
+@device_options
 @output_options
-def main(**words: Any) -> None:
+def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
     """Measure the all-reduce of hpcstrat, mpi4py and torch's gloo."""
+    if device:
+        _on_gpus(start(smoke, results, words), words)
+        return
     options = Options(**words)
     strategy = hs.MultiWorkerMirroredStrategy()
     mpi = strategy.topology.mpi
@@ -390,7 +359,7 @@ def main(**words: Any) -> None:
             },
         )
     if options.picture:
-        draw(options.picture, times, f"{what}\n{where}")
+        draw_sizes(options.picture, times, f"{what}\n{where}", WHOLE)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ Training: small steps with NumPy, alone and while one asynchronous save follows 
 hpcstrat's, also with ``max_write_bandwidth``, h5py in a thread, and
 torch.distributed.checkpoint's async_save. What each saves in a second is told, too: who
 saves less often disturbs less.
+
+With ``--device`` the variables are on GPUs: see ``device_checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from typing import Any
 
 import click
 import numpy as np
+from device_checkpoint import COPY as DEVICE_COPY
+from device_checkpoint import measure_device
+from devices import device_options, start
 from gloo import start_gloo
 from report import (
     describe,
@@ -409,10 +414,19 @@ def _no_save() -> bool:
 @click.option("--rounds", default=5, help="How often each is measured.")
 @click.option("--seconds", default=48.0, help="How long the training is measured.")
 @click.option("--folder", default=".", help="A folder of the file system to measure.")
+@device_options
 @output_options
-def main(**given: Any) -> None:
+def main(device: bool, smoke: bool, results: str | None, **given: Any) -> None:
     """Measure checkpoints."""
     options = Options(**given)
+    if device:
+        bench = start(smoke, results, given)
+        size = parse_size(options.size)
+        found = measure_device(bench, size, options.rounds, options.folder)
+        if bench.rank == 0 and options.picture:
+            title = f"save\n{bench.where()}"
+            draw_bars(options.picture, found, DEVICE_COPY, title)
+        return
     rounds = options.rounds
     strategy = hs.MultiWorkerMirroredStrategy()
     mpi, rank = strategy.topology.mpi, strategy.topology.replica_id

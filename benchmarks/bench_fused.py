@@ -8,7 +8,8 @@ Compared are hpcstrat's ``all_reduce`` of the list of arrays (in place, into ``o
 and with a result that the next one replaces, as in a training loop), mpi4py's
 ``Allreduce`` of each array, the same of one buffer that the arrays are copied into and
 out of, whole and in pieces of 1 MiB, and a copy of as many bytes by all ranks at once.
-Each sum is checked before it is timed; ``timing.py`` says how times are taken.
+Each sum is checked before it is timed; ``timing.py`` says how times are taken. With
+``--device`` the arrays are on GPUs: see ``device_fused.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Any
 import click
 import numpy as np
 from buffers import fill, in_pieces, require_sum
+from device_fused import SECONDS as DEVICE_SECONDS
+from device_fused import measure_device
+from device_ways import FLOOR as FLOOR_ON_DEVICE
+from devices import device_options, given, start
 from report import describe, draw_bars, output_options, row, table, write_json
 from resnet import resnet50_shapes
 from timing import measure_for
@@ -176,9 +181,17 @@ class Case:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--seconds", default=30.0, help="How long to measure.")
+@device_options
 @output_options
-def main(seconds: float, json_path: str | None, picture: str | None) -> None:
+def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
     """Measure the fused all-reduce of ResNet-50's gradients."""
+    seconds, picture = words["seconds"], words["picture"]
+    if device:
+        bench = start(smoke, results, words)
+        times = measure_device(bench, seconds if given("seconds") else DEVICE_SECONDS)
+        if bench.rank == 0 and picture:
+            draw_bars(picture, times, FLOOR_ON_DEVICE, f"gradients\n{bench.where()}")
+        return
     strategy = hs.MultiWorkerMirroredStrategy()
     mpi = strategy.topology.mpi
     case = Case(strategy)
@@ -192,12 +205,12 @@ def main(seconds: float, json_path: str | None, picture: str | None) -> None:
         f"{len(times[FLOOR])} rounds; faster: than {PACKED}\n"
         + table(times, PACKED, FLOOR)
     )
-    if json_path:
+    if words["json_path"]:
         size = mpi.COMM_WORLD.size
         rows = [
             row(what, name, size, case.nbytes, values) for name, values in times.items()
         ]
-        write_json(json_path, mpi, rows, rounds=len(times[FLOOR]))
+        write_json(words["json_path"], mpi, rows, rounds=len(times[FLOOR]))
     if picture:
         draw_bars(picture, times, FLOOR, f"{what}\n{where}")
 

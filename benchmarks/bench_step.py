@@ -14,7 +14,8 @@ buffer for one ``Allreduce``, and in the fastest form that we know, where they a
 computed right in that buffer, which is summed in pieces of 1 MiB. All are given the
 same rows, in alternating steps of one process, and must end with the same weights and
 losses, up to rounding. The difference of two is the median of the differences of steps
-of the same round; ``timing.py`` says how times are taken.
+of the same round; ``timing.py`` says how times are taken. With ``--device`` the step is
+one on GPUs: see ``device_step.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from typing import Any
 
 import click
 import numpy as np
+from device_step import ALONE, SIZES, measure_device
+from device_step import SECONDS as DEVICE_SECONDS
+from devices import device_options, given, start
 from report import (
     byte_ticks,
     describe,
+    draw_bars,
     output_options,
+    parse_size,
     row,
     size_text,
     styles,
@@ -189,9 +195,25 @@ def _parse_widths(context: Any, option: Any, text: str) -> list[int]:
 )
 @click.option("--rows", default=16, help="Rows of a batch on each replica.")
 @click.option("--seconds", default=10.0, help="How long to measure each width.")
+@click.option(
+    "--gradients",
+    default=",".join(size_text(size) for size in SIZES),
+    help="With --device: sizes of all gradients together.",
+)
+@device_options
 @output_options
-def main(**words: Any) -> None:
+def main(
+    device: bool, smoke: bool, results: str | None, gradients: str, **words: Any
+) -> None:
     """Measure a training step of hpcstrat and of mpi4py by hand."""
+    if device:
+        sizes = [parse_size(word) for word in gradients.split(",")]
+        bench = start(smoke, results, words)
+        seconds = words["seconds"] if given("seconds") else DEVICE_SECONDS
+        found = measure_device(bench, sizes, seconds)
+        if bench.rank == 0 and words["picture"]:
+            draw_bars(words["picture"], found, ALONE, f"step\n{bench.where()}")
+        return
     options = Options(**words)
     strategy = hs.MultiWorkerMirroredStrategy()
     mpi = strategy.topology.mpi

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
     )
     from hpcstrat.cross_device_ops import MpiAllReduce as MpiAllReduce
+    from hpcstrat.cross_device_ops import NcclAllReduce as NcclAllReduce
     from hpcstrat.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
     from hpcstrat.cross_device_ops import SharedMemoryAllReduce as SharedMemoryAllReduce
     from hpcstrat.data import Dataset as Dataset
@@ -100,6 +101,7 @@ _NAMES = {
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "MpiAllReduce",
+        "NcclAllReduce",
         "ReductionToOneDevice",
         "SharedMemoryAllReduce",
     ),

@@ -1,7 +1,12 @@
-"""Which values are arrays, and how plain Python values become arrays."""
+"""Which values are arrays, in which library, and how plain values become arrays.
+
+Arrays are NumPy's in host memory, and CuPy's in the memory of a GPU. Device arrays of
+other libraries become CuPy's without a copy.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,13 +14,193 @@ import optree
 
 from hpcstrat.typing import Array, ArrayLike
 
-__all__ = ["as_array", "is_half", "nvtx_ranges", "to_reducible"]
+__all__ = [
+    "apply_at",
+    "array_module",
+    "as_array",
+    "is_device",
+    "is_half",
+    "nvtx_ranges",
+    "place_of",
+    "to_device",
+    "to_host",
+    "to_reducible",
+]
 
 _INT32 = np.iinfo(np.int32)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 # NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
 _FIRST_FOREIGN_TYPE = 256
 _PLAIN = (bool, int, float, complex)
+# Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
+_DLPACK_GPU = (2, 13)
+
+
+def is_device(value: Any) -> bool:
+    """Whether a value is an array in the memory of a GPU: one of CuPy's.
+
+    Not collective. Costs little, and never loads CuPy.
+
+    Parameters
+    ----------
+    value : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        False for the device arrays of other libraries, which `as_array` converts.
+    """
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
+
+
+def array_module(value: Any) -> Any:
+    """Return the library of an array.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : ndarray
+        Of either library.
+
+    Returns
+    -------
+    module
+        ``cupy`` for arrays on a GPU, else ``numpy``.
+    """
+    return sys.modules["cupy"] if is_device(value) else np
+
+
+def place_of(array: Array) -> str:
+    """Return the name of the memory that an array is in.
+
+    Not collective.
+
+    Parameters
+    ----------
+    array : ndarray
+        Of either library.
+
+    Returns
+    -------
+    str
+        Such as ``GPU:0``, by the number that CUDA gives the device in this process; or
+        ``CPU:0``.
+    """
+    device: Any = array.device
+    return f"GPU:{device.id}" if is_device(array) else "CPU:0"
+
+
+def to_host(array: Array) -> Array:
+    """Return an array in host memory.
+
+    Not collective. Waits for a GPU that is still computing it.
+
+    Parameters
+    ----------
+    array : ndarray
+        Of either library.
+
+    Returns
+    -------
+    ndarray
+        NumPy's arrays as they are, copies of others.
+    """
+    if not is_device(array):
+        return array
+    host: Array = sys.modules["cupy"].asnumpy(array)
+    return host
+
+
+def to_device(array: Array) -> Array:
+    """Return an array on this thread's current GPU.
+
+    Not collective. Loads CuPy.
+
+    Parameters
+    ----------
+    array : ndarray
+        Of either library.
+
+    Returns
+    -------
+    cupy.ndarray
+        CuPy's arrays as they are, copies of others, in the order of the program's
+        current stream.
+    """
+    if is_device(array):
+        return array
+    import cupy
+
+    copy: Array = cupy.asarray(array)
+    return copy
+
+
+def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
+    """Apply an operation to rows in place; several times where they come several times.
+
+    Not collective. On a GPU in the order of the rows, as in host memory, so that all
+    replicas get the same bits, which CuPy's own form does not give; waits for the
+    indices, and takes a step for each time that the most frequent row comes.
+
+    Parameters
+    ----------
+    name : {"add", "subtract", "multiply", "divide", "minimum", "maximum"}
+        A function of NumPy.
+    array : ndarray of shape (n, ...)
+        Written.
+    indices : ndarray of int of shape (m,)
+        Which rows; of the library of the array, as ``values``.
+    values : ndarray of shape (m, ...)
+        The second operands.
+    """
+    if not is_device(array):
+        getattr(np, name).at(array, indices, values)
+        return
+    rows = to_host(indices)
+    order = np.argsort(rows, kind="stable")
+    ascending = rows[order]
+    times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
+    operation = getattr(array_module(array), name)
+    for time in range(times.max(initial=-1) + 1):
+        places = order[times == time]
+        chosen = to_device(rows[places])
+        array[chosen] = operation(array[chosen], values[to_device(places)])
+
+
+def _as_foreign(value: Any) -> Array | None:
+    """Return a device array of another library as one of CuPy's; None for the rest."""
+    if type(value) is np.ndarray or isinstance(value, (np.generic, *_PLAIN)):
+        return None
+    where = getattr(type(value), "__dlpack_device__", None)
+    if where is not None and where(value)[0] in _DLPACK_GPU:
+        import cupy
+
+        shared: Array = cupy.from_dlpack(value)
+        return shared
+    if where is None and getattr(value, "__cuda_array_interface__", None) is not None:
+        import cupy
+
+        return cupy.asarray(value)  # type: ignore[no-any-return]
+    return None
+
+
+def _from_list(value: Any) -> Array | None:
+    """Return a list that begins with an array on a GPU as an array; None for the rest.
+
+    Such as the rows of a data set that are read one by one.
+    """
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if first is value or not is_device(first):
+        return None
+    import cupy
+
+    whole: Array = cupy.asarray(value)
+    return whole
 
 
 def _from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
@@ -53,7 +238,7 @@ def _from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
 
 
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
-    """Return a value as a NumPy array, without a copy where that is possible.
+    """Return a value as an array, without a copy where that is possible.
 
     Not collective.
 
@@ -67,7 +252,8 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     Returns
     -------
     ndarray
-        In native byte order.
+        In native byte order. CuPy's for arrays on a GPU, of whatever library; NumPy's
+        for all else.
 
     Raises
     ------
@@ -75,6 +261,12 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
         If a Python integer does not fit, or the value holds no numbers.
     """
     wanted = None if dtype is None else np.dtype(dtype)
+    device = value if is_device(value) else _as_foreign(value)
+    if device is None:
+        device = _from_list(value)
+    if device is not None:
+        cast: Array = device if wanted is None else device.astype(wanted, copy=False)
+        return cast
     if isinstance(value, np.ndarray):
         array: Array = value if wanted is None else value.astype(wanted, copy=False)
     elif isinstance(value, np.generic) or hasattr(value, "__array__"):
@@ -146,7 +338,9 @@ def to_reducible(value: ArrayLike) -> Array:
             "expected an array without a mask, found a masked array, whose mask a sum "
             "over replicas would ignore; fill it first"
         )
-    array = value if type(value) is np.ndarray else np.asarray(as_array(value))
+    array = value if type(value) is np.ndarray else as_array(value)
+    if not is_device(array):
+        array = np.asarray(array)
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.num < _FIRST_FOREIGN_TYPE:
         return array if dtype.isnative else array.astype(dtype.newbyteorder("="))

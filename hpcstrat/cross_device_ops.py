@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.collectives import select
+from hpcstrat.collectives import device_select, select
+from hpcstrat.collectives.device_group import DeviceGroup
 from hpcstrat.collectives.reduce_to_one import reduce_to_one
 from hpcstrat.collectives.select import Choice
 from hpcstrat.options import CommunicationOptions
@@ -17,6 +18,7 @@ __all__ = [
     "CrossDeviceOps",
     "HierarchicalCopyAllReduce",
     "MpiAllReduce",
+    "NcclAllReduce",
     "ReductionToOneDevice",
     "SharedMemoryAllReduce",
 ]
@@ -57,6 +59,39 @@ class CrossDeviceOps:
         """
         return select.select(nbytes, topology, options)
 
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        group : DeviceGroup
+            Where, and what can move arrays there.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If the algorithm does not serve this topology. On every rank.
+        """
+        if type(self).choose is CrossDeviceOps.choose:
+            return device_select.select_on_gpu(nbytes, group, options)
+        # An algorithm for host memory: arrays are copied there and back.
+        return device_select.staged(
+            *(nbytes, group, options, self.choose), name=self.describe()
+        )
+
     def describe(self) -> str:
         """Say what ranks must agree on, since they would exchange other messages.
 
@@ -70,8 +105,79 @@ class CrossDeviceOps:
         return "" if type(self) is CrossDeviceOps else type(self).__name__
 
 
+class NcclAllReduce(CrossDeviceOps):
+    """The all-reduce of NCCL, for arrays on GPUs; the library's own choice for others.
+
+    Parameters
+    ----------
+    num_packs : int
+        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
+        the size of the pieces.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        _check_num_packs(num_packs)
+
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Not used.
+        group : DeviceGroup
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If the ranks cannot use NCCL, with the reason. On every rank.
+        """
+        return device_select.nccl(group, options)
+
+
 class MpiAllReduce(CrossDeviceOps):
-    """The all-reduce of the MPI library, in messages of one piece."""
+    """The all-reduce of the MPI library, in messages of one piece.
+
+    Of arrays on GPUs, whose sums MPI libraries make badly: sums made by kernels, of
+    what MPI sends from rank to rank, where it moves such memory.
+    """
+
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        group : DeviceGroup
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        if group.capabilities.mpi_sendrecv:
+            return device_select.ring(group, options)
+        return super().choose_on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -101,8 +207,38 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     """Reduction through memory that the replicas of one worker share.
 
     The sums are those of adding the replicas' values in their order, whatever the
-    number of pieces.
+    number of pieces. Of arrays on GPUs that read each other's memory: there.
     """
+
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        group : DeviceGroup
+            Of one worker.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If there are several workers. On every rank.
+        """
+        if group.topology.num_workers == 1 and group.capabilities.peer:
+            return device_select.peer(group, options)
+        return super().choose_on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -154,10 +290,35 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        if num_packs < 0:
-            raise ValueError(
-                f"expected num_packs >= 0, found {num_packs}; leave it out"
-            )
+        _check_num_packs(num_packs)
+
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        group : DeviceGroup
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        able = group.capabilities
+        if group.topology.num_workers > 1 and (able.peer or able.nccl):
+            return device_select.hierarchical(group, options)
+        if group.topology.num_workers == 1 and able.peer:
+            return device_select.peer(group, options)
+        return super().choose_on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -186,6 +347,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 class ReductionToOneDevice(CrossDeviceOps):
     """Reduces on one replica, in replica order, and sends the result to all.
+
+    In host memory, where arrays on GPUs are copied to.
 
     Parameters
     ----------
@@ -262,3 +425,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         )
         # Runs of other types begin at multiples of 64 bytes.
         return Choice(algorithm, nbytes + (64 << 10), starts=False)
+
+
+def _check_num_packs(num_packs: int) -> None:
+    if num_packs < 0:
+        raise ValueError(f"expected num_packs >= 0, found {num_packs}; leave it out")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array
-from hpcstrat.collectives.call import describe_call, signature_text
+from hpcstrat.arrays import array_module, as_array, is_device
+from hpcstrat.collectives import device_moves, device_select
+from hpcstrat.collectives.call import Call, describe_call, signature_text
+from hpcstrat.collectives.device_group import device_group
+from hpcstrat.collectives.device_moves import Mover
 from hpcstrat.collectives.flat import all_gather_bytes, broadcast
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.object_collectives import ObjectCollectives
 from hpcstrat.packing import pack, plan, unpack
+from hpcstrat.reduction_arrays import by_memory, list_structure
 from hpcstrat.topology import Topology
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
@@ -58,18 +65,47 @@ class Gathers(ObjectCollectives):
             raise
         if self.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        shapes = [(*a.shape[:axis], "any", *a.shape[axis + 1 :]) for a in arrays]
-        text = ", ".join(
-            f"{a.dtype}[{', '.join(map(str, s))}]"
-            for a, s in zip(arrays, shapes, strict=True)
-        )
-        details = f"{text} in {structure}" if len(arrays) != 1 else text
-        nbytes = sum(a.nbytes for a in arrays)
-        call = describe_call(f"{what}(axis={axis})", details, nbytes)
-        self.channel.agree(call, self._timeout_seconds)
-        with self.channel.moving(call):
-            leaves = self._concatenated(arrays, axis, self.channel.topology)
+        for indices in by_memory(arrays):
+            some = [arrays[i] for i in indices]
+            call = _gather_call(what, axis, some, structure)
+            if some and is_device(some[0]):
+                results = self._concatenated_on_gpus(some, axis, call)
+            else:
+                self.channel.agree(call, self._timeout_seconds)
+                with self.channel.moving(call):
+                    results = self._concatenated(some, axis, self.channel.topology)
+            for index, result in zip(indices, results, strict=True):
+                leaves[index] = result
         return unflatten(structure, leaves)
+
+    def _concatenated_on_gpus(
+        self, arrays: list[Array], axis: int, call: Call
+    ) -> list[Array]:
+        """Gather arrays on GPUs, whose lengths are agreed on first."""
+        module: Any = array_module(arrays[0])
+        mover = self._mover(call)
+        try:
+            parts = [module.ascontiguousarray(np.moveaxis(a, axis, 0)) for a in arrays]
+        except Exception as error:
+            self.fail(call.text, error)
+            raise
+        lengths = self.all_gather_object([len(part) for part in parts], call.text)
+        results: list[Array] = []
+        for index, part in enumerate(parts):
+            counts = [row[index] * math.prod(part.shape[1:]) for row in lengths]
+            rows = sum(row[index] for row in lengths)
+            try:
+                whole = module.empty((rows, *part.shape[1:]), part.dtype)
+            except Exception as error:
+                self.fail(call.text, error)
+                raise
+            if whole.size:
+                moved = (mover, part.reshape(-1), whole.reshape(-1), counts)
+                steps = functools.partial(device_moves.all_gather, *moved)
+                self._move(call, steps)
+            moved_back = np.moveaxis(whole, 0, axis)
+            results.append(module.ascontiguousarray(moved_back))
+        return results
 
     @staticmethod
     def _concatenated(
@@ -121,20 +157,72 @@ class Gathers(ObjectCollectives):
             raise
         if self.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        text = signature_text(structure, arrays)
-        nbytes = sum(a.nbytes for a in arrays)
-        call = describe_call(f"{what}(root={root})", text, nbytes)
+        for indices in by_memory(arrays):
+            some = [arrays[i] for i in indices]
+            kind = structure if len(some) == len(arrays) else list_structure(len(some))
+            text, nbytes = signature_text(kind, some), sum(a.nbytes for a in some)
+            call = describe_call(f"{what}(root={root})", text, nbytes)
+            cast = self._cast_on_gpus if some and is_device(some[0]) else self._cast
+            for index, result in zip(indices, cast(some, root, call), strict=True):
+                leaves[index] = result
+        return unflatten(structure, leaves)
+
+    def _cast(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
+        """Broadcast arrays in host memory."""
+        channel: Any = self.channel
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
-        self.channel.agree(call, self._timeout_seconds)
-        with self.channel.moving(call):
+        channel.agree(call, self._timeout_seconds)
+        with channel.moving(call):
             for flat in flats:
-                broadcast(flat, self.channel.topology, root)
+                broadcast(flat, channel.topology, root)
+        results = list(arrays)
         for bucket, flat in zip(packing.buckets, flats, strict=True):
             parts = unpack(bucket, flat)
             for index, part in zip(bucket.indices, parts, strict=True):
-                leaves[index] = part
-        return unflatten(structure, leaves)
+                results[index] = part
+        return results
+
+    def _cast_on_gpus(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
+        """Broadcast arrays on GPUs."""
+        mover = self._mover(call)
+        try:
+            results = [array.copy("C") for array in arrays]
+        except Exception as error:
+            self.fail(call.text, error)
+            raise
+        filled = [result for result in results if result.size]
+        self._move(call, lambda: device_moves.broadcast(mover, filled, filled, root))
+        return results
+
+    def _mover(self, call: Call) -> Mover:
+        """Return what moves bytes between GPUs, ready for a call."""
+        channel: Any = self.channel
+        group = device_group(channel, call.text, self._timeout_seconds)
+        try:
+            mover = device_select.mover(group)
+            mover.prepare()
+        except Exception as error:
+            self.fail(call.text, error)
+            raise
+        return mover
+
+    def _move(self, call: Call, make_steps: Callable[[], Iterator[Any]]) -> None:
+        channel: Any = self.channel
+        channel.agree(call, self._timeout_seconds)
+        with channel.moving(call):
+            for awaited in make_steps():
+                channel.wait(awaited, call)
+
+
+def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> Call:
+    shapes = [(*a.shape[:axis], "any", *a.shape[axis + 1 :]) for a in arrays]
+    text = ", ".join(
+        f"{a.dtype}[{', '.join(map(str, s))}]{' on a GPU' if is_device(a) else ''}"
+        for a, s in zip(arrays, shapes, strict=True)
+    )
+    details = f"{text} in {structure}" if len(arrays) != 1 else text
+    return describe_call(f"{what}(axis={axis})", details, sum(a.nbytes for a in arrays))
 
 
 def _gatherable(leaf: Any, axis: Any) -> Array:

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array
+from hpcstrat.arrays import (
+    apply_at,
+    array_module,
+    as_array,
+    is_device,
+    to_device,
+    to_host,
+)
 from hpcstrat.typing import Array
 
 __all__ = ["IndexedSlices"]
@@ -21,6 +28,7 @@ class IndexedSlices:
         The rows.
     indices : array_like of int of shape (n,)
         Which rows; the same one may come several times and then counts several times.
+        Kept in the memory of the rows.
     dense_shape : sequence of int, optional
         Shape of the whole array.
 
@@ -37,6 +45,9 @@ class IndexedSlices:
         # An empty list has no type of its own.
         untyped = not hasattr(indices, "dtype") and not np.size(indices)
         self.indices: Array = as_array(indices, np.int32 if untyped else None)
+        if is_device(self.values) != is_device(self.indices):
+            move = to_device if is_device(self.values) else to_host
+            self.indices = move(self.indices)
         self.dense_shape: tuple[int, ...] | None = (
             None if dense_shape is None else tuple(int(n) for n in dense_shape)
         )
@@ -82,8 +93,9 @@ class IndexedSlices:
                 f"expected indices from 0 to {length - 1}, found {indices.min()} to "
                 f"{indices.max()}; check the rows"
             )
-        dense: Array = np.zeros(self.dense_shape, self.values.dtype)
-        np.add.at(dense, self.indices, self.values)
+        module = array_module(self.values)
+        dense: Array = module.zeros(self.dense_shape, self.values.dtype)
+        apply_at("add", dense, self.indices, self.values)
         return dense
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_half
+from hpcstrat.arrays import as_array, is_device, is_half, to_device
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
 from hpcstrat.typing import Array, ArrayLike
 
@@ -62,7 +62,8 @@ def compute_average_loss(
         )
     losses = _floating(losses)
     if sample_weight is not None:
-        losses = losses * as_array(sample_weight, losses.dtype)
+        weights = as_array(sample_weight, losses.dtype)
+        losses = losses * (to_device(weights) if is_device(losses) else weights)
     size = global_batch_size
     if size is None:
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
@@ -75,7 +76,7 @@ def compute_average_loss(
     # Neither the sum nor the size need fit a half type.
     wide = np.dtype(np.float32) if is_half(losses.dtype) else losses.dtype
     mean = losses.sum(dtype=wide) / wide.type(number)
-    return np.asarray(mean).astype(losses.dtype, copy=False)
+    return as_array(mean).astype(losses.dtype, copy=False)
 
 
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
@@ -111,7 +112,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     losses = _floating(as_array(regularization_loss))
     wide = np.dtype(np.float32) if is_half(losses.dtype) else losses.dtype
     part = losses.sum(dtype=wide) / wide.type(get_strategy().num_replicas_in_sync)
-    return np.asarray(part).astype(losses.dtype, copy=False)
+    return as_array(part).astype(losses.dtype, copy=False)
 
 
 def _require_replica_context(what: str) -> None:

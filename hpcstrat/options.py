@@ -254,7 +254,8 @@ class InputOptions:
     Parameters
     ----------
     experimental_fetch_to_device : bool
-        Whether batches are copied to the replica's device ahead of time.
+        Whether batches are copied to the replica's GPU, while it still computes with
+        those before; only with strategies that put variables on GPUs.
     experimental_replication_mode : InputReplicationMode or str
         One pipeline per worker, or one per replica.
     experimental_place_dataset_on_device : bool

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.typing import Array
 
-__all__ = ["Recycler"]
+__all__ = ["DeviceRecycler", "Recycler"]
 
 _SMALLEST_BYTES = 32 << 10
 _LIMIT_BYTES = 256 << 20
+_LIMIT_DEVICE_BYTES = 1 << 30
 _ALIGNMENT_BYTES = 64
 
 
@@ -117,3 +118,74 @@ class Recycler:
 def _holders(blocks: list[Array], index: int) -> int:
     """Count the references to a block."""
     return sys.getrefcount(blocks[index])
+
+
+class DeviceRecycler:
+    """Makes arrays on this thread's GPU, and keeps hold of them.
+
+    CuPy's pool has memory at hand, but making an array takes a microsecond or two, and
+    a model has hundreds of gradients. Arrays of a call that nobody holds any longer are
+    the results of its next repetition: they are written in the order of the program's
+    stream, after what was done with them before.
+
+    Parameters
+    ----------
+    limit_bytes : int
+        How much memory may be kept, whether or not it is in use.
+    """
+
+    def __init__(self, limit_bytes: int = _LIMIT_DEVICE_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            self._limit_bytes = 0
+        # The calls made last at the end.
+        self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
+        self._unused = _holders([np.empty(1, np.uint8)], 0)
+
+    def arrays(
+        self,
+        key: Hashable,
+        kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+        module: Any,
+    ) -> list[Array]:
+        """Return arrays with any content.
+
+        Not collective.
+
+        Parameters
+        ----------
+        key : hashable
+            Names the call.
+        kinds : sequence of (tuple of int, dtype)
+            Shape and type of each; the same for the same key.
+        module : module
+            ``cupy``.
+
+        Returns
+        -------
+        list of cupy.ndarray
+            In C order; their caller's alone, for as long as it, or a view, holds them.
+        """
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            for index in range(len(kept)):
+                if _holders(kept, index) != self._unused:
+                    break
+            else:
+                return list(kept)
+        made = [module.empty(shape, dtype) for shape, dtype in kinds]
+        self._kept[key] = list(made)
+        used = 0
+        for other in reversed(list(self._kept)):
+            used += sum(array.nbytes for array in self._kept[other])
+            if used > self._limit_bytes:
+                del self._kept[other]
+        return made
+
+    def clear(self) -> None:
+        """Let go of all arrays.
+
+        Not collective.
+        """
+        self._kept.clear()

@@ -1,25 +1,29 @@
-"""What is worked out once for each kind of reduction, and what fits its results."""
+"""What is worked out once for each kind of reduction."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
+from hpcstrat.arrays import is_device
 from hpcstrat.collectives.call import Call, describe_call, signature_text
+from hpcstrat.collectives.device_group import DeviceGroup
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
 from hpcstrat.cross_device_ops import CrossDeviceOps
+from hpcstrat.device.streams import Mark
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.packing import Piece, Signature, cut, wire_dtype
+from hpcstrat.reduction_arrays import is_plain
 from hpcstrat.typing import Array
 
-__all__ = ["ReductionPlan", "copied_where_overwritten", "misfit", "plan_reduction"]
+__all__ = ["ReductionPlan", "marked", "plan_reduction"]
 
 # Pieces of larger calls are worked out each time: it is the smallest part of the work.
 _MOST_KEPT_PIECES = 4096
@@ -45,6 +49,8 @@ class ReductionPlan:
         What to reduce, where it is little enough to be kept.
     small : SmallReduction, optional
         What reduces a single small piece.
+    on_gpu : bool
+        Whether the arrays are on GPUs; else all are in host memory.
     """
 
     call: Call
@@ -54,6 +60,7 @@ class ReductionPlan:
     choice: Choice | None = None
     pieces: tuple[Piece, ...] | None = None
     small: SmallReduction | None = None
+    on_gpu: bool = False
 
     def cut(self) -> Iterable[Piece]:
         """Return what to reduce.
@@ -80,6 +87,7 @@ def plan_reduction(
     what: str,
     structure: Any,
     options: CommunicationOptions,
+    group: DeviceGroup | None = None,
 ) -> ReductionPlan:
     """Plan a reduction.
 
@@ -101,6 +109,8 @@ def plan_reduction(
         What holds the arrays; None for a single array.
     options : CommunicationOptions
         Of the call.
+    group : DeviceGroup, optional
+        What moves arrays between GPUs; for arrays on GPUs of several replicas.
 
     Returns
     -------
@@ -124,18 +134,24 @@ def plan_reduction(
     call = describe_call(f"{what}({op.name})", details, nbytes)
     signatures = tuple((a.dtype, a.shape) for a in arrays)
     results = tuple((a.shape, _result_dtype(a.dtype, means)) for a in arrays)
+    on_gpu = bool(arrays) and is_device(arrays[0])
     if channel is None or not nbytes:
-        return ReductionPlan(call, signatures, results, int(means))
+        return ReductionPlan(call, signatures, results, int(means), on_gpu=on_gpu)
     topology = channel.topology
     divisor = topology.num_replicas if means else 0
-    choice = ops.choose(nbytes, topology, options)
+    if group is None:
+        choice = ops.choose(nbytes, topology, options)
+    else:
+        choice = ops.choose_on_gpu(nbytes, group, options)
     cuts = cut(signatures, means, choice.piece_bytes)
     some = tuple(itertools.islice(cuts, _MOST_KEPT_PIECES + 1))
     pieces = some if len(some) <= _MOST_KEPT_PIECES else None
     small = None
     if choice.small and len(some) == 1:
         small = SmallReduction(some[0], signatures, channel)
-    return ReductionPlan(call, signatures, results, divisor, choice, pieces, small)
+    return ReductionPlan(
+        *(call, signatures, results, divisor, choice, pieces, small), on_gpu=on_gpu
+    )
 
 
 def _result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
@@ -143,77 +159,46 @@ def _result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
     return dtype.newbyteorder("=") if narrows else wire
 
 
-def misfit(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ValueError:
-    """Return the error for an array that cannot take a result.
+def marked(
+    planned: ReductionPlan, arrays: list[Array], results: list[Array]
+) -> tuple[ReductionPlan, list[Array], Callable[[], None]]:
+    """Order a started call on a GPU after the stream that starts it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    out : object
-        What was given.
-    shape : tuple of int
-        Of the result.
-    dtype : dtype
-        Of the result.
-
-    Returns
-    -------
-    ValueError
-        To be raised.
-    """
-    kind = f"a {type(out).__name__}"
-    if isinstance(out, np.ndarray):
-        locked = "" if out.flags.writeable else "read-only "
-        kind = f"a {locked}{kind[2:]} {out.dtype}{list(out.shape)}"
-    return ValueError(
-        f"expected a writable numpy.ndarray {dtype}{list(shape)} as out, found {kind}; "
-        "make it with numpy.empty"
-    )
-
-
-def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
-    """Copy the arrays over which another array's result would be written.
-
-    Not collective.
+    Not collective. Its steps may be taken by other threads, which have streams of their
+    own.
 
     Parameters
     ----------
-    arrays : list of ndarray
+    planned : ReductionPlan
+        Of the call; it has a choice.
+    arrays : list of cupy.ndarray
         What is to be reduced.
-    outs : list of ndarray
-        Where the results go, in the same order.
+    results : list of cupy.ndarray
+        Where the results go.
 
     Returns
     -------
-    list of ndarray
-        The arrays, or copies of them.
+    ReductionPlan
+        For this call alone.
+    list of cupy.ndarray
+        The arrays, contiguous.
+    callable
+        Lets the current stream of the thread that calls it wait for the results.
+
+    Raises
+    ------
+    ValueError
+        If a result is not contiguous.
     """
-    extents = [_extent(array) for array in arrays]
-    ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
-    for index, out in enumerate(outs):
-        own = extents[index]
-        if (out.dtype, out.strides) != (arrays[index].dtype, arrays[index].strides):
-            own = (0, 0)
-        if _extent(out) != own:
-            ends.append((*_extent(out), index))
-    ends.sort()
-    copied: set[int] = set()
-    open_until, holders = 0, list[int]()
-    for start, end, number in ends:
-        if start >= open_until:
-            holders = []
-        holders.append(number)
-        open_until = max(open_until, end)
-        if len(holders) > 1:
-            copied.update(-1 - h for h in holders if h < 0)
-    return [a.copy() if i in copied else a for i, a in enumerate(arrays)]
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    if not array.size:
-        return 0, 0
-    if array.flags.c_contiguous:
-        start = array.__array_interface__["data"][0]
-        return start, start + array.nbytes
-    return byte_bounds(array)
+    assert planned.choice is not None
+    if not all(is_plain(result) for result in results):
+        raise ValueError(
+            "expected contiguous arrays as out of a reduction that is started on a "
+            "GPU, found others; make them with cupy.empty"
+        )
+    arrays = [array if is_plain(array) else array.copy("C") for array in arrays]
+    begin, end = Mark().record(), Mark()
+    algorithm: Any = planned.choice.algorithm
+    algorithm = functools.partial(algorithm, begin=begin, end=end)
+    choice = replace(planned.choice, algorithm=algorithm)
+    return replace(planned, choice=choice), arrays, end.join

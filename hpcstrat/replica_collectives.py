@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 
-from hpcstrat.arrays import to_reducible
+from hpcstrat.arrays import array_module, is_device, to_reducible
+from hpcstrat.collectives.device_group import DeviceGroup, device_group
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.started import Started
 from hpcstrat.collectives.work import Work, assign, quietly
@@ -16,13 +16,17 @@ from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.gathers import Gathers
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.recycling import Recycler
-from hpcstrat.reduction_plan import (
-    ReductionPlan,
+from hpcstrat.recycling import DeviceRecycler, Recycler
+from hpcstrat.reduction_arrays import (
+    all_plain,
+    by_memory,
+    checked_outs,
     copied_where_overwritten,
+    is_plain,
+    list_structure,
     misfit,
-    plan_reduction,
 )
+from hpcstrat.reduction_plan import ReductionPlan, marked, plan_reduction
 from hpcstrat.timeline import active
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
@@ -60,6 +64,7 @@ class Collectives(Gathers):
         self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
         self._recycler = Recycler()
+        self._device_recycler = DeviceRecycler()
 
     def close(self) -> None:
         """Refuse all calls from here on.
@@ -69,6 +74,7 @@ class Collectives(Gathers):
         super().close()
         # They hold shared memory.
         self._plans.clear()
+        self._device_recycler.clear()
 
     def batch_reduce(
         self,
@@ -116,8 +122,8 @@ class Collectives(Gathers):
         if type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
-        if type(trees) is list and out is None and _all_plain(trees):
-            request = op, what, _list_structure(len(trees))
+        if type(trees) is list and out is None and all_plain(trees):
+            request = op, what, list_structure(len(trees))
             return self._reduce(request, trees, options, None)
         try:
             leaves, structure = flatten(trees)
@@ -126,7 +132,7 @@ class Collectives(Gathers):
                 to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
                 for leaf in leaves
             ]
-            outs = None if out is None else _outs(out, structure, sparse)
+            outs = None if out is None else checked_outs(out, structure, sparse)
         except Exception as error:
             self.fail(what, error)
             raise
@@ -136,7 +142,7 @@ class Collectives(Gathers):
         if dense or not leaves:
             dense_arrays = [arrays[i] for i in dense] if sparse else arrays
             request = op, what, structure
-            reduced = self._reduce(request, dense_arrays, options, outs)
+            reduced = self._reduce_by_memory(request, dense_arrays, options, outs)
             for index, array in zip(dense, reduced, strict=True):
                 leaves[index] = array
         return unflatten(structure, leaves) if out is None else out
@@ -187,11 +193,18 @@ class Collectives(Gathers):
                     "IndexedSlices; reduce them with all_reduce"
                 )
             arrays = [to_reducible(leaf) for leaf in leaves]
-            outs = None if out is None else _outs(out, structure, [])
+            outs = None if out is None else checked_outs(out, structure, [])
         except Exception as error:
             self.fail(what, error)
             raise
         request = op, what, structure
+        if len({is_device(array) for array in arrays}) > 1:
+            mixture = ValueError(
+                "expected arrays in one kind of memory in a reduction that is started, "
+                "found some in host memory and some on a GPU; start two reductions"
+            )
+            self.fail(what, mixture)
+            raise mixture
         planned, results = self._prepared(request, arrays, options, outs)
         if planned.choice is not None and not planned.choice.starts:
             refusal = ValueError(
@@ -202,9 +215,19 @@ class Collectives(Gathers):
             raise refusal
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
-        steps = self._steps(planned, arrays, results, waits=False)
         tree = unflatten(structure, results) if out is None else out
-        return Started(self.channel, planned.call, steps, tree, options.timeout_seconds)
+        join = None
+        if planned.choice is not None and planned.on_gpu:
+            try:
+                planned, arrays, join = marked(planned, arrays, results)
+            except Exception as error:
+                self.fail(what, error)
+                raise
+        steps = self._steps(planned, arrays, results, waits=False)
+        return Started(
+            *(self.channel, planned.call, steps, tree, options.timeout_seconds),
+            join=join,
+        )
 
     def _prepared(
         self,
@@ -214,8 +237,10 @@ class Collectives(Gathers):
         outs: list[Array] | None,
     ) -> tuple[ReductionPlan, list[Array]]:
         """Return the plan of a call, and the arrays for its results."""
+        on_gpu = bool(arrays) and is_device(arrays[0])
         key = (
             *(request, options.bytes_per_pack, options.wire_dtype),
+            *(options.implementation, on_gpu),
             *[(a.dtype, a.shape) for a in arrays],
         )
         planned = self._plans.get(key)
@@ -223,17 +248,52 @@ class Collectives(Gathers):
             planned = self._plans[key] = self._plan(request, arrays, options)
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None:
-            return planned, self._recycler.arrays(planned.results)
+            return planned, self._fresh(planned, arrays)
         for out, result in zip(outs, planned.results, strict=True):
             if (
-                type(out) is not np.ndarray
+                (not is_device(out) if on_gpu else type(out) is not np.ndarray)
                 or (out.shape, out.dtype) != result
-                or not out.flags.writeable
+                or not (on_gpu or out.flags.writeable)
             ):
-                error = misfit(out, *result)
+                error = misfit(out, *result, on_gpu)
                 self.fail(request[1], error)
                 raise error
         return planned, outs
+
+    def _fresh(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
+        """Return arrays for the results of a call."""
+        if not planned.on_gpu:
+            return self._recycler.arrays(planned.results)
+        try:
+            key, module = planned.call, array_module(arrays[0])
+            return self._device_recycler.arrays(key, planned.results, module)
+        except Exception as error:
+            self.fail(planned.call.text, error)
+            raise
+
+    def _reduce_by_memory(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+    ) -> list[Array]:
+        """Reduce arrays in host memory and arrays on GPUs, one kind after the other."""
+        groups = by_memory(arrays)
+        if len(groups) < 2:
+            return self._reduce(request, arrays, options, outs)
+        op, what, _ = request
+        results: list[Any] = [None] * len(arrays)
+        for some in groups:
+            part = self._reduce(
+                (op, what, list_structure(len(some))),
+                [arrays[i] for i in some],
+                options,
+                None if outs is None else [outs[i] for i in some],
+            )
+            for index, result in zip(some, part, strict=True):
+                results[index] = result
+        return results
 
     def _reduce(
         self,
@@ -282,13 +342,13 @@ class Collectives(Gathers):
         """Let the algorithm work on contiguous arrays, see `collectives.work`."""
         choice, channel = planned.choice, cast("Channel | None", self.channel)
         sources = [
-            (array if _is_plain(array) else array.copy("C")).reshape(-1)
+            (array if is_plain(array) else array.copy("C")).reshape(-1)
             for array in arrays
         ]
         flats = [
             result.reshape(-1)
-            if _is_plain(result)
-            else np.empty(result.size, result.dtype)
+            if is_plain(result)
+            else array_module(result).empty(result.size, result.dtype)
             for result in results
         ]
         if channel is not None and choice is not None:
@@ -302,7 +362,7 @@ class Collectives(Gathers):
             for source, flat in zip(sources, flats, strict=True):
                 quietly(assign, flat, ..., source)
         for result, flat in zip(results, flats, strict=True):
-            if not _is_plain(result):
+            if not is_plain(result):
                 result[...] = flat.reshape(result.shape)
         if channel is None or choice is None:
             yield None
@@ -312,6 +372,9 @@ class Collectives(Gathers):
     ) -> ReductionPlan:
         op, what, structure = request
         channel = cast("Channel | None", self.channel)
+        group: DeviceGroup | None = None
+        if channel is not None and arrays and is_device(arrays[0]):
+            group = device_group(channel, what, options.timeout_seconds)
         try:
             for array in arrays:
                 to_reducible(array)
@@ -323,6 +386,7 @@ class Collectives(Gathers):
                 what=what,
                 structure=structure,
                 options=options,
+                group=group,
             )
         except Exception as error:
             self.fail(what, error)
@@ -334,36 +398,3 @@ class Collectives(Gathers):
         if op is ReduceOp.MEAN:
             values = values / self.size
         return IndexedSlices(values, indices, rows.dense_shape)
-
-
-def _all_plain(leaves: list[Any]) -> bool:
-    for leaf in leaves:
-        if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
-            return False
-    return True
-
-
-@functools.cache
-def _list_structure(length: int) -> Any:
-    return flatten([0] * length)[1]
-
-
-def _is_plain(array: Array) -> bool:
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned
-
-
-def _outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
-    """Return the leaves of ``out``, which must have the structure of the value."""
-    if sparse:
-        raise ValueError(
-            "expected no out for IndexedSlices, whose number of rows is known only "
-            "afterwards, found one; leave it out"
-        )
-    outs, found = flatten(out)
-    if found != structure:
-        raise ValueError(
-            f"expected an out of the structure {structure}, as the value, found "
-            f"{found}; give one array for each"
-        )
-    return outs

@@ -20,8 +20,8 @@ __all__ = ["PREFIX", "Settings"]
 PREFIX = "HPCSTRAT_"
 """What the names of all variables of the environment begin with."""
 
-# Of our own test suite, and of hpcstrat.testing.
-_NOT_SETTINGS = f"{PREFIX}TEST"
+# Of our own test suite and its stand-in for CuPy, and of hpcstrat.testing.
+_NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -83,6 +83,17 @@ class Settings:
     nvtx : bool, optional
         Whether a timeline's ranges are shown to NVIDIA's profilers, where CuPy is
         installed; also without a timeline. Default: False.
+    device : str, optional
+        Where variables and batches are: ``"gpu"``, on the GPU of each rank; ``"cpu"``;
+        ``"auto"`` leaves them in the library that they come in, and gives each rank its
+        GPU if the program has imported CuPy. Default: ``"auto"``.
+    share_gpus : bool, optional
+        Whether several ranks may have the same GPU, which is an error otherwise.
+        Default: False.
+    mpi_reads_gpu : str, optional
+        Whether the MPI library may be given the memory of GPUs: ``"auto"``, where a
+        trial has shown that it can, see ``hpcstrat doctor``; ``"yes"``, which ends the
+        job by a segmentation fault if it cannot; ``"no"``. Default: ``"auto"``.
 
     Raises
     ------
@@ -104,6 +115,9 @@ class Settings:
     timeline_megabytes: int | None = _setting(256, least=1)
     direct_io: str | None = _setting("auto", choices=("auto", "on", "off"))
     nvtx: bool | None = _setting(False)
+    device: str | None = _setting("auto", choices=("auto", "cpu", "gpu"))
+    share_gpus: bool | None = _setting(False)
+    mpi_reads_gpu: str | None = _setting("auto", choices=("auto", "yes", "no"))
 
     def __post_init__(self) -> None:
         """Check the values."""

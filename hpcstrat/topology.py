@@ -16,6 +16,8 @@ from hpcstrat.survival import GARBLED, create, is_loss, require_survival, revoke
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcstrat.device.library import Gpu
+
 __all__ = [
     "RECORD_BYTES",
     "SLOTS_IN_RING",
@@ -84,6 +86,12 @@ class Topology:
     slot_bytes : int
         Size of the largest piece that a replica lays out in its part of the segment, a
         power of two, the same on every worker.
+    gpu : Gpu, optional
+        This rank's GPU; None where it computes on the CPU. Set by the strategy.
+    shares_gpu : bool
+        Whether another rank of this host has the same one.
+    mpi_reads_gpu : str
+        The setting; likewise.
 
     Raises
     ------
@@ -101,6 +109,9 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
+    gpu: Gpu | None = None
+    shares_gpu: bool = False
+    mpi_reads_gpu: str = "auto"
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.context import current
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Array, Tree
@@ -38,13 +39,25 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     __slots__ = ()
     # Compared element by element like an array, but found by identity in dicts.
     __hash__ = object.__hash__
+    # CuPy's arrays leave operators to what has a higher priority than their own 100.
+    __array_priority__ = 1000
 
     def _operand(self) -> Array:
         raise NotImplementedError
 
+    def _lasting(self) -> Array | None:
+        """Return the array if it lives as long as this object."""
+        return self._operand()
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Convert to a NumPy array."""
+        """Convert to a NumPy array; refused where a GPU would have to be waited for."""
         array = self._operand()
+        if is_device(array):
+            raise TypeError(
+                f"expected a value in host memory to make a NumPy array, found a "
+                f"{type(self).__name__} on a GPU; copy it with cupy.asnumpy, or "
+                "variable.numpy()"
+            )
         if dtype is not None and array.dtype != dtype:
             if copy is False:
                 raise ValueError(
@@ -67,6 +80,14 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """What libraries on GPUs read the array by; only there for one on a GPU."""
+        array: Any = self._lasting()
+        if not is_device(array):
+            raise AttributeError("an array in host memory has no CUDA array interface")
+        return array.__cuda_array_interface__
+
     def __matmul__(self, other: Any) -> Any:
         """Multiply matrices."""
         return np.matmul(self, other)
@@ -74,7 +95,8 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key: Any) -> Any:
         """Return a copy of part of the array."""
         part = self._operand()[key]
-        return part.copy() if isinstance(part, np.ndarray) else part
+        is_array = isinstance(part, np.ndarray) or is_device(part)
+        return part.copy() if is_array else part
 
     def __iter__(self) -> Iterator[Any]:
         """Go through the first dimension."""
@@ -145,7 +167,7 @@ class PerReplica(ArrayOperators, DistributedValues):
                 "expected one value, found a PerReplica, which has a value for each "
                 f"replica; {_ADVICE}"
             )
-        return np.asarray(self._local)
+        return _plain(self._local)
 
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
@@ -174,7 +196,7 @@ class Mirrored(ArrayOperators, DistributedValues):
     __slots__ = ()
 
     def _operand(self) -> Array:
-        return np.asarray(self._local)
+        return _plain(self._local)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local copy."""
@@ -185,6 +207,11 @@ class Mirrored(ArrayOperators, DistributedValues):
     def __repr__(self) -> str:
         """Show the local copy."""
         return f"Mirrored({self._local!r})"
+
+
+def _plain(value: Any) -> Array:
+    array: Array = value if is_device(value) else np.asarray(value)
+    return array
 
 
 def _own(leaf: Any) -> Any:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.checkpoint.layout import Entry, Header, section_of
 from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.device.transfers import store
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array
@@ -69,7 +71,7 @@ class Match:
             cast = value.astype(variable.dtype, copy=False)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
-        np.copyto(variable.component, value, casting="unsafe")
+        _store(variable.component, value)
 
     @property
     def divides(self) -> bool:
@@ -91,7 +93,7 @@ class Match:
             From the place that `row` says.
         """
         assert self.variable is not None
-        np.copyto(self.variable.component, row, casting="unsafe")
+        _store(self.variable.component, row)
 
     def row(self, strategy: Any) -> int | None:
         """Return which of the saved rows this replica takes.
@@ -113,6 +115,13 @@ class Match:
         if saved == strategy.num_replicas_in_sync:
             return replica
         return {"first": 0, "cycle": replica % saved, "init": None}[self.per_replica]
+
+
+def _store(component: Array, value: Array) -> None:
+    if is_device(component):
+        store(component, value)
+    else:
+        np.copyto(component, value, casting="unsafe")
 
 
 def match_entries(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hpcstrat.arrays import to_host
 from hpcstrat.checkpoint.layout import RESERVED, Entry, Header, section_of
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
@@ -32,6 +33,7 @@ class Objects:
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
         self._stateful: dict[str, Any] = {}
+        self._nested: list[Any] = []
         self._iterators: dict[str, Any] = {}
         self._python: dict[str, Any] = {}
         for name, thing in objects.items():
@@ -80,6 +82,7 @@ class Objects:
             thing, "checkpoint_defer"
         ):
             self._add_tree(path, thing.checkpoint_variables())
+            self._nested.append(thing)
         else:
             raise ValueError(
                 f"expected a Variable at {path}, found {type(thing).__name__}; leave "
@@ -123,6 +126,9 @@ class Objects:
         dict of str to Variable
             By path in the file.
         """
+        for thing in self._nested:
+            # What a metric has yet to add to its totals.
+            thing.checkpoint_variables()
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
@@ -168,7 +174,7 @@ class Objects:
         """
         for thing in self._stateful.values():
             if hasattr(thing, "iterations"):
-                return int(thing.iterations.component)
+                return int(to_host(thing.iterations.component))
         return None
 
     def describe(self, variables: dict[str, Variable]) -> str:

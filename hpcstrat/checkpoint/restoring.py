@@ -26,6 +26,7 @@ from hpcstrat.checkpoint.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.sharing import Deal, Shared
 from hpcstrat.checkpoint.sinks import Sink, live_bytes, value_of
 from hpcstrat.checkpoint.writing import NUM_THREADS
+from hpcstrat.device.transfers import Uploads
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -160,6 +161,7 @@ class _Exchange:
         self._kept: dict[int, Array] = {}
         self._image: Image | None = None
         self._blocks: Blocks | None = None
+        self._uploads: Uploads | None = None
         self._threads: list[threading.Thread] = []
         self._nbytes = 0
 
@@ -222,6 +224,9 @@ class _Exchange:
         self._nbytes += sum(stop - start for start, stop in spans)
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
+        if any(sink.on_device for sink in self._sinks):
+            # Memory runs out here, if it does.
+            self._uploads = Uploads()
 
     def _work(
         self,
@@ -280,6 +285,8 @@ class _Exchange:
                         shared = Shared(self._strategy.topology, self._deal.columns)
                     self._share(shared, group, parts)
         finally:
+            if self._uploads is not None:
+                self._uploads.end()
             if shared is not None:
                 shared.close()
         for match, row in self._row_values:
@@ -324,7 +331,8 @@ class _Exchange:
         for sink in self._sinks[first:last] if len(piece) else ():
             low = max(piece.start, sink.extent.offset)
             high = min(piece.stop, sink.extent.stop)
-            sink.put(low, data[low - start : high - start], self._strategy)
+            found = data[low - start : high - start]
+            sink.put(low, found, self._strategy, self._uploads)
 
     def _read_again(self, group: list[tuple[int, int]]) -> None:
         """Read blocks that were checked, but not kept, for which all meet again."""

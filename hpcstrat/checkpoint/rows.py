@@ -6,12 +6,13 @@ block holds bytes of other rows, too, is sent these, and no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.checkpoint.image import as_bytes
 from hpcstrat.checkpoint.plan import Extent, Plan
 from hpcstrat.typing import Array
@@ -32,13 +33,19 @@ class Rows:
     rank : int
         The replica.
     own : ndarray of uint8 of shape (extent.row_bytes,)
-        Its row.
+        Its row, of either library.
+
+    Attributes
+    ----------
+    missing : list of (cupy.ndarray, ndarray)
+        What of a row in the memory of a GPU is needed here, and where it has to go.
     """
 
     def __init__(self, extent: Extent, rank: int, own: Array) -> None:
         self._each, self._rank, self._own = extent.row_bytes, rank, own
         # Pieces with bytes of other rows, by where they begin.
         self._mixed: dict[int, Array] = {}
+        self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
         """Return the bytes of a piece.
@@ -77,6 +84,28 @@ class Rows:
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
 
+    def sent(self, source: slice) -> Array:
+        """Return the bytes of a piece that are this replica's, for a message.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            Of a piece.
+
+        Returns
+        -------
+        ndarray of uint8
+            In host memory; those of a GPU are there when what is missing is.
+        """
+        own = self.own(source)
+        if not is_device(own):
+            return own
+        there = np.empty(own.size, np.uint8)
+        self.missing.append((own, there))
+        return there
+
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
         """Make room for a piece, if it is not in this replica's row.
 
@@ -101,7 +130,11 @@ class Rows:
             low = max(rank * self._each, source.start) - source.start
             high = min((rank + 1) * self._each, source.stop) - source.start
             if rank == self._rank:
-                piece[low:high] = self.own(source)
+                own = self.own(source)
+                if is_device(own):
+                    self.missing.append((own, piece[low:high]))
+                else:
+                    piece[low:high] = own
             else:
                 yield rank, piece[low:high]
 
@@ -115,7 +148,12 @@ class _Round:
 
 
 def exchange_rows(
-    plan: Plan, values: Mapping[str, Array], strategy: Any, name: str
+    plan: Plan,
+    values: Mapping[str, Array],
+    strategy: Any,
+    name: str,
+    *,
+    fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,
 ) -> dict[str, Rows]:
     """Send bytes of rows to the replicas whose blocks they are in.
 
@@ -131,6 +169,9 @@ def exchange_rows(
         Whose replicas.
     name : str
         Of the file, for messages.
+    fetch : callable, optional
+        Copies from the memory of a GPU, and waits for it: see `Downloads`. Messages
+        between replicas go through host memory.
 
     Returns
     -------
@@ -147,6 +188,9 @@ def exchange_rows(
             if extent.num_rows
         }
         rounds = _rounds(plan, rows, place)
+        missing = [pair for row in rows.values() for pair in row.missing]
+        if fetch is not None and missing:
+            fetch(missing)
         # Memory runs out here, if it does, and not between the messages.
         sent = np.empty(max((_size(r.sent) for r in rounds), default=0), np.uint8)
         received = np.empty(
@@ -197,7 +241,7 @@ def _rounds(
                 if piece.path not in rows:
                     continue
                 if owners[block] != rank:
-                    made.sent[owners[block]].append(rows[piece.path].own(piece.source))
+                    made.sent[owners[block]].append(rows[piece.path].sent(piece.source))
                     continue
                 for other, there in rows[piece.path].prepare(piece.source):
                     made.received[other].append(there)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.checkpoint.agreement import explained, on_first
 from hpcstrat.checkpoint.commit import Commit, Target
 from hpcstrat.checkpoint.disk import create
@@ -31,11 +32,12 @@ from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.report import SaveStatistics
 from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.rows import Rows, exchange_rows
-from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
+from hpcstrat.checkpoint.skeleton import Skeleton, packed_python, state_bytes
 from hpcstrat.checkpoint.under_way import Order, Save, Start
 from hpcstrat.checkpoint.verdicts import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.writing import KINDS_OF_WORK, RING_SLOTS
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.device.transfers import Downloads
 from hpcstrat.errors import CheckpointError
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
@@ -72,6 +74,7 @@ class Saver:
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
         self._current: Save | None = None
+        self._downloads: Downloads | None = None
         self.last: SaveStatistics | None = None
 
     def save(
@@ -93,7 +96,8 @@ class Saver:
             What.
         values : mapping of str to ndarray
             Logical values, by path; of those with a row for each replica, the row of
-            this one. May change afterwards.
+            this one. May change afterwards; in the memory of a GPU, by what its current
+            stream is then given.
         compare : callable
             What finds out whether the values may be saved, while the file is being made
             or, where the caller waits for the end, written; collective, and raises on
@@ -130,11 +134,14 @@ class Saver:
                 if path not in rows
             }
             data |= rows
-            data |= _state_bytes(header, start.python)
+            data |= state_bytes(header, start.python)
             # All of this replica's blocks, or a few at a time.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
+            downloads = self._from_device(values)
             image = self._memory.image(slots, save.plan.block_bytes)
-            save.write(image, data, blocks, self._num_cores)
+            if downloads is not None:
+                downloads.begin(self._memory.lock())
+            save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except Exception as error:
             # All replicas raise it together, when they meet.
             save.error = error
@@ -150,6 +157,14 @@ class Saver:
             self._drop(save, error)
             raise
         self.finish()
+
+    def _from_device(self, values: Mapping[str, Array]) -> Downloads | None:
+        """Return what copies values from a GPU; None where none is there."""
+        if not any(map(is_device, values.values())):
+            return None
+        if self._downloads is None:
+            self._downloads = Downloads()
+        return self._downloads
 
     def _made(
         self, order: Order, make: Callable[[], Start], compare: Callable[[], None]
@@ -169,7 +184,13 @@ class Saver:
         if not save.plan.has_rows:
             return {}
         try:
-            return exchange_rows(save.plan, values, self._strategy, save.order.path)
+            fetch = None
+            if (downloads := self._from_device(values)) is not None:
+                downloads.begin(locked=False)
+                fetch = downloads.fetch
+            return exchange_rows(
+                *(save.plan, values, self._strategy, save.order.path), fetch=fetch
+            )
         except BaseException as error:
             self._drop(save, error)
             raise
@@ -338,7 +359,7 @@ class Saver:
             self.finish()
         finally:
             self._memory.release()
-            self._plan = None
+            self._plan = self._downloads = None
             while self._skeletons:
                 self._skeletons.pop().close()
 
@@ -372,19 +393,6 @@ def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:
     if commit.error is not None:
         raise commit.error
     return commit.ended - save.order.began
-
-
-def _state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
-    """Return what is stored of generators and plain state, by path."""
-    found = {
-        f"rng/{name}/{key}": as_bytes(value)
-        for name, state in header.iterators.items()
-        for key, value in state.items()
-        if isinstance(value, np.ndarray)
-    }
-    for name, data in python.items():
-        found[f"python/{name}"] = np.frombuffer(data, np.uint8)
-    return found
 
 
 def _step(path: str) -> int:

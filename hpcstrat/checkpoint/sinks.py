@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.checkpoint.layout import named_dtype, saved_dtype
 from hpcstrat.checkpoint.matching import Match
 from hpcstrat.checkpoint.plan import Extent
+from hpcstrat.device.transfers import Uploads
 from hpcstrat.typing import Array
 
 __all__ = ["Sink", "live_bytes", "value_of"]
@@ -26,15 +28,23 @@ class Sink:
         Where they are in the file.
     live : ndarray of uint8, optional
         The variable's own bytes; default: they are collected, and then assigned.
+
+    Attributes
+    ----------
+    on_device : bool
+        Whether the variable's own bytes are in the memory of a GPU.
     """
 
     def __init__(self, match: Match, extent: Extent, live: Array | None = None) -> None:
         self.match, self.extent = match, extent
+        self.on_device = is_device(live)
         self._live = live
         self._collected: Array | None = None
         self._left = extent.nbytes
 
-    def put(self, start: int, data: Array, strategy: Any) -> None:
+    def put(
+        self, start: int, data: Array, strategy: Any, uploads: Uploads | None = None
+    ) -> None:
         """Take bytes of the file.
 
         Not collective.
@@ -47,13 +57,20 @@ class Sink:
             Within the extent.
         strategy : Strategy
             Whose replicas restore.
+        uploads : Uploads, optional
+            Copies to a GPU; needed if this is ``on_device``.
         """
         place = start - self.extent.offset
         if self._live is None and self._collected is None:
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None
-        target[place : place + data.size] = data
+        part = target[place : place + data.size]
+        if self.on_device:
+            assert uploads is not None
+            uploads.put(data, part)
+        else:
+            part[:] = data
         self._left -= data.size
         if self._left == 0 and self._live is None:
             self.match.assign(value_of(self.match, self._collected), strategy)
@@ -100,7 +117,7 @@ def live_bytes(match: Match) -> Array | None:
     Returns
     -------
     ndarray of uint8 or None
-        None where it has to be converted.
+        Of the variable's library; None where it has to be converted.
     """
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":

@@ -20,6 +20,7 @@ import numpy as np
 
 import hpcstrat
 from hpcstrat.checkpoint.hashing import ALGORITHM
+from hpcstrat.checkpoint.image import as_bytes
 from hpcstrat.checkpoint.layout import (
     COMMIT,
     FORMAT,
@@ -40,8 +41,9 @@ from hpcstrat.checkpoint.plan import (
     choose_block_bytes,
 )
 from hpcstrat.errors import CheckpointError
+from hpcstrat.typing import Array
 
-__all__ = ["Skeleton", "packed_python"]
+__all__ = ["Skeleton", "packed_python", "state_bytes"]
 
 _BOUNDS = ("v110", "v110")
 _TABLE_WORDS = PAGE_BYTES // 8
@@ -74,6 +76,34 @@ def packed_python(header: Header) -> dict[str, bytes]:
         size = max(_LEAST_TEXT_BYTES, 1 << (len(text) - 1).bit_length())
         packed[name] = text.ljust(size)
     return packed
+
+
+def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
+    """Return what is stored of generators and plain state.
+
+    Not collective.
+
+    Parameters
+    ----------
+    header : Header
+        Whose generators are taken.
+    python : mapping of str to bytes
+        From `packed_python`.
+
+    Returns
+    -------
+    dict of str to ndarray of uint8
+        By path.
+    """
+    found = {
+        f"rng/{name}/{key}": as_bytes(value)
+        for name, state in header.iterators.items()
+        for key, value in state.items()
+        if isinstance(value, np.ndarray)
+    }
+    for name, data in python.items():
+        found[f"python/{name}"] = np.frombuffer(data, np.uint8)
+    return found
 
 
 class Skeleton:

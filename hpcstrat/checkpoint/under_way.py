@@ -21,6 +21,7 @@ from hpcstrat.checkpoint.image import Image, Source
 from hpcstrat.checkpoint.plan import Plan
 from hpcstrat.checkpoint.verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.writing import Writing
+from hpcstrat.device.transfers import Downloads
 from hpcstrat.tracing import get_logger
 
 __all__ = ["Order", "Save", "Start", "checked_bandwidth", "finish_all", "give_up_all"]
@@ -179,6 +180,8 @@ class Save:
         values: Mapping[str, Source],
         blocks: Sequence[int],
         num_cores: int,
+        *,
+        downloads: Downloads | None = None,
     ) -> None:
         """Copy this replica's blocks, and have them written.
 
@@ -194,6 +197,8 @@ class Save:
             This replica's.
         num_cores : int
             For this replica.
+        downloads : Downloads, optional
+            Copies values that are in the memory of a GPU.
         """
         ahead = self.order.asynchronous
         self.writing = Writing(
@@ -202,6 +207,7 @@ class Save:
             then=self._in_background if ahead else None,
             spread_seconds=self.plan.size / self.order.bandwidth,
             num_cores=num_cores,
+            downloads=downloads,
         )
         if ahead:
             _under_way.add(self)

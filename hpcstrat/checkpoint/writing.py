@@ -1,7 +1,8 @@
 """One replica's part of a save: copy, hash and write block after block.
 
 Threads hash and write, which Python's lock does not hinder, and make no MPI call. Where
-the caller waits for the end, they copy, too; otherwise the caller has copied before.
+the caller waits for the end, they copy, too; otherwise the caller has copied before, or
+has told the GPU to, for which the threads then wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hpcstrat.checkpoint.disk import flush, forget_pages, open_to_write, write_a
 from hpcstrat.checkpoint.hashing import block_hash
 from hpcstrat.checkpoint.image import Image, Source, fill
 from hpcstrat.checkpoint.plan import Plan
+from hpcstrat.device.transfers import Arrival, Downloads
 from hpcstrat.typing import Array
 
 __all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "Writing"]
@@ -52,6 +54,8 @@ class Writing:
         Over how long at least the writes are spread while nobody joins the threads.
     num_cores : int, optional
         How many threads may copy and hash at once.
+    downloads : Downloads, optional
+        Copies values that are in the memory of a GPU; it has begun.
 
     Attributes
     ----------
@@ -76,6 +80,7 @@ class Writing:
         then: Callable[[Writing], None] | None,
         spread_seconds: float = 0.0,
         num_cores: int = 1,
+        downloads: Downloads | None = None,
     ) -> None:
         self.path = path
         self.plan = plan
@@ -94,6 +99,9 @@ class Writing:
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
+        self._downloads = downloads
+        # What the GPU still copies, by the place of the block.
+        self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         # Which of the blocks, and whether they have been copied.
         self._todo: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
@@ -112,8 +120,9 @@ class Writing:
         values : mapping of str to Source
             By path.
         ahead : bool
-            Whether all blocks are copied here, so that values may change on return.
-            Otherwise they may not before `join` has returned.
+            Whether all blocks are copied here, so that values may change on return:
+            those in the memory of a GPU by what its current stream is given from then
+            on. Otherwise they may not before `join` has returned.
         """
         try:
             if self.blocks:
@@ -134,15 +143,21 @@ class Writing:
     def _copy_all(self, values: Mapping[str, Source]) -> None:
         begin = time.perf_counter()
 
-        def copy(index: int) -> None:
-            fill(self._image.slot(index), self.plan, self.blocks[index], values)
+        def copy(index: int) -> list[tuple[Array, Array]]:
+            return fill(self._image.slot(index), self.plan, self.blocks[index], values)
 
+        indices = range(len(self.blocks))
         with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
             try:
-                list(pool.map(copy, range(len(self.blocks))))
+                missing = list(pool.map(copy, indices))
             except RuntimeError:
                 # The system gives no more threads, or the program ends.
-                list(map(copy, range(len(self.blocks))))
+                missing = list(map(copy, indices))
+        if self._downloads is not None:
+            for index, pairs in enumerate(missing):
+                if pairs:
+                    self._arrivals[index] = self._downloads.fetch(pairs)
+            self._downloads.end()
         self.seconds["copy"] = time.perf_counter() - begin
 
     def _start_threads(self, copied: bool) -> None:
@@ -176,6 +191,7 @@ class Writing:
                 slot = index if copied else number
                 if copied:
                     self._await_turn(index)
+                    self._await_copy(index)
                 with self._cores:
                     if not copied:
                         self._copy(self.blocks[index], slot)
@@ -191,6 +207,14 @@ class Writing:
         if delay > 0:
             self._hurry.wait(delay)
 
+    def _await_copy(self, index: int) -> None:
+        arrival = self._arrivals.get(index)
+        if arrival is not None:
+            begin = time.perf_counter()
+            arrival.wait()
+            with self._lock:
+                self.seconds["copy"] += time.perf_counter() - begin
+
     def _leave(self, count: int) -> None:
         """Take note of threads that have nothing more to do."""
         with self._lock:
@@ -201,7 +225,10 @@ class Writing:
 
     def _copy(self, block: int, slot: int) -> None:
         begin = time.perf_counter()
-        fill(self._image.slot(slot), self.plan, block, self._values)
+        missing = fill(self._image.slot(slot), self.plan, block, self._values)
+        if missing:
+            assert self._downloads is not None
+            self._downloads.fetch(missing).wait()
         with self._lock:
             self.seconds["copy"] += time.perf_counter() - begin
 
@@ -229,9 +256,13 @@ class Writing:
         try:
             if self._file >= 0:
                 self._flush()
+            if self._downloads is not None and self.error is not None:
+                # The next image may be in the memory that the GPU still copies to.
+                self._downloads.wait()
         except BaseException as error:
             self._fail(error)
-        self._values = {}
+        self._values, self._downloads = {}, None
+        self._arrivals.clear()
         # What it belongs to holds this: without a cycle, all goes when that goes.
         then, self._then = self._then, None
         self.done.set()

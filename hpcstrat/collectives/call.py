@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from hpcstrat.arrays import is_device
 from hpcstrat.typing import Array
 
 __all__ = ["Call", "call_site", "describe_call", "signature_text"]
@@ -80,9 +81,12 @@ def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
     Returns
     -------
     str
-        Such as ``float32[4, 2]``.
+        Such as ``float32[4, 2]``, or ``float32[4, 2] on a GPU``.
     """
-    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays[:_SHOWN_ARRAYS])
+    shapes = ", ".join(
+        f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
+        for a in arrays[:_SHOWN_ARRAYS]
+    )
     if len(arrays) > _SHOWN_ARRAYS:
         rest = "".join(f"{a.dtype}{a.shape}" for a in arrays[_SHOWN_ARRAYS:])
         mark = hashlib.blake2b(rest.encode(), digest_size=4).hexdigest()

@@ -17,6 +17,7 @@ class ClosedChannel:
     """Stands for the channel of a strategy that is closed."""
 
     run_index = 0
+    device_group = None
     started: tuple[Started, ...] = ()
 
     @property

@@ -38,6 +38,8 @@ class Channel(Agreement):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
+        # Made at the first call with arrays on GPUs, see device_group.
+        self.device_group: Any = None
         self._progress: ProgressThread | None = None
         self._lock = threading.RLock()
 
@@ -310,6 +312,8 @@ class Channel(Agreement):
             if self._progress is not None:
                 self._progress.end()
             self.closed = True
+            if self.device_group is not None:
+                self.device_group.close()
             self.arrivals.close()
             self.slots.close()
             self._steps.close()
@@ -322,6 +326,8 @@ class Channel(Agreement):
         """
         if not self.closed:
             self.closed = True
+            if self.device_group is not None:
+                self.device_group.abandon()
             self.deaths.wake()
             _abandoned.append((self._records, list(self.started)))
             self.started.clear()

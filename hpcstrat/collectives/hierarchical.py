@@ -24,7 +24,7 @@ from hpcstrat.collectives.work import Work, assign, quietly
 from hpcstrat.packing import Run
 from hpcstrat.typing import Array
 
-__all__ = ["reduce_hierarchically"]
+__all__ = ["reduce_hierarchically", "sum_over_workers"]
 
 _EXPONENT_BYTES = 8
 # Scaled values lie below 2**15, and float16 ends at 65504.
@@ -54,17 +54,36 @@ def reduce_hierarchically(
         See `hpcstrat.collectives.work`.
     """
 
-    cross = functools.partial(_cross, work, channel, wire_dtype)
+    cross = functools.partial(sum_over_workers, work, channel, wire_dtype)
     return reduce_scattered(work, channel, cross)
 
 
-def _cross(
+def sum_over_workers(
     work: Work,
     channel: Channel,
     wire_dtype: np.dtype[Any] | None,
     segments: list[tuple[Run, Array]],
 ) -> Iterator[Any]:
-    """Sum segments over the workers, in place."""
+    """Sum segments over the workers, in place.
+
+    Collective over ``topology.cross_worker_comm``.
+
+    Parameters
+    ----------
+    work : Work
+        To which the runs belong.
+    channel : Channel
+        Of the replicas.
+    wire_dtype : dtype or None
+        See `reduce_hierarchically`.
+    segments : list of (Run, ndarray of shape (n,))
+        Which run, and this rank's segment of it, in memory of the host.
+
+    Yields
+    ------
+    Message
+        See `hpcstrat.collectives.work`.
+    """
     for run, segment in segments:
         # The mean of integers is summed in float64.
         source = work.sources[run.spans[0][0]].dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from hpcstrat.device import library
 from hpcstrat.errors import TopologyError
 
 __all__ = ["ProgressThread", "check_progress_thread"]
@@ -54,6 +55,10 @@ class ProgressThread:
         while True:
             self._work.wait()
             self._work.clear()
+            gpu = self._channel.topology.gpu
+            if gpu is not None:
+                # CUDA knows the current device of each thread.
+                library.use(gpu)
             while self._channel.started:
                 if self._ended:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from hpcstrat.collectives.work import Algorithm
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology import Topology
 
-__all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory"]
+__all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory", "wire_type"]
 
 DIRECT_PIECE_BYTES = 512 << 10
 """Size of a piece of two ranks: large enough for Python, small enough for a cache."""
@@ -176,11 +177,29 @@ def hierarchical(
     # Large pieces: a message between workers is a segment of one.
     piece = _fitting(options.bytes_per_pack or topology.slot_bytes, topology)
     wire = options.wire_dtype
-    if wire == "bfloat16":
+    dtype = None if wire is None else wire_type(wire)
+    return Choice(functools.partial(reduce_hierarchically, wire_dtype=dtype), piece)
+
+
+def wire_type(name: str) -> np.dtype[Any]:
+    """Return the type in which values travel between workers.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : {"float16", "bfloat16"}
+        As in `CommunicationOptions`.
+
+    Returns
+    -------
+    dtype
+        NumPy's, or that of ml_dtypes.
+    """
+    if name == "bfloat16":
         # Registers the type with NumPy.
         import ml_dtypes  # noqa: F401
-    dtype = None if wire is None else np.dtype(wire)
-    return Choice(functools.partial(reduce_hierarchically, wire_dtype=dtype), piece)
+    return np.dtype(name)
 
 
 def _fitting(piece_bytes: int, topology: Topology) -> int:

@@ -54,6 +54,9 @@ class Started:
         What holds the result at the end.
     timeout_seconds : float, optional
         How long the header waits for late ranks.
+    join : callable, optional
+        Called in each thread that awaits the result, once it is known: lets the
+        thread's stream on a GPU wait for it.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class Started:
         steps: Iterator[Any],
         result: Any,
         timeout_seconds: float | None = None,
+        *,
+        join: Callable[[], None] | None = None,
     ) -> None:
         self.call = call
+        self._join = join
         # Which of this rank's started calls it is, in a timeline.
         self.mark = ""
         self._channel = channel
@@ -116,6 +122,8 @@ class Started:
             self._channel.drain(self)
         if self._error is not None:
             raise self._error
+        if self._join is not None:
+            self._join()
         return self._result
 
     def advance(self, waits: bool) -> bool:

@@ -6,7 +6,6 @@ its order is random.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.data.placing import Placer, packed
 from hpcstrat.data.splitting import (
     as_batch,
     deal_elements,
@@ -21,7 +21,7 @@ from hpcstrat.data.splitting import (
     pour_slots,
     split_pieces,
 )
-from hpcstrat.options import AutoShardPolicy, InputContext
+from hpcstrat.options import AutoShardPolicy, InputContext, InputOptions
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import PerReplica
@@ -205,6 +205,8 @@ class DealtDataset(ReducibleDataset):
         This replica's.
     make_steps : callable
         Returns the steps; called on ranks that run a pipeline.
+    options : InputOptions, optional
+        Whether batches are put on the replica's GPU.
     alone : bool
         Whether each replica runs a pipeline of its own.
     """
@@ -214,11 +216,13 @@ class DealtDataset(ReducibleDataset):
         strategy: Strategy,
         place: Place,
         make_steps: Callable[[], Steps],
+        options: InputOptions | None = None,
         *,
         alone: bool = False,
     ) -> None:
         self._strategy = strategy
         self._place = place
+        self._placer = Placer(strategy, options or InputOptions())
         self._alone = alone or place.num_replicas == 1
         self._steps: Steps | None = None
         what, collectives = "creation of a distributed data set", strategy.collectives
@@ -232,7 +236,9 @@ class DealtDataset(ReducibleDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
-        elements = _Elements(self._strategy, self._place, self._steps, self._alone)
+        elements = _Elements(
+            *(self._strategy, self._place, self._placer), self._steps, self._alone
+        )
         return DistributedIterator(elements)
 
 
@@ -240,10 +246,16 @@ class _Elements:
     """This replica's batches; goes on after a step that failed, if a pipeline does."""
 
     def __init__(
-        self, strategy: Strategy, place: Place, steps: Steps | None, alone: bool
+        self,
+        strategy: Strategy,
+        place: Place,
+        placer: Placer,
+        steps: Steps | None,
+        alone: bool,
     ) -> None:
         self._strategy = strategy
         self._place = place
+        self._placer = placer
         self._steps = steps
         self._alone = alone
         self._running: Iterator[list[Tree]] | None = None
@@ -263,7 +275,7 @@ class _Elements:
             if parts is None:
                 self._ended = True
                 raise StopIteration
-            return parts[0]
+            return self._placer.place(parts[0])
         part, most, least = self._deal(self._own_parts())
         if most < _GIVES or least == _STOPPED:
             self._ended = True
@@ -292,7 +304,10 @@ class _Elements:
         return next(self._running, None)
 
     def _own_parts(self) -> list[Any]:
-        """Return this worker's parts for the step, as they travel, None at its end."""
+        """Return this worker's parts for the step, None at its end.
+
+        Those of other replicas are as they travel.
+        """
         collectives, num_parts = self._strategy.collectives, len(self._place.replicas)
         dealt: list[Any] = [None] * num_parts
         if self._steps is not None:
@@ -300,7 +315,7 @@ class _Elements:
             try:
                 parts = parts or self._pull()
                 if parts is not None:
-                    dealt = parts if self._alone else [_pickled(p) for p in parts]
+                    dealt = [parts[0], *map(packed, parts[1:])]
             except Exception as error:
                 self._has_failed = True
                 collectives.fail(_NEXT, error)
@@ -316,13 +331,17 @@ class _Elements:
         topology, collectives = self._strategy.topology, self._strategy.collectives
         failed: Exception | None = None
         with collectives.moving(_NEXT):
-            part = dealt[0]
+            part, came = dealt[0], None
             if not self._alone:
-                part = self._place.worker_comm.scatter(dealt, root=0)
-                try:
-                    part = None if part is None else pickle.loads(part)
-                except Exception as error:
-                    failed = error
+                came = self._place.worker_comm.scatter([None, *dealt[1:]], root=0)
+            try:
+                if came is not None:
+                    part = self._placer.unpacked(came)
+                elif part is not None:
+                    place = self._placer.place if self._alone else self._placer.own
+                    part = place(part)
+            except Exception as error:
+                failed = error
             state = _GIVES if part is not None else _LASTED
             if part is None:
                 state = _ENDED if self._empty is None else _LASTED
@@ -342,9 +361,7 @@ class _Elements:
 
     def _form(self, own: Tree) -> Tree:
         """Learn the form of a batch from a replica that has one; None for scalars."""
-        found = self._strategy.collectives.all_gather_object(own, "form of a batch")
-        return next((form for form in found if form is not None), None)
-
-
-def _pickled(part: Tree) -> bytes:
-    return pickle.dumps(part, protocol=5)
+        mine = None if own is None else packed(own)
+        found = self._strategy.collectives.all_gather_object(mine, "form of a batch")
+        form = next((form for form in found if form is not None), None)
+        return None if form is None else self._placer.unpacked(form)

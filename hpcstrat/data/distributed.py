@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import (
@@ -16,6 +17,7 @@ from hpcstrat.data.dealing import (
     iterable_steps,
 )
 from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.data.placing import Placer
 from hpcstrat.data.splitting import piece
 from hpcstrat.options import InputContext, InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
@@ -47,11 +49,19 @@ class DistributedDataset(ReducibleDataset):
         Whose replicas.
     dataset : Dataset
         Global batches.
+    options : InputOptions, optional
+        Whether batches are put on the replica's GPU.
     """
 
-    def __init__(self, strategy: Strategy, dataset: Dataset) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        dataset: Dataset,
+        options: InputOptions | None = None,
+    ) -> None:
         self._strategy = strategy
         self._dataset = dataset
+        self._placer = Placer(strategy, options or InputOptions())
         self._next = (0, 0)
         self._latest: _Position | None = None
 
@@ -161,7 +171,8 @@ class DistributedDataset(ReducibleDataset):
             f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
         )
         with strategy.together("iteration"):
-            batches = _Batches(strategy, dataset, _Position(epoch, position))
+            place = _Position(epoch, position)
+            batches = _Batches(strategy, dataset, place, self._placer)
         self._next = (epoch + 1, 0)
         self._latest = batches.place
         return DistributedIterator(batches)
@@ -170,9 +181,12 @@ class DistributedDataset(ReducibleDataset):
 class _Batches:
     """This replica's batches of an epoch; goes on after a batch that cannot be read."""
 
-    def __init__(self, strategy: Strategy, dataset: Dataset, place: _Position) -> None:
+    def __init__(
+        self, strategy: Strategy, dataset: Dataset, place: _Position, placer: Placer
+    ) -> None:
         self._strategy = strategy
         self._dataset = dataset
+        self._placer = placer
         self.place = place
         self._order = dataset.order(place.epoch)
         self._end = dataset.num_rows
@@ -200,7 +214,7 @@ class _Batches:
         with strategy.together(f"reading rows {start} to {stop}"):
             try:
                 rows = dataset.rows(self._order, start + first, start + last)
-                batch = dataset.columns.read(rows)
+                batch = self._placer.place(dataset.columns.read(rows))
             except StopIteration as error:
                 # As in a generator (PEP 479): it must not end the epoch here alone.
                 raise RuntimeError(
@@ -267,15 +281,18 @@ def distribute_dataset(
         )
     _require_one_program(strategy, options)
     if isinstance(dataset, Dataset):
-        return DistributedDataset(strategy, dataset)
-    if isinstance(dataset, (np.ndarray, tuple, dict)) or hasattr(dataset, "file"):
+        return DistributedDataset(strategy, dataset, options)
+    bare = isinstance(dataset, (np.ndarray, tuple, dict)) or is_device(dataset)
+    if bare or hasattr(dataset, "file"):
         raise ValueError(
             "expected a Dataset, or an iterable of global batches, found "
             f"{type(dataset).__name__}, whose rows are not batches; wrap it: "
             "hpcstrat.Dataset(arrays, batch_size)"
         )
     place = Place(strategy)
-    return DealtDataset(strategy, place, lambda: iterable_steps(dataset, place))
+    return DealtDataset(
+        strategy, place, lambda: iterable_steps(dataset, place), options
+    )
 
 
 def distribute_from_function(
@@ -324,5 +341,6 @@ def distribute_from_function(
         strategy,
         place,
         lambda: function_steps(dataset_fn, place, per_replica=per_replica),
+        options,
         alone=per_replica,
     )

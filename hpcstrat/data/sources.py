@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array
+from hpcstrat.arrays import as_array, is_device
+from hpcstrat.device.feeding import Feeder
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -20,7 +21,7 @@ class Columns:
     Parameters
     ----------
     columns : list
-        Arrays, HDF5 datasets or sequences.
+        Arrays of either library, HDF5 datasets or sequences.
     structure : optree.PyTreeSpec
         How they are nested.
 
@@ -40,6 +41,8 @@ class Columns:
             )
         self.columns = columns
         self.structure = structure
+        # Copies numbers of rows to the GPU, for columns there.
+        self._feeder: Feeder | None = None
         self.num_rows = lengths.pop()
 
     def read(self, rows: Array | slice) -> Tree:
@@ -55,9 +58,18 @@ class Columns:
         Returns
         -------
         tree of ndarray, each of shape (n, ...)
-            For a slice of arrays in memory, views that cannot be written.
+            For a slice of arrays in memory, views that cannot be written; of those in
+            the memory of a GPU, which do not know of that, copies.
         """
-        parts = [_read(column, rows) for column in self.columns]
+        places = rows
+        if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
+            if self._feeder is None:
+                self._feeder = Feeder()
+            (places,) = self._feeder.put([rows])
+        parts = [
+            _taken(column, places) if is_device(column) else _read(column, rows)
+            for column in self.columns
+        ]
         return unflatten(self.structure, parts)
 
     def describe(self) -> str:
@@ -75,6 +87,12 @@ class Columns:
             dtype = getattr(column, "dtype", type(column).__name__)
             kinds.append(f"{dtype}{list(getattr(column, 'shape', ())[1:])}")
         return f"{self.num_rows} rows of {', '.join(kinds)}"
+
+
+def _taken(column: Array, places: Array | slice) -> Array:
+    """Take rows on the GPU."""
+    taken: Array = column[places]
+    return taken.copy() if isinstance(places, slice) else taken
 
 
 def _read(column: Any, rows: Array | slice) -> Array:
@@ -130,10 +148,15 @@ def open_source(source: Any) -> Columns:
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
+    # Device arrays of other libraries become CuPy's, without a copy.
+    leaves = [
+        as_array(leaf) if hasattr(leaf, "__cuda_array_interface__") else leaf
+        for leaf in leaves
+    ]
     # Rows of a pandas object are meant by place, never by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
     columns = [leaf if _is_column(leaf) else as_array(leaf) for leaf in leaves]
-    if any(np.ndim(c) == 0 for c in columns if isinstance(c, np.ndarray)):
+    if any(c.ndim == 0 for c in columns if isinstance(c, np.ndarray) or is_device(c)):
         raise ValueError(
             "expected columns with a first dimension, found a scalar; give one row for "
             "each example"

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpcstrat.arrays import as_array
+from hpcstrat.arrays import array_module, as_array, is_device
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -126,7 +126,8 @@ def empty_like(batch: Tree) -> Tree:
     """
     if not all(leaf.ndim for leaf in flatten(batch)[0]):
         return None
-    return _rows(batch, 0, 0)
+    # A view would keep the batch in the memory of a GPU.
+    return tree_map(lambda array: array[0:0].copy(), batch)
 
 
 def split_pieces(
@@ -261,11 +262,15 @@ _END = object()
 def _concatenated(parts: list[Tree]) -> Tree:
     structure = flatten(parts[0])[1]
     columns = zip(*(flatten(part)[0] for part in parts), strict=True)
-    return unflatten(structure, [np.concatenate(column) for column in columns])
+    return unflatten(
+        structure,
+        [array_module(column[0]).concatenate(column) for column in columns],
+    )
 
 
 def _own_array(value: Any) -> Array:
-    return np.array(as_array(value))
+    array = as_array(value)
+    return array.copy() if is_device(array) else np.array(array)
 
 
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import to_host
 from hpcstrat.checkpoint.layout import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.randomness import RandomStreams
@@ -73,7 +74,8 @@ class Commit:
         """
         self.key = None
         variables = objects.variables()
-        values: dict[str, Array] = {p: v.component for p, v in variables.items()}
+        # Of variables on a GPU this waits for their last update.
+        values = {path: to_host(v.component) for path, v in variables.items()}
         self.entries = {
             path: Entry(
                 *(path, variable.shape, variable.dtype.name),

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.checkpoint.matching import Match, match_entries
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.collectives.work import quietly
+from hpcstrat.device.transfers import store
 from hpcstrat.elastic.commits import Commit, Key
 from hpcstrat.options import ReduceOp
 from hpcstrat.randomness import RandomStreams
@@ -286,5 +288,7 @@ def _assign(match: Match, values: dict[str, Array]) -> None:
         return  # A newcomer's own, with aggregation NONE: stays as it was made.
     if match.variable is None:
         match.owner.checkpoint_defer(match.name, value.copy())
+    elif is_device(match.variable.component):
+        store(match.variable.component, value)
     else:
         np.copyto(match.variable.component, value, casting="unsafe")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_half
+from hpcstrat.arrays import array_module, as_array, is_device, is_half, to_device
 from hpcstrat.context import current
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy, get_strategy
@@ -51,10 +53,12 @@ def sync_batch_moments(
     Returns
     -------
     mean, variance : ndarray of shape (channels,)
-        float64, equal bit for bit on every replica; 0 where no replica has values. The
-        variance is that of the batch, divided by the count.
+        Of the library of the values; float64, equal bit for bit on every replica; 0
+        where no replica has values. The variance is that of the batch, divided by the
+        count.
     count : int
-        Number of values of each channel, of all replicas.
+        Number of values of each channel, of all replicas. Of values on a GPU, a float64
+        there, of shape (): nothing waits for the GPU.
 
     Raises
     ------
@@ -74,20 +78,21 @@ def sync_batch_moments(
         raise
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
+    library = array_module(row)
     # Sums with zeros are exact: this gathers the rows in a single reduction, the usual
     # one, whose header finds out replicas with other channels.
-    rows = np.zeros((strategy.num_replicas_in_sync, row.size))
+    rows = library.zeros((strategy.num_replicas_in_sync, row.size))
     rows[strategy.replica_id] = row
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
-    count = round(float(counts.sum()))
-    if not count:
-        return np.zeros(channels), np.zeros(channels), 0
+    count: Any = counts.sum()
+    divisor = library.maximum(count, 1)
     # Differences from one of the means keep the digits of means that are far from 0.
-    origin = means[int(np.argmax(counts))]
-    mean = origin + (counts * (means - origin)).sum(axis=0) / count
+    origin = library.take(means, counts.argmax(), axis=0)
+    mean = origin + (counts * (means - origin)).sum(axis=0) / divisor
     between = counts * (means - mean) ** 2
-    return mean, (squares + between).sum(axis=0) / count, count
+    variance = (squares + between).sum(axis=0) / divisor
+    return mean, variance, count if is_device(count) else round(float(count))
 
 
 def sync_batch_moments_backward(
@@ -131,7 +136,10 @@ def sync_batch_moments_backward(
     mean, _, count = moments
     try:
         array, _ = checked(x, axis)
-        partial = np.stack([as_array(d, np.float64) for d in (dmean, dvariance)])
+        derivatives = [as_array(d, np.float64) for d in (dmean, dvariance)]
+        if is_device(array):
+            mean, *derivatives = map(to_device, (mean, *derivatives))
+        partial = array_module(array).stack(derivatives)
         if partial.shape != (2, array.shape[axis]):
             raise ValueError(
                 f"expected derivatives of shape {(array.shape[axis],)}, found "
@@ -142,7 +150,7 @@ def sync_batch_moments_backward(
         raise
     centered = array - spread(mean, array.ndim, axis)
     offset, slope = through_moments(strategy, partial, count, _BACKWARD)
-    return np.asarray(
+    return as_array(
         spread(offset, array.ndim, axis) + spread(slope, array.ndim, axis) * centered
     )
 
@@ -257,7 +265,8 @@ def spread(vector: Array, ndim: int, axis: int) -> Array:
 
 def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
     """Return count, means and sums of squared differences of this replica, in a row."""
-    row = np.zeros(1 + 2 * channels)
+    library = array_module(array)
+    row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
     if not count:
         return row
@@ -265,7 +274,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
     centered = array - mean
     # What rounding has left of the mean; in exact arithmetic it is zero.
     rest = centered.sum(axis=axes)
-    np.square(centered, out=centered)
+    library.square(centered, out=centered)
     row[0] = count
     row[1 : 1 + channels] = mean.reshape(-1) + rest / count
     row[1 + channels :] = centered.sum(axis=axes) - rest * rest / count
@@ -273,7 +282,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
 
 
 def through_moments(
-    strategy: Strategy, partial: Array, count: int, name: str
+    strategy: Strategy, partial: Array, count: Any, name: str
 ) -> tuple[Array, Array]:
     """Sum derivatives by the moments, and return what the values' are made of.
 
@@ -285,7 +294,7 @@ def through_moments(
         Whose replicas.
     partial : ndarray of shape (2, channels)
         Derivatives of this replica's part of the loss by mean and variance.
-    count : int
+    count : int, or ndarray of shape ()
         Number of values of each channel.
     name : str
         The call, for messages.
@@ -296,5 +305,5 @@ def through_moments(
         The derivative by a value is ``offset + slope * (value - mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
-    offset, slope = summed / max(1, count)
+    offset, slope = summed / array_module(summed).maximum(count, 1)
     return offset, 2 * slope

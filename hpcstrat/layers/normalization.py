@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_half
+from hpcstrat.arrays import (
+    array_module,
+    as_array,
+    is_device,
+    is_half,
+    to_device,
+    to_host,
+)
 from hpcstrat.layers.moments import (
     checked,
     others,
@@ -99,7 +106,7 @@ class SyncBatchNormalization:
         self.moving_variance = Variable(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        self._kept: tuple[Array, Array, Any, int | None] | None = None
+        self._kept: tuple[Array, Array, Any, Any] | None = None
 
     @property
     def trainable_variables(self) -> list[Variable]:
@@ -140,25 +147,26 @@ class SyncBatchNormalization:
             if strategy is not None:
                 strategy.collectives.fail(self._forward, error)
             raise
-        count: int | None = None
+        count: Any = None
         if training:
             mean, variance, count = sync_batch_moments(
                 array, self.axis, name=self._forward
             )
-            if count:
-                self._move(self.moving_mean, mean)
-                self._move(self.moving_variance, variance)
+            if is_device(count) or count:
+                self._move(self.moving_mean, mean, count)
+                self._move(self.moving_variance, variance, count)
         else:
-            mean = self.moving_mean.component.astype(np.float64)
-            variance = self.moving_variance.component.astype(np.float64)
+            mean = _beside(array, self.moving_mean.component).astype(np.float64)
+            moving = _beside(array, self.moving_variance.component)
+            variance = moving.astype(np.float64)
         centered = array - self._spread(mean, array)
-        inverse = 1 / np.sqrt(variance + self.epsilon)
+        inverse = 1 / array_module(variance).sqrt(variance + self.epsilon)
         floating = array.dtype.kind == "f" or is_half(array.dtype)
         dtype = array.dtype if floating else np.dtype(np.float32)
         self._kept = centered, inverse, dtype, count
-        scaled = centered * self._spread(inverse * self._gamma(), array)
+        scaled = centered * self._spread(inverse * self._gamma(array), array)
         if self.beta is not None:
-            scaled += self._spread(self.beta.component, array)
+            scaled += self._spread(_beside(array, self.beta.component), array)
         return scaled.astype(dtype, copy=False)
 
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
@@ -195,7 +203,7 @@ class SyncBatchNormalization:
         centered, inverse, dtype, count = self._kept
         strategy = None if count is None else self._replicas(self._backward)
         try:
-            found = as_array(dy)
+            found = _beside(centered, as_array(dy))
             if found.shape != centered.shape:
                 raise ValueError(
                     f"expected gradients of shape {centered.shape}, that of the latest "
@@ -211,10 +219,12 @@ class SyncBatchNormalization:
         axes = others(centered.ndim, self.axis)
         dbeta = gradient.sum(axis=axes)
         products = (gradient * centered).sum(axis=axes)
-        factor = inverse * self._gamma()
+        factor = inverse * self._gamma(centered)
         dx = gradient * self._spread(factor, centered)
         if strategy is not None and count is not None:
-            partial = np.stack([-dbeta * factor, -products * factor * inverse**2 / 2])
+            partial = array_module(dbeta).stack(
+                [-dbeta * factor, -products * factor * inverse**2 / 2]
+            )
             offset, slope = through_moments(strategy, partial, count, self._backward)
             dx += self._spread(offset, dx) + self._spread(slope, dx) * centered
         return (
@@ -255,16 +265,31 @@ class SyncBatchNormalization:
                 f"{self.name!r}, found an array of shape {array.shape}; check axis"
             )
 
-    def _gamma(self) -> Any:
-        return 1.0 if self.gamma is None else self.gamma.component.astype(np.float64)
+    def _gamma(self, array: Array) -> Any:
+        if self.gamma is None:
+            return 1.0
+        return _beside(array, self.gamma.component).astype(np.float64)
 
     def _spread(self, vector: Array, array: Array) -> Array:
         return spread(vector, array.ndim, self.axis)
 
-    def _move(self, moving: Variable, new: Array) -> None:
+    def _move(self, moving: Variable, new: Array, count: Any) -> None:
         # The component itself: the same moments reach all replicas' components.
-        moved = self.momentum * moving.component + (1 - self.momentum) * new
-        np.copyto(moving.component, moved, casting="same_kind")
+        old = moving.component
+        moved = self.momentum * _beside(new, old) + (1 - self.momentum) * new
+        if is_device(count):
+            # Whether there were any values, only the GPU knows.
+            moved = array_module(count).where(count > 0, moved, _beside(new, old))
+        moved = _beside(old, moved)
+        if is_device(old):
+            old[...] = moved.astype(old.dtype)
+        else:
+            np.copyto(old, moved, casting="same_kind")
+
+
+def _beside(array: Array, other: Array) -> Array:
+    """Return another array where an array is."""
+    return to_device(other) if is_device(array) else to_host(other)
 
 
 def _cast(gradient: Array, variable: Variable | None) -> Array | None:

@@ -7,11 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_half
+from hpcstrat.arrays import array_module, as_array, is_device, is_half, to_device
 from hpcstrat.metrics.base import Metric
 from hpcstrat.typing import Array, ArrayLike
 
-__all__ = ["Mean", "MeanMetricWrapper", "Sum", "as_float64", "mean_over"]
+__all__ = [
+    "Mean",
+    "MeanMetricWrapper",
+    "Sum",
+    "as_float64",
+    "mean_over",
+    "of_one_library",
+]
 
 
 class Sum(Metric):
@@ -60,7 +67,7 @@ class Sum(Metric):
         self._require_own()
         array = as_float64(values)
         if sample_weight is not None:
-            array, weights = _fitted(array, as_float64(sample_weight), np.sum)
+            array, weights = _fitted(array, as_float64(sample_weight), _sum_over)
             array = array * weights
         self._add(total=array.sum())
 
@@ -93,7 +100,7 @@ class _Average(Metric):
         if sample_weight is not None:
             array, weights = _fitted(array, as_float64(sample_weight), mean_over)
             array = array * weights
-            count = np.broadcast_to(weights, array.shape).sum()
+            count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
     def result_of(self, totals: Any) -> Any:
@@ -266,14 +273,40 @@ def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
     ndarray
         Without these dimensions.
     """
-    total: Array = np.asarray(array.sum(axis=axis))
+    total = _sum_over(array, axis)
     return total / max(1, array.size // max(1, total.size))
+
+
+def _sum_over(array: Array, axis: int | tuple[int, ...]) -> Array:
+    total: Array = array_module(array).asarray(array.sum(axis=axis))
+    return total
+
+
+def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
+    """Return two arrays on the GPU, if either is there.
+
+    Not collective.
+
+    Parameters
+    ----------
+    first, second : ndarray
+        Of either library.
+
+    Returns
+    -------
+    ndarray, ndarray
+        Of one library.
+    """
+    if is_device(first) or is_device(second):
+        return to_device(first), to_device(second)
+    return first, second
 
 
 def _fitted(
     values: Array, weights: Array, combine: Callable[..., Any]
 ) -> tuple[Array, Array]:
     """Give values and weights shapes that can be multiplied, as tf.keras does."""
+    values, weights = of_one_library(values, weights)
     if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     elif 0 < weights.ndim == values.ndim - 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device, to_host
 from hpcstrat.context import current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
@@ -41,6 +42,9 @@ class Metric:
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
+        # What values on a GPU have added to totals in host memory, until it is read: an
+        # update must not wait for the GPU.
+        self._on_device: dict[str, Array] = {}
         # All of one type, so that they travel in one buffer. Counts are float64, too,
         # because weights need not be integers; they are exact up to 2**53.
         self._totals = {
@@ -55,7 +59,11 @@ class Metric:
 
     @property
     def variables(self) -> list[Variable]:
-        """The totals, as SyncOnRead variables with aggregation ``SUM``."""
+        """The totals, as SyncOnRead variables with aggregation ``SUM``.
+
+        If values were on a GPU and the variables are not, this waits for the GPU.
+        """
+        self._settle()
         return list(self._totals.values())
 
     def result(self) -> Any:
@@ -94,7 +102,8 @@ class Metric:
 
         Not collective, but in cross-replica context all ranks must do it.
         """
-        for variable in self.variables:
+        self._on_device.clear()
+        for variable in self._totals.values():
             variable.assign(0.0, read_value=False)
 
     def checkpoint_variables(self) -> dict[str, Variable]:
@@ -107,11 +116,19 @@ class Metric:
         dict of str to Variable
             By name.
         """
+        self._settle()
         return dict(self._totals)
+
+    def _settle(self) -> None:
+        """Add to the totals what was kept on the GPU."""
+        kept, self._on_device = self._on_device, {}
+        for name, amount in kept.items():
+            self._totals[name].component[...] += to_host(amount)
 
     def _require_own(self) -> None:
         """Refuse to update the totals of all replicas at once."""
-        distributed = isinstance(self.variables[0], SyncOnReadVariable)
+        first = next(iter(self._totals.values()))
+        distributed = isinstance(first, SyncOnReadVariable)
         if distributed and not _reads_own():
             raise RuntimeError(
                 f"expected update_state of metric {self.name!r} in replica context, "
@@ -121,12 +138,19 @@ class Metric:
 
     def _add(self, **amounts: Any) -> None:
         for name, amount in amounts.items():
-            self._totals[name].assign_add(np.float64(amount), read_value=False)
+            total = self._totals[name]
+            if is_device(amount) and not is_device(total.component):
+                kept = self._on_device.get(name)
+                self._on_device[name] = amount if kept is None else kept + amount
+            else:
+                value = amount if is_device(amount) else np.float64(amount)
+                total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
         """Show kind, name and this replica's totals."""
+        self._settle()
         totals = ", ".join(
-            f"{name}={float(variable.component)}"
+            f"{name}={float(to_host(variable.component))}"
             for name, variable in self._totals.items()
         )
         return f"<{type(self).__name__} {self.name!r} {totals}>"
@@ -146,7 +170,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
     Returns
     -------
     list of ndarray of shape ()
-        The totals.
+        The totals, in host memory.
 
     Raises
     ------
@@ -154,7 +178,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
         For variables of several strategies.
     """
     if _reads_own():
-        return [variable.value() for variable in variables]
+        return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
     strategies.pop(id(None), None)
     if len(strategies) > 1:
@@ -162,7 +186,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
             f"expected metrics of one strategy, found those of "
             f"{list(strategies.values())}; read those of each by themselves"
         )
-    return read_all(variables)
+    return [to_host(total) for total in read_all(variables)]
 
 
 def _reads_own() -> bool:

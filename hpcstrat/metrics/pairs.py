@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import as_array
-from hpcstrat.metrics.averages import MeanMetricWrapper, as_float64, mean_over
+from hpcstrat.metrics.averages import (
+    MeanMetricWrapper,
+    as_float64,
+    mean_over,
+    of_one_library,
+)
 from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
@@ -143,7 +148,7 @@ class MeanAbsoluteError(MeanMetricWrapper):
         self, name: str = "mean_absolute_error", dtype: Any = np.float64
     ) -> None:
         super().__init__(
-            lambda y, p: _over_columns(np.abs(_difference(y, p))), name, dtype
+            lambda y, p: _over_columns(abs(_difference(y, p))), name, dtype
         )
 
 
@@ -186,6 +191,7 @@ class RootMeanSquaredError(MeanMetricWrapper):
 
 def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
     """Drop a last dimension of 1 that only one of the two has; demand one shape."""
+    true, predicted = of_one_library(true, predicted)
     if true.ndim == predicted.ndim + 1 and true.shape[-1] == 1:
         true = true[..., 0]
     elif predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
@@ -210,22 +216,22 @@ def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
     if true.dtype.kind == predicted.dtype.kind == "f":
         predicted = predicted.astype(true.dtype, copy=False)
-    return np.asarray(true == predicted)
+    return as_array(true == predicted)
 
 
 def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
-    true, predicted = as_float64(y_true), as_float64(y_pred)
+    true, predicted = of_one_library(as_float64(y_true), as_float64(y_pred))
     if true.ndim == 0 or true.shape != predicted.shape:
         raise ValueError(
             "expected labels in one-hot form, of the predictions' shape "
             f"{predicted.shape}, found {true.shape}; use SparseCategoricalAccuracy for "
             "numbers of classes"
         )
-    return np.asarray(true.argmax(axis=-1) == predicted.argmax(axis=-1))
+    return as_array(true.argmax(axis=-1) == predicted.argmax(axis=-1))
 
 
 def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
-    true, predicted = as_array(y_true), as_float64(y_pred)
+    true, predicted = of_one_library(as_array(y_true), as_float64(y_pred))
     if predicted.ndim == true.ndim and true.shape[-1:] == (1,):
         true = true[..., 0]
     if predicted.ndim == 0 or true.shape != predicted.shape[:-1]:
@@ -234,7 +240,7 @@ def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
             f"{predicted.shape[:-1]}, found {true.shape}; use CategoricalAccuracy for "
             "labels in one-hot form"
         )
-    return np.asarray(true == predicted.argmax(axis=-1))
+    return as_array(true == predicted.argmax(axis=-1))
 
 
 def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
@@ -244,4 +250,4 @@ def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
 
 def _squared(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     difference = _difference(y_true, y_pred)
-    return np.asarray(difference * difference)
+    return as_array(difference * difference)

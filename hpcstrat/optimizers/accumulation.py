@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hpcstrat.arrays import array_module, is_device
+from hpcstrat.device.update_sums import sum_rows
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.gradients import Gradient
+from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
@@ -58,16 +61,20 @@ class Accumulation:
             return pairs
         # Sums are made for all variables, because to make them is collective.
         self.build([variable for _, variable in pairs])
+        on_device: list[tuple[Array, Array]] = []
         for gradient, variable in pairs:
             self._pending[variable.name] = variable
             if gradient is None:
                 continue
             total, count = self._sum_and_count(variable)
             if isinstance(gradient, IndexedSlices):
-                np.add.at(total, gradient.indices, gradient.values)
+                _add_rows(total, gradient)
+            elif is_device(total):
+                on_device.append((total, gradient))
             else:
                 total += gradient
             count += 1
+        add(self._slots.tables, on_device)
         done = self._slots.made[_STEPS].component
         done += 1
         if done < self.steps:
@@ -93,7 +100,8 @@ class Accumulation:
                 self._slots.make(_STEPS, variable, zero)
             name = f"{_SUM}/{variable.name}"
             if name not in self._slots.made:
-                array = np.zeros(variable.shape, variable.dtype)
+                module = array_module(variable.component)
+                array = module.zeros(variable.shape, variable.dtype)
                 self._slots.make(name, variable, array, is_sum=True)
                 count = f"{_COUNT}/{variable.name}"
                 self._slots.make(count, variable, zero, is_sum=True)
@@ -130,3 +138,12 @@ class Accumulation:
             True for a checkpoint from the middle of an accumulation, without one here.
         """
         return self.steps == 1 and name == _STEPS and bool(value.any())
+
+
+def _add_rows(total: Array, rows: IndexedSlices) -> None:
+    if is_device(total):
+        # CuPy's own way adds in any order, with other bits each time.
+        values, indices = sum_rows(rows.values, rows.indices)
+        total[indices] += values
+    else:
+        np.add.at(total, rows.indices, rows.values)

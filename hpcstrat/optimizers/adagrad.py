@@ -7,6 +7,7 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.optimizers.base import Optimizer
+from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import (
     CommonOptions,
     LearningRate,
@@ -68,3 +69,6 @@ class Adagrad(Optimizer):
         gradient /= scratch
         gradient *= number(step.rate)
         value -= gradient
+
+    def _fused(self, step: Step) -> Fused:
+        return "adagrad", (step.rate, self.epsilon)

@@ -10,6 +10,7 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.optimizers.base import Optimizer
+from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import (
     CommonOptions,
     LearningRate,
@@ -91,6 +92,17 @@ class Adam(Optimizer):
         np.divide(m, scratch, out=gradient)
         gradient /= number(1 - self.beta_1**step.number)
 
+    def _fused(self, step: Step) -> Fused:
+        return "adam", (*self._numbers(step), step.rate, 1.0)
+
+    def _numbers(self, step: Step) -> tuple[float, ...]:
+        """Return the numbers of `_direction`, in the order in which it needs them."""
+        return (
+            *(1 - self.beta_1, self.beta_1, 1 - self.beta_2, self.beta_2),
+            math.sqrt(1 - self.beta_2**step.number),
+            *(self.epsilon, 1 - self.beta_1**step.number),
+        )
+
 
 class AdamWithDecay(Adam):
     """What optimizers share that let some variables decay.
@@ -143,6 +155,9 @@ class AdamWithDecay(Adam):
 
     def _is_excluded(self, name: str) -> bool:
         return any(pattern.search(name) for pattern in self._exclude)
+
+    def _is_marked(self, name: str) -> bool:
+        return not self._is_excluded(name)
 
 
 class AdamW(AdamWithDecay):
@@ -199,3 +214,7 @@ class AdamW(AdamWithDecay):
         if not self._is_excluded(step.name):
             value *= value.dtype.type(1 - step.rate * self.weight_decay)
         super()._update(step, gradient, value, *slots)
+
+    def _fused(self, step: Step) -> Fused:
+        kept = 1 - step.rate * self.weight_decay
+        return "adam", (*self._numbers(step), step.rate, kept)

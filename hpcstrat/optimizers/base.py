@@ -8,21 +8,28 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hpcstrat.arrays import array_module, is_device
 from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.accumulation import Accumulation
+from hpcstrat.optimizers.filling import Filling
 from hpcstrat.optimizers.gradients import (
     Gradient,
     clip_to_norm,
     merged_rows,
     require_names,
     scale,
-    zero_gradient,
 )
 from hpcstrat.optimizers.non_finite import NonFinite
+from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.pairs import Pairs, checked, require_gradients
-from hpcstrat.optimizers.parameters import LearningRate, Step, require_range
-from hpcstrat.optimizers.routine import Routine, Target
+from hpcstrat.optimizers.parameters import (
+    LearningRate,
+    Step,
+    Target,
+    require_range,
+)
+from hpcstrat.optimizers.routine import Routine
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.replica_collectives import Collectives
@@ -30,7 +37,7 @@ from hpcstrat.strategies import get_strategy
 from hpcstrat.timeline import traced
 from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
-from hpcstrat.variables import Variable
+from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["Optimizer"]
 
@@ -39,6 +46,8 @@ class Optimizer(ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, ``_update``, and names the state that it needs.
+    Variables on a GPU, whose gradients are there, too, are updated there, without
+    waiting for it; the rules of this package take one launch for all of a type.
 
     Parameters
     ----------
@@ -103,13 +112,13 @@ class Optimizer(ABC):
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
         self.iterations = Variable(
-            np.int64(0), trainable=False, name="iterations", dtype=np.int64
+            HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
         self._accumulation = Accumulation(self._slots, int(accumulate_steps))
-        self._buffers: dict[np.dtype[Any], Array] = {}
+        self._buffers: dict[tuple[Any, ...], Array] = {}
         self._labels: dict[tuple[Any, ...], str] = {}
-        self._noted: set[str] = set()
+        self._filling = Filling()
         self._routine: Routine | None = None
         self._non_finite = NonFinite()
 
@@ -128,6 +137,10 @@ class Optimizer(ABC):
 
         The gradient's array is free to be overwritten.
         """
+
+    def _is_marked(self, name: str) -> bool:
+        """Return whether kernels treat a variable in another way than the rest."""
+        return False
 
     @traced("apply_gradients", "optimizer")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> bool:
@@ -202,13 +215,13 @@ class Optimizer(ABC):
             collectives.fail("apply_gradients", error)
             raise
         if self._fills:
-            pairs = self._filled(collectives, pairs)
+            pairs = self._filling.filled(collectives, pairs)
             require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = Routine(get_strategy(), present, self._label(pairs))
         updated = self._combine_and_update(collectives, present, routine)
         # Another step of the kind need not be checked and named again.
-        dense = all(type(gradient) is np.ndarray for gradient, _ in pairs)
+        dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and self._accumulation.steps == 1
         self._routine = routine if plain else None
         return updated
@@ -216,13 +229,7 @@ class Optimizer(ABC):
     def _combine_and_update(
         self, collectives: Collectives, pairs: Pairs, routine: Routine
     ) -> bool:
-        rate = self.learning_rate
-        if callable(rate):
-            try:
-                rate = rate(int(self.iterations.component))
-            except Exception as error:
-                collectives.fail("apply_gradients", error)
-                raise
+        rate = self._rate(collectives)
         reduced = collectives.batch_reduce(
             self._op, [gradient for gradient, _ in pairs], routine.label
         )
@@ -232,29 +239,56 @@ class Optimizer(ABC):
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
         if policy != "off" and self._non_finite.refuses(
-            *(policy, get_strategy(), pairs, reduced)
+            *(policy, get_strategy(), pairs, reduced), self._slots.tables
         ):
             return False
         if not routine.targets:
             # The first step makes the state, after the first agreement of the ranks.
             routine.targets = [self._target(variable) for _, variable in pairs]
-        if self._op is ReduceOp.MEAN or self._limit is not None:
-            self._condition(reduced)
+            if any(is_device(wholes[0]) for _, wholes in routine.targets):
+                routine.on_device = DeviceStep(
+                    *(self, self._slots.tables, routine.targets, reduced)
+                )
         number = int(self.iterations.component) + 1
-        for gradient, (step, wholes) in zip(reduced, routine.targets, strict=True):
+        for step, _ in routine.targets:
             step.rate, step.number = rate, number
+        if routine.on_device is not None:
+            routine.on_device.update(reduced, self._mean, self._limit)
+        else:
+            self._update_all(reduced, routine.targets)
+        self.iterations.component[...] = number
+        return True
+
+    def _rate(self, collectives: Collectives) -> float:
+        rate = self.learning_rate
+        if callable(rate):
+            try:
+                rate = rate(int(self.iterations.component))
+            except Exception as error:
+                collectives.fail("apply_gradients", error)
+                raise
+        return rate
+
+    def _update_all(
+        self, gradients: Sequence[Gradient], targets: Sequence[Target]
+    ) -> None:
+        if self._op is ReduceOp.MEAN or self._limit is not None:
+            self._condition(gradients)
+        for gradient, (step, wholes) in zip(gradients, targets, strict=True):
             if type(gradient) is np.ndarray:
                 self._update(step, gradient, *wholes)
             else:
-                self._update_rows(step, gradient, wholes)
-        self.iterations.component[...] = number
-        return True
+                self._update_one(step, gradient, wholes)
+
+    @property
+    def _mean(self) -> float:
+        """What sums over calls are multiplied by."""
+        return 1 / self._accumulation.steps if self._op is ReduceOp.MEAN else 1.0
 
     def _condition(self, gradients: Sequence[Gradient]) -> None:
         """Scale and clip combined gradients, in place."""
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
-        if self._op is ReduceOp.MEAN:
-            scale(arrays, 1 / self._accumulation.steps)
+        scale(arrays, self._mean)
         if self._limit is not None:
             clip_to_norm(arrays, self._limit)
 
@@ -264,10 +298,10 @@ class Optimizer(ABC):
         state = [self._slots.get(k, variable, i).component for k, i in kinds]
         return Step(0.0, 0, variable.name), [variable.component, *state]
 
-    def _update_rows(
-        self, step: Step, gradient: IndexedSlices, wholes: list[Array]
-    ) -> None:
-        if not self._by_rows:
+    def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
+        if not isinstance(gradient, IndexedSlices):
+            self._update(step, gradient, *wholes)
+        elif not self._by_rows:
             self._update(step, gradient.to_dense(), *wholes)
         else:
             parts = [whole[gradient.indices] for whole in wholes]
@@ -287,41 +321,13 @@ class Optimizer(ABC):
             label = self._labels[key] = f"apply_gradients{without} to {names}"
         return label
 
-    def _filled(
-        self, collectives: Any, pairs: Pairs
-    ) -> list[tuple[Gradient | None, Variable]]:
-        """Give all replicas gradients of the same kind for the same variables."""
-        kinds = np.zeros((2, len(pairs)), np.int64)
-        for index, (gradient, _) in enumerate(pairs):
-            if gradient is not None:
-                kinds[int(isinstance(gradient, IndexedSlices)), index] = 1
-        names = ", ".join(variable.name for _, variable in pairs)
-        dense, sparse = collectives.batch_reduce(
-            ReduceOp.SUM, kinds, f"apply_gradients: which of {names} have one"
-        )
-        filled: list[tuple[Gradient | None, Variable]] = []
-        for index, (gradient, variable) in enumerate(pairs):
-            agreed = gradient
-            if isinstance(gradient, IndexedSlices) and dense[index]:
-                agreed = gradient.to_dense()
-            elif gradient is None and dense[index] + sparse[index]:
-                agreed = zero_gradient(variable, not dense[index])
-                self._note(variable.name)
-            filled.append((agreed, variable))
-        return filled
-
-    def _note(self, name: str) -> None:
-        if name not in self._noted:
-            self._noted.add(name)
-            get_logger("optimizers").warning(
-                "no gradient for variable %r on this replica; it counts as zeros", name
-            )
-
     def _scratch(self, like: Array) -> Array:
         """Return an array of the same shape and type that is kept between steps."""
-        buffer = self._buffers.get(like.dtype)
+        key = is_device(like), like.dtype
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:
-            buffer = self._buffers[like.dtype] = np.empty(like.size, like.dtype)
+            buffer = array_module(like).empty(like.size, like.dtype)
+            self._buffers[key] = buffer
         return buffer[: like.size].reshape(like.shape)
 
     def build(self, variables: Sequence[Variable]) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_half, to_reducible
+from hpcstrat.arrays import (
+    array_module,
+    is_device,
+    is_half,
+    place_of,
+    to_device,
+    to_reducible,
+)
+from hpcstrat.device.update_sums import Norm, sum_rows
+from hpcstrat.device.updates import Spans, real_view
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
@@ -38,7 +47,8 @@ def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     Parameters
     ----------
     gradient : array_like or IndexedSlices
-        Of the variable's shape; not modified.
+        Of the variable's shape, in the memory of the variable, which numbers of Python
+        are copied to; not modified.
     variable : Variable
         What it is for.
 
@@ -50,7 +60,8 @@ def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     Raises
     ------
     ValueError
-        If shapes or types do not fit, or an index of a row lies outside.
+        If shapes or types do not fit, an index of a row lies outside, or variable and
+        gradient are in different memory.
     """
     dtype, shape, name = variable.dtype, variable.shape, variable.name
     if dtype.kind not in "fc" and not is_half(dtype):
@@ -60,6 +71,7 @@ def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
         )
     sparse = isinstance(gradient, IndexedSlices)
     array = to_reducible(gradient.values if sparse else gradient)
+    array = _in_place_of(variable, array, sparse or hasattr(gradient, "dtype"))
     if array.dtype.kind == "c" and dtype.kind != "c":
         raise ValueError(
             f"expected a real gradient for variable {name!r} of dtype {dtype}, found "
@@ -88,6 +100,30 @@ def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     return IndexedSlices(values, rows.astype(np.int64, copy=False), shape)
 
 
+def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
+    """Return a gradient that is in the memory of its variable."""
+    component: Any = variable.component
+    on_gpu = is_device(component)
+    if on_gpu and not placed:
+        return to_device(array)
+    # Arrays without elements are on no GPU in particular.
+    if on_gpu == is_device(array) and (
+        not on_gpu or not array.size or component.device == array.device
+    ):
+        return array
+    advice = (
+        "copy it with cupy.asarray, or leave the variable in host memory (setting "
+        "device='cpu')"
+        if on_gpu
+        else "make the variable of a CuPy array or with the setting device='gpu', or "
+        "copy the gradient with cupy.asnumpy"
+    )
+    raise ValueError(
+        f"expected a gradient on {place_of(component)} for variable "
+        f"{variable.name!r}, which is there, found one on {place_of(array)}; {advice}"
+    )
+
+
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
     """Return a gradient that adds nothing.
 
@@ -103,11 +139,16 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
     Returns
     -------
     ndarray or IndexedSlices
-        Takes no memory; the array is read-only.
+        In the memory of the variable. In host memory it takes none; the array is
+        read-only.
     """
+    module = array_module(variable.component)
     if sparse:
-        values = np.empty((0, *variable.shape[1:]), variable.dtype)
-        return IndexedSlices(values, np.empty(0, np.int64), variable.shape)
+        values = module.empty((0, *variable.shape[1:]), variable.dtype)
+        return IndexedSlices(values, module.empty(0, np.int64), variable.shape)
+    if is_device(variable.component):
+        zeros: Array = module.zeros(variable.shape, variable.dtype)
+        return zeros
     return np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
 
 
@@ -126,6 +167,8 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     IndexedSlices
         With ascending indices, each once; fresh arrays.
     """
+    if is_device(rows.values):
+        return IndexedSlices(*sum_rows(rows.values, rows.indices), rows.dense_shape)
     indices, places = np.unique(rows.indices, return_inverse=True)
     values = np.zeros((len(indices), *rows.values.shape[1:]), rows.values.dtype)
     # Quiet, as the sums of arrays are.
@@ -134,10 +177,11 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(values, indices, rows.dense_shape)
 
 
-def sum_of_squares(array: Array) -> float:
+def sum_of_squares(array: Array) -> Any:
     """Return the square of an array's norm.
 
     Not collective; equal bits give equal bits, whatever the alignment of the array.
+    Does not wait for a GPU.
 
     Parameters
     ----------
@@ -146,9 +190,13 @@ def sum_of_squares(array: Array) -> float:
 
     Returns
     -------
-    float
-        Summed in double precision.
+    float or cupy.ndarray of shape ()
+        Summed in double precision; on the GPU of an array that is on one.
     """
+    if is_device(array):
+        reals = real_view(array)
+        norm = Norm([Spans(reals.dtype, [reals.size])])
+        return norm.factor([[reals]], [1.0], math.inf)[1]
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
+from hpcstrat.arrays import array_module, is_device
 from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
+from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 from hpcstrat.typing import Array
 
@@ -68,14 +70,26 @@ class LAMB(AdamWithDecay):
 
     def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
         self._direction(step, gradient, *slots)
-        rate = step.rate
+        rate: Any = step.rate
         number = value.dtype.type
         if not self._is_excluded(step.name):
             gradient += np.multiply(
                 value, number(self.weight_decay), out=self._scratch(value)
             )
             norms = sum_of_squares(value), sum_of_squares(gradient)
-            if all(norms):
+            if is_device(value):
+                rate = _trusted(rate, *norms).astype(value.dtype)
+            elif all(norms):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])
-        gradient *= number(rate)
+        gradient *= rate if is_device(rate) else number(rate)
         value -= gradient
+
+    def _fused(self, step: Step) -> Fused:
+        return "lamb", (*self._numbers(step), self.weight_decay, step.rate)
+
+
+def _trusted(rate: float, value: Any, direction: Any) -> Any:
+    """Return the rate of a variable by the squares of norms, without reading them."""
+    ratio = np.sqrt(value) / np.sqrt(direction)
+    trusted = (value != 0) & (direction != 0)
+    return rate * array_module(value).where(trusted, ratio, 1.0)

@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device, to_host
+from hpcstrat.device.updates import Tables
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.tracing import get_logger
@@ -50,6 +53,7 @@ class NonFinite:
         strategy: Strategy,
         pairs: Sequence[tuple[Any, Variable]],
         combined: Sequence[Gradient],
+        tables: Tables,
     ) -> bool:
         """Return whether a step is to be left out, on all replicas alike.
 
@@ -65,6 +69,8 @@ class NonFinite:
             This replica's gradients.
         combined : sequence of ndarray or IndexedSlices
             Those of all replicas together, in the same order.
+        tables : Tables
+            For those on a GPU, which is waited for.
 
         Returns
         -------
@@ -77,7 +83,10 @@ class NonFinite:
         NonFiniteError
             As a policy. On every replica.
         """
-        if all_finite(_arrays(combined)):
+        arrays = _arrays(combined)
+        host = [array for array in arrays if not is_device(array)]
+        device = [array for array in arrays if is_device(array)]
+        if all_finite(host) and on_device.all_finite(tables, device):
             return False
         self._steps += 1
         if policy == "raise":
@@ -127,7 +136,7 @@ def _is_finite(flat: Array) -> bool:
     return bool(np.isfinite(flat).all())
 
 
-def _arrays(gradients: Iterable[Gradient]) -> Iterable[Array]:
+def _arrays(gradients: Iterable[Gradient]) -> list[Array]:
     return [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
 
 
@@ -140,11 +149,11 @@ def _describe(
     bad = [
         index
         for index, array in enumerate(_arrays(combined))
-        if not np.isfinite(array).all()
+        if not np.isfinite(to_host(array)).all()
     ]
     own, variable = pairs[bad[0]]
     gradient = combined[bad[0]]
-    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    array = to_host(_arrays([gradient])[0])
     place = int(np.argmin(np.isfinite(array)))
     element = tuple(int(i) for i in np.unravel_index(place, array.shape))
     if isinstance(gradient, IndexedSlices):
@@ -168,6 +177,6 @@ def _describe(
 def _parts(own: Any, element: tuple[int, ...]) -> Array:
     """Return this replica's part of an element, or parts if it has rows."""
     if not isinstance(own, IndexedSlices):
-        return np.asarray(own[element])
+        return to_host(own[element])
     rows = own.values[own.indices == element[0]]
-    return np.asarray(rows[(slice(None), *element[1:])])
+    return to_host(rows[(slice(None), *element[1:])])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hpcstrat.arrays import is_device
+from hpcstrat.device.update_kernels import prepare
 from hpcstrat.optimizers.gradients import Gradient, checked_gradient, require_names
 from hpcstrat.strategies import get_strategy
 from hpcstrat.variables import Variable
@@ -43,6 +45,8 @@ def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     ]
     require_names(variable for _, variable in pairs)
     _require_owner(variable for _, variable in pairs)
+    # What fails here fails before the replicas meet, so that the others are told.
+    prepare({v.dtype for _, v in pairs if is_device(v.component)})
     return pairs
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from hpcstrat.options import VariableAggregation
+from hpcstrat.typing import Array
 
-__all__ = ["CommonOptions", "LearningRate", "Step", "require_range"]
+__all__ = ["CommonOptions", "LearningRate", "Step", "Target", "require_range"]
 
 LearningRate = float | Callable[[int], float]
 
@@ -40,6 +41,10 @@ class Step:
     rate: float
     number: int
     name: str
+
+
+Target = tuple[Step, list[Array]]
+"""What to tell an update rule; the arrays of a variable and its state."""
 
 
 def require_range(

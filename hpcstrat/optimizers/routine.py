@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from hpcstrat.optimizers.parameters import Step
-from hpcstrat.typing import Array
+from hpcstrat.arrays import is_device
+from hpcstrat.optimizers.on_device import DeviceStep
+from hpcstrat.optimizers.parameters import Target
 from hpcstrat.variables import Variable
 
-__all__ = ["Routine", "Target"]
-
-Target = tuple[Step, list[Array]]
+__all__ = ["Routine"]
 
 
 class Routine:
@@ -37,6 +34,8 @@ class Routine:
     targets : list of (Step, list of ndarray)
         For each gradient, what to tell the update rule; the arrays of the variable and
         its state, which stay the same for good. Empty before the first step.
+    on_device : DeviceStep or None
+        How variables on a GPU are updated; None without any.
     """
 
     def __init__(
@@ -46,10 +45,14 @@ class Routine:
         label: str,
     ) -> None:
         self._strategy = strategy
-        self._expected = [(v, v.dtype, v.shape) for _, v in pairs]
+        self._expected = [
+            (v, type(v.component), v.dtype, v.shape, _gpu(v.component))
+            for _, v in pairs
+        ]
         self.label = label
         self.non_finite: str = strategy.settings.non_finite
         self.targets: list[Target] = []
+        self.on_device: DeviceStep | None = None
 
     def fits(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """Return whether another step is like this one, so that its checks hold.
@@ -66,18 +69,24 @@ class Routine:
         Returns
         -------
         bool
-            Whether variables, types and shapes are those of the first step.
+            Whether variables, types, shapes and devices are those of the first step.
         """
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
-        for (gradient, given), (variable, dtype, shape) in zip(
+        for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(
             pairs, self._expected, strict=True
         ):
             if (
                 given is not variable
-                or type(gradient) is not np.ndarray
+                or type(gradient) is not kind
                 or gradient.dtype != dtype
                 or gradient.shape != shape
+                or (gpu is not None and gpu != _gpu(gradient))
             ):
                 return False
         return True
+
+
+def _gpu(array: Any) -> Any:
+    # Arrays without elements are nowhere in particular.
+    return array.data.device_id if is_device(array) and array.size else None

@@ -7,6 +7,7 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.optimizers.base import Optimizer
+from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 from hpcstrat.typing import Array
 
@@ -74,3 +75,9 @@ class SGD(Optimizer):
             velocity, number(self.momentum), out=self._scratch(value)
         )
         value += gradient
+
+    def _fused(self, step: Step) -> Fused:
+        if not self._state:
+            return "sgd", (-step.rate,)
+        kernel = "nesterov" if self.nesterov else "momentum"
+        return kernel, (-step.rate, self.momentum)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpcstrat.arrays import array_module, is_device, to_device
 from hpcstrat.context import pop, push
+from hpcstrat.device.updates import Tables
+from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
+from hpcstrat.variables import HostValue, SyncOnReadVariable, Variable, share_of
 
 __all__ = ["Slots"]
 
@@ -21,11 +24,14 @@ class Slots:
         By name, ``<kind>/<variable>``.
     deferred : dict of str to ndarray
         Restored values whose variables have not been made yet.
+    tables : Tables
+        What the kernels of a GPU know of the arrays.
     """
 
     def __init__(self) -> None:
         self.made: dict[str, Variable] = {}
         self.deferred: dict[str, Array] = {}
+        self.tables = Tables()
 
     def get(self, kind: str, variable: Variable, initial: float) -> Variable:
         """Return state of a variable that is the same on every replica.
@@ -44,12 +50,13 @@ class Slots:
         Returns
         -------
         Variable
-            Of the variable's strategy, shape and dtype.
+            Of the variable's strategy, shape and dtype, in the same memory.
         """
         name = f"{kind}/{variable.name}"
         slot = self.made.get(name)
         if slot is None:
-            array = np.full(variable.shape, initial, variable.dtype)
+            module = array_module(variable.component)
+            array = module.full(variable.shape, initial, variable.dtype)
             slot = self.make(name, variable, array)
         return slot
 
@@ -67,7 +74,7 @@ class Slots:
         variable : Variable
             Of the same strategy.
         array : ndarray
-            The first value otherwise.
+            The first value otherwise; the state is in the same memory.
         is_sum : bool
             Whether each replica has a part of it: synchronized on read, with
             aggregation ``SUM``, so that checkpoints hold the total and any number of
@@ -88,7 +95,7 @@ class Slots:
         token = push(None if strategy is None else strategy.cross_entry)
         try:
             slot = Variable(
-                array,
+                array if is_device(array) else HostValue(array),
                 trainable=False,
                 name=name,
                 synchronization=on.ON_READ if is_sum else on.AUTO,
@@ -111,7 +118,10 @@ class Slots:
         if isinstance(slot, SyncOnReadVariable):
             strategy = slot.distribute_strategy
             saved = share_of(saved, strategy.num_replicas_in_sync, strategy.replica_id)
-        np.copyto(slot.component, saved)
+        if is_device(slot.component):
+            slot.component[...] = to_device(saved)
+        else:
+            np.copyto(slot.component, saved)
 
     def clear(self, *kinds: str) -> None:
         """Set this replica's part of some state to zero.
@@ -123,9 +133,14 @@ class Slots:
         *kinds : str
             Which state, of all variables.
         """
+        arrays = []
         for name, slot in self.made.items():
             if name.partition("/")[0] in kinds:
-                slot.component[...] = 0
+                if is_device(slot.component):
+                    arrays.append(slot.component)
+                else:
+                    slot.component[...] = 0
+        set_zero(self.tables, arrays)
         for name in list(self.deferred):
             if name.partition("/")[0] in kinds:
                 del self.deferred[name]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from hpcstrat.arrays import to_host
 from hpcstrat.errors import DivergenceError
 from hpcstrat.typing import Array
 
@@ -42,7 +43,7 @@ class Copy:
     name : str
         The variable's name; the same on every rank.
     array : ndarray
-        Its component.
+        Its component, in host memory or on a GPU.
     """
 
     name: str
@@ -57,15 +58,15 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     Parameters
     ----------
     array : ndarray
-        In any memory order.
+        In any memory order; one on a GPU is copied, and waited for.
 
     Returns
     -------
     ndarray of uint8, of shape (numbers, bytes)
-        A view of a contiguous array; a complex long double makes two numbers. Not
-        contiguous where there is padding.
+        A view of a contiguous array in host memory; a complex long double makes two
+        numbers. Not contiguous where there is padding.
     """
-    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     if array.dtype.char in "gG":
         flat = flat.view(np.longdouble)
     rows = flat.view(np.uint8).reshape(-1, flat.dtype.itemsize)
@@ -186,7 +187,7 @@ def _first_element(
         received = comm.sendrecv(block, dest=peer, source=peer)
         row = start + int(np.flatnonzero((block != received).any(axis=1))[0])
         index = row // (len(rows) // array.size)
-        element = array.reshape(-1)[index : index + 1]
+        element = to_host(array.reshape(-1)[index : index + 1])
         texts = comm.sendrecv(_text(element), dest=peer, source=peer)
         if comm.rank == reference:
             found = index, _distinct(_text(element), texts)

@@ -4,7 +4,8 @@ At each entry into ``run``, where all copies are equal if the program is right, 
 of about a thousandth of their bytes is hashed, going round. The hash goes into the
 header of the following collective calls, whose headers the ranks compare anyway; so the
 check takes no message. Hashes are chained: those of several entries into ``run``
-without a call between them are compared by the next call.
+without a call between them are compared by the next call. Of variables on a GPU they
+come some entries later, see `hpcstrat.safety.device_copies`.
 
 Different hashes only raise a suspicion: garbage collection, for one, frees a variable
 on one rank before it does so on another. The ranks, which are in the same call then,
@@ -22,11 +23,12 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays import is_half
+from hpcstrat.arrays import is_device, is_half
 from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.comparison import Copy, index_of, octets
+from hpcstrat.safety.device_copies import LAG, DeviceCopies
 from hpcstrat.safety.tolerance import compare
 from hpcstrat.settings import Settings
 from hpcstrat.tracing import get_logger
@@ -74,6 +76,7 @@ class Copies:
         self._changes = 0
         self._planned = 0
         self._slices: list[_Slice] = []
+        self._on_device: DeviceCopies | None = None
         self._compared_at: int | None = None
         self._looks = True
 
@@ -82,7 +85,9 @@ class Copies:
         """After how many entries into ``run`` all bytes have been hashed."""
         if self._planned != self._changes:
             self._plan()
-        return len(self._slices)
+        lagging = self._on_device
+        later = LAG + len(lagging.slices) if lagging and lagging.slices else 0
+        return max(len(self._slices), later)
 
     def add(self, variable: MirroredVariable) -> None:
         """Watch over a variable until it is freed.
@@ -97,6 +102,8 @@ class Copies:
         number = self._number = self._number + 1
         freed = functools.partial(self._forget, number)
         self._variables[number] = weakref.ref(variable, freed)
+        if self._on_device is None and is_device(variable.component):
+            self._on_device = DeviceCopies()
         self._changes += 1
 
     def leave_out(self, strategy: Any) -> None:
@@ -112,6 +119,8 @@ class Copies:
         for number, variable in list(self._alive()):
             if variable.distribute_strategy is strategy:
                 self._forget(number)
+        if self._on_device is not None:
+            self._on_device.finish()
 
     def _forget(self, number: int, _: Any = None) -> None:
         """Let go of a variable; called also when one is freed, at any time."""
@@ -119,6 +128,8 @@ class Copies:
             self._changes += 1
             # The slices hold its memory.
             self._slices = []
+            if self._on_device is not None:
+                self._on_device.slices = []
 
     def _alive(self) -> Iterator[tuple[int, MirroredVariable]]:
         # A copy in one step: while items are made one by one, the garbage collector
@@ -154,12 +165,23 @@ class Copies:
         """
         if self._planned != self._changes:
             self._plan()
-        slices = self._slices
+        slices, lagging = self._slices, self._on_device
         if self._interval and not run_index % self._interval:
             if self._tolerance:
                 self.check()
             else:
                 mark = _hashed(mark, slices)
+                mark = lagging.hashed(mark) if lagging is not None else mark
+        mark = self._rolled(run_index, mark)
+        if lagging is not None and self._rolls:
+            mark, found = lagging.roll(run_index, mark)
+            if found is not None and self._looks:
+                self._warn_of_nan(*found)
+        return mark
+
+    def _rolled(self, run_index: int, mark: int) -> int:
+        """Hash the slice that is due of variables in host memory."""
+        slices = self._slices
         if not self._rolls or not slices:
             return mark + run_index & (1 << 63) - 1
         turn, index = divmod(run_index, len(slices))
@@ -188,6 +210,9 @@ class Copies:
         DivergenceError or None
             What all replicas raise; None where the copies are equal.
         """
+        if self._on_device is not None:
+            # Ranks that had freed different variables have copied different slices.
+            self._on_device.forget_copies()
         copies, freed = self._common(comm)
         now = self._channel.run_index
         last = self._compared_at
@@ -252,7 +277,10 @@ class Copies:
     def _plan(self) -> None:
         """Cut the bytes of all variables into slices that take equally long."""
         changes = self._changes
-        alive = [(v, octets(v.component)) for _, v in self._alive()]
+        every = [v for _, v in self._alive()]
+        alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
+        if self._on_device is not None:
+            self._on_device.plan([v for v in every if is_device(v.component)])
         # Else these would be copies, which never change.
         assert all(v.component.flags.c_contiguous for v, _ in alive)
         total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
@@ -282,17 +310,20 @@ class Copies:
             finite = np.isfinite(variable.component.reshape(-1)[start:stop])
             if finite.all():
                 continue
-            self._looks = False
             place = start + int(np.argmin(finite))
-            if self._channel.topology.replica_id == 0:
-                get_logger("divergence").warning(
-                    "variable %r is %s in element %s; the setting non_finite='warn', "
-                    "'raise' or 'skip' finds the gradient and the replica from which "
-                    "it comes",
-                    *(variable.name, variable.component.reshape(-1)[place]),
-                    index_of(place, variable.shape),
-                )
+            value = variable.component.reshape(-1)[place]
+            self._warn_of_nan(variable, place, value)
             return
+
+    def _warn_of_nan(self, variable: MirroredVariable, place: int, value: Any) -> None:
+        self._looks = False
+        if self._channel.topology.replica_id == 0:
+            get_logger("divergence").warning(
+                "variable %r is %s in element %s; the setting non_finite='warn', "
+                "'raise' or 'skip' finds the gradient and the replica from which "
+                "it comes",
+                *(variable.name, value, index_of(place, variable.shape)),
+            )
 
 
 def _add_piece(

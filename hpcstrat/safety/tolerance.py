@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_half
+from hpcstrat.arrays import is_half, to_host
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.comparison import (
     ADVICE,
@@ -74,7 +74,7 @@ def _is_floating(array: Array) -> bool:
 
 
 def _reals(array: Array) -> Array:
-    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
 

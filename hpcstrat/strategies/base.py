@@ -57,10 +57,14 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         For the library's own modules.
     extended : StrategyExtended
         Further methods.
+    puts_on_gpu : bool
+        Whether variables and batches are put on this replica's GPU, wherever their
+        first values come from.
     """
 
     is_default = False
     distributes = True
+    puts_on_gpu = False
 
     def __init__(
         self,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from hpcstrat.arrays import as_array
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.typing import Tree
@@ -80,7 +79,7 @@ class SingleReplicaStrategy(Strategy):
         ValueError
             For scalars, or an axis out of range.
         """
-        return np.asarray(super().gather(value, axis))
+        return as_array(super().gather(value, axis))
 
 
 class DefaultStrategy(SingleReplicaStrategy):

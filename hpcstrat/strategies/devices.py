@@ -1,10 +1,23 @@
-"""Names of devices."""
+"""Names of devices, and the GPU that each rank gets when its strategy is made."""
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["parse_device"]
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.device import library, probe
+from hpcstrat.device.binding import Binding, bind
+from hpcstrat.device.probe_program import library_version
+from hpcstrat.settings import Settings
+from hpcstrat.survival import create
+from hpcstrat.topology import Topology
+from hpcstrat.tracing import get_logger
+
+__all__ = ["Devices", "gpu_numbers", "parse_device", "try_mpi", "use_gpu"]
 
 _NAME = re.compile(r"/?(?:.*/)?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
@@ -17,29 +30,205 @@ def parse_device(name: str) -> str:
     Parameters
     ----------
     name : str
-        ``"CPU:1"``, ``"/cpu:1"`` or ``"/device:CPU:1"``.
+        ``"GPU:1"``, ``"/gpu:1"`` or ``"/device:GPU:1"``.
 
     Returns
     -------
     str
-        Such as ``CPU:1``.
+        Such as ``GPU:1``.
 
     Raises
     ------
     ValueError
         For a name of another form.
-    NotImplementedError
-        For a GPU: device arrays are not built yet.
     """
     match = _NAME.fullmatch(str(name))
     if match is None:
         raise ValueError(
-            f"expected a device such as 'CPU:0', found {name!r}; change it"
+            f"expected a device such as 'GPU:0' or 'CPU:0', found {name!r}; change it"
         )
-    kind, number = match.group(1).upper(), match.group(2)
-    if kind == "GPU":
-        raise NotImplementedError(
-            f"expected a CPU device, found {name!r}: device arrays are not built in "
-            "this version; name CPU devices, or leave devices out"
+    return f"{match.group(1).upper()}:{int(match.group(2))}"
+
+
+def gpu_numbers(names: Sequence[str]) -> list[int] | None:
+    """Return the numbers of GPUs that were named.
+
+    Not collective.
+
+    Parameters
+    ----------
+    names : sequence of str
+        As `parse_device` gives them.
+
+    Returns
+    -------
+    list of int or None
+        None if all of them are CPU devices.
+
+    Raises
+    ------
+    ValueError
+        If only some are GPUs.
+    """
+    numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
+    if numbers and len(numbers) < len(names):
+        raise ValueError(
+            f"expected GPUs only, or CPU devices only, found {list(names)}; all "
+            "replicas compute on devices of one kind"
         )
-    return f"{kind}:{int(number)}"
+    return numbers or None
+
+
+def use_gpu(number: int) -> None:
+    """Compute on one of the GPUs that this process sees.
+
+    Not collective.
+
+    Parameters
+    ----------
+    number : int
+        Which one.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many.
+    TopologyError
+        If there is no CuPy, or no GPU.
+    """
+    library.load()
+    gpus = library.visible_gpus()
+    if number >= len(gpus):
+        raise ValueError(
+            f"expected GPU:0 to GPU:{len(gpus) - 1}, which this process sees, found "
+            f"GPU:{number}; name one of these, or change CUDA_VISIBLE_DEVICES"
+        )
+    library.use(gpus[number])
+
+
+def try_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
+    """Try what MPI can do with memory of GPUs, if that will be asked and is not known.
+
+    Not collective; does nothing once MPI runs, and on all ranks but the first: the
+    others wait for it in the start of MPI.
+
+    Parameters
+    ----------
+    given : Settings
+        Of the strategy that is being made.
+    names : sequence of str, optional
+        The devices that the program has named.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    launched = launch_from_environment()
+    if launched.rank or launched.size == 1 or (mpi and mpi.Is_initialized()):
+        return
+    try:
+        settings = given.resolved()
+        named = settings.device == "gpu" or bool(names and gpu_numbers(names))
+        asked = named or (settings.device == "auto" and library.is_loaded())
+        if not asked or settings.mpi_reads_gpu != "auto" or library.why_no_gpu():
+            return
+        version = library_version()
+        if probe.known(version) is None:
+            get_logger("device").info(
+                "trying what MPI can do with memory of GPUs, once for this kind of node"
+            )
+            trouble = probe.save(probe.probe(version))
+            if trouble:
+                get_logger("device").info("the report could not be kept: %s", trouble)
+    except Exception as error:
+        # Without an answer MPI is not given such memory, and wrong settings are an
+        # error of all ranks, later.
+        get_logger("device").info("MPI could not be tried: %s", error)
+
+
+class Devices:
+    """The devices of the replicas of a topology.
+
+    Not collective.
+
+    Parameters
+    ----------
+    topology : Topology
+        Of the replicas; its attributes about GPUs are set when these are given.
+    settings : Settings
+        The same on every rank.
+    replicas_per_worker : int, optional
+        Whether a host may have several workers, whose ranks then see the same GPUs.
+    """
+
+    def __init__(
+        self, topology: Topology, settings: Settings, replicas_per_worker: int | None
+    ) -> None:
+        self._topology = topology
+        self._settings = settings
+        self._several = replicas_per_worker is not None
+        self._names: tuple[str, ...] | None = None
+
+    def bind(self, names: Sequence[str] | None = None) -> tuple[str, ...]:
+        """Give each rank its GPU, the first time; name the devices.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        names : sequence of str, optional
+            The devices that the program has named, one for each replica.
+
+        Returns
+        -------
+        tuple of str
+            Devices of this worker's replicas.
+
+        Raises
+        ------
+        TopologyError
+            If ranks have the same GPU, or some have none. On every rank.
+        ValueError
+            If these are not the GPUs of the strategies that are open.
+        """
+        topology = self._topology
+        numbers = None if names is None else gpu_numbers(names)
+        if names is not None and numbers is None:
+            return tuple(names)
+        if self._names is None:
+            binding = self._bound(numbers)
+            if binding is None:
+                return tuple(f"CPU:{i}" for i in range(topology.worker_comm.size))
+            topology.gpu, topology.shares_gpu = binding.gpu, binding.shared
+            topology.mpi_reads_gpu = self._settings.mpi_reads_gpu or "auto"
+            own = f"GPU:{binding.number}"
+            self._names = tuple(topology.worker_comm.allgather(own))
+        if names is not None and tuple(names) != self._names:
+            raise ValueError(
+                f"expected the devices of the strategies that are open, {self._names}, "
+                f"found {tuple(names)}; name the same, or close them first"
+            )
+        return self._names
+
+    def _bound(self, numbers: Sequence[int] | None) -> Binding | None:
+        """Bind all ranks; None where they compute on the CPU."""
+        topology, settings = self._topology, self._settings
+        device = settings.device if numbers is None else "gpu"
+        assert device is not None
+        if device == "cpu":
+            return None
+        node: Any = topology.worker_comm
+        if self._several:
+            comm = topology.replica_comm
+            kind, rank = topology.mpi.COMM_TYPE_SHARED, topology.replica_id
+            split = functools.partial(comm.Split_type, kind, rank)
+            node = create(topology.mpi, comm, split, topology.survives)
+        try:
+            binding = bind(
+                topology,
+                node,
+                device=device,
+                share=bool(settings.share_gpus),
+                wanted=None if numbers is None else numbers[topology.replica_id],
+            )
+        finally:
+            if self._several:
+                node.Free()
+        return None if binding.gpu is None else binding

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.context import current, pop, push
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.strategies.extended_v1 import ExtendedV1
@@ -362,5 +363,5 @@ def _unwrapped(tree: Tree) -> Tree:
 
 
 def _grouped(leaf: Any, kind: Any) -> Any:
-    is_array = isinstance(leaf, (np.ndarray, np.generic))
+    is_array = isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf)
     return kind(leaf) if is_array else leaf

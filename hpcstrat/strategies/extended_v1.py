@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcstrat.arrays import is_device
 from hpcstrat.context import current, pop, push
 from hpcstrat.errors import OutOfRangeError
 from hpcstrat.strategies.steps import Examples, MultiStepContext
@@ -279,7 +280,8 @@ class ExtendedV1:
 
 
 def _mirrored(leaf: Any) -> Any:
-    return Mirrored(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+    is_array = isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf)
+    return Mirrored(leaf) if is_array else leaf
 
 
 _END = object()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.errors import TopologyError
 from hpcstrat.settings import Settings
-from hpcstrat.strategies.devices import parse_device
+from hpcstrat.strategies.devices import gpu_numbers, parse_device
 from hpcstrat.strategies.mpi import MpiStrategy
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ class MirroredStrategy(MpiStrategy):
     Parameters
     ----------
     devices : sequence of str, optional
-        One device per replica, in replica order; default: ``CPU:0``, ``CPU:1``, ...
+        One device per replica, in replica order. ``GPU:0`` is the first GPU of the
+        host, as its ranks see them; naming GPUs is as the setting ``device="gpu"``.
+        Default: by the settings, ``CPU:0``, ``CPU:1``, ... on CPUs.
     cross_device_ops : CrossDeviceOps, optional
         How buffers are summed; default: chosen by the library.
     comm : mpi4py.MPI.Intracomm, optional
@@ -35,17 +37,14 @@ class MirroredStrategy(MpiStrategy):
     settings : Settings, optional
         How the strategy watches over its ranks.
 
-    Attributes
-    ----------
-    devices : tuple of str
-        Devices of all replicas.
-
     Raises
     ------
     ValueError
-        If the number of devices differs from the number of ranks, or one comes twice.
+        If the number of devices differs from the number of ranks, or one comes twice,
+        or only some are GPUs.
     TopologyError
-        If the ranks are spread over several nodes.
+        If the ranks are spread over several nodes, or have the same GPU, or only some
+        have one. On every rank.
     """
 
     def __init__(
@@ -58,11 +57,13 @@ class MirroredStrategy(MpiStrategy):
         settings: Settings | None = None,
     ) -> None:
         names = None if devices is None else [parse_device(name) for name in devices]
+        gpu_numbers(names or ())
         super().__init__(
             comm=comm,
             cross_device_ops=cross_device_ops,
             on_error=on_error,
             settings=settings,
+            devices=names,
         )
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:
@@ -72,15 +73,15 @@ class MirroredStrategy(MpiStrategy):
                 f"expected the ranks of one node for MirroredStrategy, found {count} "
                 f"ranks on {workers} nodes; use MultiWorkerMirroredStrategy"
             )
-        if names is not None and (len(names) != count or len(set(names)) != count):
+        each = 1 if self.settings.share_gpus and gpu_numbers(names or ()) else count
+        if names is not None and (len(names) != count or len(set(names)) < each):
             self.close()
             raise ValueError(
                 f"expected {count} different devices, one for each rank, found "
                 f"{names}; launch with mpirun -n {max(1, len(set(names)))}, or leave "
                 "devices out"
             )
-        self.devices = tuple(names or (f"CPU:{i}" for i in range(count)))
-        self.device = self.devices[self.replica_id]
+        self._bind(names)
 
     def _local_results(
         self, value: Any, own: Any, distributed: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from hpcstrat.safety import exits, lateness, recording, watchdog
 from hpcstrat.safety.copies import Copies
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.base import Strategy
+from hpcstrat.strategies.devices import Devices, try_mpi
 from hpcstrat.survival import is_loss
 from hpcstrat.topology import Topology, start_mpi
 from hpcstrat.variables import MirroredVariable
@@ -28,9 +30,12 @@ __all__ = ["MpiStrategy"]
 class _Connection:
     """A topology with its channel, and how many strategies use them."""
 
-    def __init__(self, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self, topology: Topology, settings: Settings, replicas_per_worker: int | None
+    ) -> None:
         self.topology = topology
         self.settings = settings
+        self.devices = Devices(topology, settings, replicas_per_worker)
         self.channel = Channel(topology) if topology.num_replicas > 1 else None
         self._record()
         self.copies: Copies | None = None
@@ -127,7 +132,8 @@ def _connect(
         comm, replicas_per_worker=replicas_per_worker, survives=survives
     )
     try:
-        return _Connection(topology, _agree_on_settings(topology, given))
+        settings = _agree_on_settings(topology, given)
+        return _Connection(topology, settings, replicas_per_worker)
     except Exception as error:
         if survives and is_loss(topology.mpi, error, topology.replica_comm):
             topology.abandon()
@@ -180,8 +186,6 @@ class MpiStrategy(Strategy):
         How buffers are summed; default: chosen by the library.
     communication_options : CommunicationOptions, optional
         Defaults of every call.
-    device : str
-        This replica's device.
     on_error : str
         See `Strategy`.
     progress_thread : bool
@@ -191,6 +195,8 @@ class MpiStrategy(Strategy):
     settings : Settings, optional
         How the strategy watches over its ranks; what is not given comes from the
         environment.
+    devices : sequence of str, optional
+        What the program has named; subclasses give them to the ranks.
 
     Raises
     ------
@@ -206,14 +212,15 @@ class MpiStrategy(Strategy):
         replicas_per_worker: int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
-        device: str = "CPU:0",
         on_error: str = "abort",
         progress_thread: bool = False,
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         check_on_error(on_error)
         survives = _survives(on_lost_rank, progress_thread)
+        try_mpi(settings or Settings(), devices)
         world = start_mpi(threads=progress_thread).COMM_WORLD
         if world.size > 1:
             # An uncaught error ends the job also while its first strategy is formed.
@@ -254,9 +261,35 @@ class MpiStrategy(Strategy):
         collectives = Collectives(
             connection.channel, cross_device_ops, communication_options
         )
-        super().__init__(
-            collectives, connection.topology.replica_id, device, on_error=on_error
-        )
+        super().__init__(collectives, connection.topology.replica_id, on_error=on_error)
+
+    def _bind(self, names: Sequence[str] | None = None) -> None:
+        """Give each rank its device; every strategy does so when it is made."""
+        try:
+            self._devices = self._connection.devices.bind(names)
+        except Exception as error:
+            topology = self.topology
+            lost = topology.survives and is_loss(
+                topology.mpi, error, topology.replica_comm
+            )
+            if lost or isinstance(error, RankLostError):
+                self.abandon()
+            else:
+                self.close()
+            if not lost:
+                raise
+            raise RankLostError(
+                "expected all ranks to form a strategy, found that one was lost; form "
+                "another of those that are left"
+            ) from error
+        self.device = self._devices[self.topology.worker_comm.rank]
+        named = names is not None or self.settings.device == "gpu"
+        self.puts_on_gpu = named and self.device.startswith("GPU:")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices of this worker's replicas."""
+        return self._devices
 
     @property
     def settings(self) -> Settings:

@@ -53,7 +53,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     ------
     TopologyError
         If there is no second core for each rank, or MPI was started for one thread, or
-        the loss of a rank cannot be survived here. On every rank.
+        the loss of a rank cannot be survived here, or ranks have the same GPU, or only
+        some have one. On every rank.
     RankLostError
         If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
@@ -87,14 +88,9 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             settings=settings,
         )
         self._cluster_resolver = cluster_resolver
-        self.device = f"CPU:{self.topology.worker_comm.rank}"
+        self._bind()
 
     @property
     def cluster_resolver(self) -> Any:
         """The resolver given at construction."""
         return self._cluster_resolver
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Devices of this worker's replicas."""
-        return tuple(f"CPU:{i}" for i in range(self.topology.worker_comm.size))

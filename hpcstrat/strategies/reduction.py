@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_half, to_reducible
+from hpcstrat.arrays import as_array, is_device, is_half, to_reducible
 from hpcstrat.options import ReduceOp
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
@@ -110,7 +110,8 @@ def _structure(collectives: Collectives, op: ReduceOp, value: Tree, out: Tree) -
             leaves[index] = array
     for index, same in enumerate(mirrored):
         if same:
-            leaves[index] = np.array(leaves[index]._local)
+            local = leaves[index]._local
+            leaves[index] = local.copy() if is_device(local) else np.array(local)
     return unflatten(structure, leaves)
 
 
@@ -150,14 +151,14 @@ def _over_axes(
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
     if op is ReduceOp.SUM:
         wide = np.dtype(np.float32) if is_half(dtype) else dtype
-        own = np.asarray(array.sum(axis=axes, dtype=wide)).astype(dtype, copy=False)
+        own = as_array(array.sum(axis=axes, dtype=wide)).astype(dtype, copy=False)
         total: Array = collectives.batch_reduce(ReduceOp.SUM, own, label)
         return total
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     wide = np.dtype(np.float64) if dtype.kind in "iu" else wide
-    own = np.asarray(array.sum(axis=axes, dtype=wide))
+    own = as_array(array.sum(axis=axes, dtype=wide))
     count = np.int64(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     total, count = collectives.batch_reduce(ReduceOp.SUM, [own, count], label)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = total / int(count) if count else total * np.nan
-    return np.asarray(mean).astype(dtype if is_half(dtype) else wide, copy=False)
+    return as_array(mean).astype(dtype if is_half(dtype) else wide, copy=False)

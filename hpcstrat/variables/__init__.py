@@ -12,10 +12,11 @@ from hpcstrat.variables.distributed import (
     read_all,
     share_of,
 )
-from hpcstrat.variables.plain import Variable
+from hpcstrat.variables.plain import HostValue, Variable
 
 __all__ = [
     "DistributedVariable",
+    "HostValue",
     "MirroredVariable",
     "SyncOnReadVariable",
     "Variable",

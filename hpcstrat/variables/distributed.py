@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_half
+from hpcstrat.arrays import array_module, is_half
 from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
@@ -237,6 +237,10 @@ class SyncOnReadVariable(DistributedVariable):
             )
         return read_all([self])[0]
 
+    def _lasting(self) -> Array | None:
+        # Readers of the interface keep the variable alive, not what was made of it.
+        return self._view if self._mode() is not _CROSS else None
+
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         if self._mode() is not _CROSS:
             return self._apply(method, self._converted(method, value), read_value)
@@ -303,7 +307,7 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
         remainder = replica_id < wide % num_replicas
         return (wide // num_replicas + remainder).astype(total.dtype)
     if total.dtype.kind == "b":
-        return total if replica_id == 0 else np.zeros_like(total)
+        return total if replica_id == 0 else array_module(total).zeros_like(total)
     return (total / num_replicas).astype(total.dtype, copy=False)
 
 

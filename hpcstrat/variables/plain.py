@@ -7,20 +7,44 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat.arrays import as_array
+from hpcstrat.arrays import (
+    array_module,
+    as_array,
+    is_device,
+    place_of,
+    to_device,
+    to_host,
+)
 from hpcstrat.context import current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import ArrayOperators, Mirrored, PerReplica
 from hpcstrat.variables.scatter import ScatterMethods
 
-__all__ = ["ASSIGN", "Variable"]
+__all__ = ["ASSIGN", "HostValue", "Variable"]
 
 ASSIGN: dict[str, Callable[[Array, Array], Any]] = {
     "assign": np.copyto,
     "assign_add": lambda component, value: np.add(component, value, out=component),
     "assign_sub": lambda component, value: np.subtract(component, value, out=component),
 }
+
+
+class HostValue:
+    """An initial value that stays in host memory, whatever the setting ``device`` says.
+
+    For counters, which the host reads in each step.
+
+    Parameters
+    ----------
+    array : ndarray
+        The value.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
 
 
 class Variable(ScatterMethods, ArrayOperators):
@@ -36,7 +60,8 @@ class Variable(ScatterMethods, ArrayOperators):
     ----------
     initial_value : array_like of any shape, or callable
         The first value; a callable is called once. Arrays keep their type, Python
-        floats become float32, Python integers int32.
+        floats become float32, Python integers int32. An array on a GPU makes a variable
+        on the program's current GPU; with the setting ``device="gpu"`` all do.
     trainable : bool, optional
         Whether optimizers are meant to change it; default: True, and False for
         ``ON_READ``.
@@ -94,8 +119,7 @@ class Variable(ScatterMethods, ArrayOperators):
         on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable = (not on_read) if trainable is None else bool(trainable)
         self._component = self._initialize(initial_value, dtype)
-        self._view = self._component.view()
-        self._view.flags.writeable = False
+        self._view = _view_of(self._component)
         self._made()
 
     def _made(self) -> None:
@@ -108,7 +132,12 @@ class Variable(ScatterMethods, ArrayOperators):
                 f"expected one initial value for variable {self.name!r}, found a "
                 "PerReplica; pass an array"
             )
-        return np.array(as_array(value, dtype), order="C")
+        stays = type(value) is HostValue
+        array = as_array(value.array if stays else value, dtype)
+        if self._strategy is not None and self._strategy.puts_on_gpu and not stays:
+            array = to_device(array)
+        own: Array = array_module(array).array(array, order="C")
+        return own
 
     @property
     def component(self) -> Array:
@@ -138,7 +167,9 @@ class Variable(ScatterMethods, ArrayOperators):
     @property
     def device(self) -> str:
         """Device that holds this replica's component."""
-        return "CPU:0" if self._strategy is None else str(self._strategy.device)
+        if self._strategy is None or is_device(self._component):
+            return place_of(self._component)
+        return str(self._strategy.device)
 
     @property
     def distribute_strategy(self) -> Any:
@@ -157,7 +188,8 @@ class Variable(ScatterMethods, ArrayOperators):
         Returns
         -------
         ndarray
-            Read-only; valid until the next update.
+            Read-only; valid until the next update. CuPy has no such mark for arrays: a
+            write into one on a GPU changes this replica's copy unnoticed.
         """
         return self._view
 
@@ -175,17 +207,19 @@ class Variable(ScatterMethods, ArrayOperators):
         return self.value().copy()
 
     def numpy(self) -> Array:
-        """Return a copy of the value, like `read_value`.
+        """Return a copy of the value as an array of NumPy.
 
         Collective over the strategy's replicas for a SyncOnRead variable in
-        cross-replica context, else not collective.
+        cross-replica context, else not collective. Waits for the GPU of a variable that
+        is on one.
 
         Returns
         -------
-        ndarray
+        numpy.ndarray
             A fresh array.
         """
-        return self.read_value()
+        value = self.value()
+        return to_host(value) if is_device(value) else value.copy()
 
     def assign(self, value: Any, read_value: bool = True) -> Any:
         """Replace the value.
@@ -196,7 +230,8 @@ class Variable(ScatterMethods, ArrayOperators):
         Parameters
         ----------
         value : array_like of the variable's shape
-            Arrays must have the variable's dtype; Python numbers take it.
+            Arrays must have the variable's dtype; Python numbers take it. Arrays in
+            host memory are copied to the GPU of a variable that is on one.
         read_value : bool
             Whether to return the new value, which costs a copy.
 
@@ -307,6 +342,14 @@ class Variable(ScatterMethods, ArrayOperators):
                 f"expected shape {self._component.shape} in {method} of variable "
                 f"{self.name!r}, found {array.shape}; nothing is broadcast"
             )
+        if is_device(self._component):
+            return to_device(array)
+        if is_device(array):
+            raise ValueError(
+                f"expected an array in host memory in {method} of variable "
+                f"{self.name!r}, found one on {place_of(array)}; make the variable of "
+                "a CuPy array, or copy the value with cupy.asnumpy"
+            )
         return array
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -323,8 +366,7 @@ class Variable(ScatterMethods, ArrayOperators):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._component = self._component.copy()
-        other._view = other._component.view()
-        other._view.flags.writeable = False
+        other._view = _view_of(other._component)
         memo[id(self)] = other
         return other
 
@@ -341,3 +383,11 @@ class Variable(ScatterMethods, ArrayOperators):
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"{self._component!r}>"
         )
+
+
+def _view_of(component: Array) -> Array:
+    """Return the array that programs read; CuPy's cannot be locked."""
+    view = component.view()
+    if not is_device(component):
+        view.flags.writeable = False
+    return view

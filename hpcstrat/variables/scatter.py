@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from hpcstrat.arrays import apply_at, is_device, to_device
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.typing import Array
 
 __all__ = ["NOT_SUMMABLE", "ScatterMethods"]
 
 
-def _replace_rows(component: Array, indices: Array, rows: Array) -> None:
-    component[indices] = rows
-
-
-_SCATTER: dict[str, Callable[[Array, Array, Array], Any]] = {
-    "scatter_add": np.add.at,
-    "scatter_sub": np.subtract.at,
-    "scatter_mul": np.multiply.at,
-    "scatter_div": np.divide.at,
-    "scatter_min": np.minimum.at,
-    "scatter_max": np.maximum.at,
-    "scatter_update": _replace_rows,
+_SCATTER = {
+    "scatter_add": "add",
+    "scatter_sub": "subtract",
+    "scatter_mul": "multiply",
+    "scatter_div": "divide",
+    "scatter_min": "minimum",
+    "scatter_max": "maximum",
 }
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
@@ -36,7 +29,13 @@ class ScatterMethods:
     _component: Array
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
-        _SCATTER[method](self._component, rows.indices, self._rows(rows))
+        values, indices = self._rows(rows), rows.indices
+        if is_device(self._component):
+            values, indices = to_device(values), to_device(indices)
+        if method == "scatter_update":
+            self._component[indices] = values
+        else:
+            apply_at(_SCATTER[method], self._component, indices, values)
         return self._component.copy()
 
     def _rows(self, rows: IndexedSlices) -> Array:
@@ -53,6 +52,12 @@ class ScatterMethods:
             raise ValueError(
                 f"expected rows of shape {shape[1:]} for variable {self.name!r}, "
                 f"found {rows.values.shape[1:]}; check the rows"
+            )
+        if is_device(rows.values) and not is_device(self._component):
+            raise ValueError(
+                f"expected rows in host memory for variable {self.name!r}, found rows "
+                "on a GPU; make the variable of a CuPy array, or copy them with "
+                "cupy.asnumpy"
             )
         return rows.values.astype(self._component.dtype, copy=False)
 

@@ -6,6 +6,7 @@ The words after the language of a fenced block say where it runs:
 ``python``         everywhere: in one process, and on two ranks if the page makes a
                    strategy on MPI
 ``python ranks``   on two ranks only
+``python gpu``     with CuPy, in one process and on two ranks: see tests/gpu
 ``python no-run``  nowhere; for programs of other libraries
 =================  ====================================================================
 
@@ -24,7 +25,7 @@ from pathlib import Path
 __all__ = ["Block", "blocks", "run"]
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
-WORDS = {"", "ranks", "no-run"}
+WORDS = {"", "ranks", "gpu", "no-run"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def blocks(text: str) -> Iterator[Block]:
             lines.append(line)
 
 
-def runnable(page: Path, size: int) -> list[Block]:
-    """Return the blocks that run in a job of this many ranks."""
-    wanted = {""} if size == 1 else {"", "ranks"}
+def runnable(page: Path, size: int, extra: str = "") -> list[Block]:
+    """Return the blocks that run in a job of this many ranks, and those of a word."""
+    wanted = {"", extra} if size == 1 else {"", "ranks", extra}
     return [
         block
         for block in blocks(page.read_text())
@@ -75,10 +76,10 @@ def runnable(page: Path, size: int) -> list[Block]:
     ]
 
 
-def run(page: Path, size: int) -> None:
+def run(page: Path, size: int, extra: str = "") -> None:
     """Run a page's blocks, in order; errors are shown with the page's own lines."""
     namespace = {"__name__": "__main__", "__file__": str(page)}
-    for block in runnable(page, size):
+    for block in runnable(page, size, extra):
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(page), "exec"), namespace)
 
@@ -86,4 +87,4 @@ def run(page: Path, size: int) -> None:
 if __name__ == "__main__":
     path, folder = Path(sys.argv[1]).resolve(), sys.argv[2]
     os.chdir(folder)
-    run(path, int(sys.argv[3]))
+    run(path, int(sys.argv[3]), *sys.argv[4:])

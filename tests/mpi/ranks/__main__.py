@@ -1,6 +1,7 @@
 """Run the rank tests in this MPI job: ``mpirun -n 3 python -m tests.mpi.ranks -k sum``.
 
-The arguments are pytest's.
+The arguments are pytest's. With ``HPCSTRAT_TEST_ARRAYS=gpu`` in the environment the
+tests get arrays on GPUs, see tests/gpu/ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ OPTIONS = (
 def main() -> int:
     """Run pytest on this rank; only rank 0 reports."""
     comm = MPI.COMM_WORLD.Dup()
-    plugin = RanksInStep(comm)
+    plugins: list[object] = [RanksInStep(comm)]
+    if os.environ.get("HPCSTRAT_TEST_ARRAYS") == "gpu":
+        from tests.gpu.ranks.plugin import ArraysOnGpu
+
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        plugins.append(ArraysOnGpu(node.rank))
+        node.Free()
     if comm.rank > 0:
         # What rank 0 must know of the others' tests comes through the plugin.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,7 +52,7 @@ def main() -> int:
     # Ranks must not tidy up one another's folders of temporary files.
     with tempfile.TemporaryDirectory(prefix="hpcstrat-ranks-") as folder:
         arguments.append(f"--basetemp={folder}/base")
-        code = pytest.main([*OPTIONS, *arguments], plugins=[plugin])
+        code = pytest.main([*OPTIONS, *arguments], plugins=plugins)
     comm.Free()
     return int(code)
 

@@ -25,7 +25,8 @@ from tests.mpi.ranks.check_reductions import (
 RNG = np.random.default_rng(31)
 ROWS, CHANNELS = 13, 3
 # Each channel has a mean and a scale of its own.
-X = RNG.standard_normal((2, ROWS, 4, CHANNELS)) * [1, 5, 0.1] + [3, -20, 0]
+X = RNG.standard_normal((2, ROWS, 4, CHANNELS)) * np.array([1, 5, 0.1])
+X += np.array([3, -20, 0])
 DY = RNG.standard_normal((2, ROWS, 4, CHANNELS))
 GAMMA, BETA = RNG.uniform(0.5, 2, (2, CHANNELS))
 EPSILON = 1e-3

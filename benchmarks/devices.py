@@ -1,0 +1,356 @@
+"""What the benchmarks share that measure on GPUs: options, hardware, clocks, results.
+
+Work on a GPU goes on after the call that asked for it has returned. So a call is timed
+in two ways: alone, until its stream has been synchronized (the stream, not the device);
+and as one of many that are in flight, where what counts is how long the call holds the
+program, and how long the device takes, which two events tell.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from report import describe, write_json
+from timing import measure_for
+
+import hpcstrat as hs
+from hpcstrat.device import library
+
+__all__ = ["Bench", "Flight", "Output", "device_options", "given", "start"]
+
+_FLIGHT_SECONDS = 0.2
+_MOST_IN_FLIGHT = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where figures go.
+
+    Parameters
+    ----------
+    smoke : bool
+        Whether this is a trial of the program, which prints, and writes nothing.
+    results : str, optional
+        Folder for a file named by the hardware.
+    json_path : str, optional
+        A file for the figures.
+    picture : str, optional
+        A picture to draw.
+    """
+
+    smoke: bool
+    results: str | None = None
+    json_path: str | None = None
+    picture: str | None = None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Many calls that are in flight together; of each of them, on the slowest rank.
+
+    Parameters
+    ----------
+    calls : int
+        How many.
+    host_seconds : float
+        How long a call holds the program.
+    device_seconds : float
+        How long the device takes, from the first to the last, by events.
+    seconds : float
+        From the first call until the stream has done the last.
+    """
+
+    calls: int
+    host_seconds: float
+    device_seconds: float
+    seconds: float
+
+
+def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of a benchmark on GPUs.
+
+    Not collective.
+
+    Parameters
+    ----------
+    command : callable
+        Takes ``device``, ``smoke`` and ``results``.
+
+    Returns
+    -------
+    callable
+        The command, decorated.
+    """
+    for option in (
+        click.option("--results", help="With --device: folder for a file of figures."),
+        click.option(
+            "--smoke", is_flag=True, help="With --device: try it; write nothing."
+        ),
+        click.option("--device", is_flag=True, help="Measure arrays on GPUs."),
+    ):
+        command = option(command)
+    return command
+
+
+def given(name: str) -> bool:
+    """Whether an option was on the command line.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Of the parameter.
+
+    Returns
+    -------
+    bool
+        False for a default.
+    """
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _refuse(message: str) -> NoReturn:
+    """Say on one rank why nothing is measured, and end with status 2 on all."""
+    hs.print_once(message, file=sys.stderr)
+    sys.exit(2)
+
+
+def _cupy(smoke: bool) -> Any:
+    """Return CuPy, if there is something to measure on."""
+    if importlib.util.find_spec("cupy") is None:
+        _refuse(
+            "expected a GPU, and CuPy, found that CuPy is not installed; install "
+            "hpcstrat[cuda12] or hpcstrat[cuda13], where there is a GPU"
+        )
+    reason = library.why_no_gpu()
+    if reason:
+        _refuse(f"expected a GPU, found {reason}; run this where there is one")
+    import cupy
+
+    if hasattr(cupy, "_standin") and not smoke:
+        _refuse(
+            "expected a GPU, found the stand-in for CuPy of the tests, whose times "
+            "mean nothing; add --smoke to try the program, which then writes nothing"
+        )
+    return cupy
+
+
+def start(smoke: bool, results: str | None, words: Mapping[str, Any]) -> Bench:
+    """Make a strategy on the GPUs, and what measures there.
+
+    Collective over all ranks of the job. Ends the program with status 2 without a GPU.
+
+    Parameters
+    ----------
+    smoke : bool
+        Whether to try the program only.
+    results : str or None
+        Folder for a file named by the hardware.
+    words : mapping of str to object
+        The command line, with ``json_path`` and ``picture``.
+
+    Returns
+    -------
+    Bench
+        Ready for use.
+
+    Raises
+    ------
+    click.UsageError
+        If a trial is to write something.
+    """
+    output = Output(
+        smoke=smoke,
+        results=results,
+        json_path=words["json_path"],
+        picture=words["picture"],
+    )
+    if smoke and (results or output.json_path or output.picture):
+        raise click.UsageError(
+            "expected --smoke alone, found that figures are to be written; leave out "
+            "--smoke, or --json, --picture and --results"
+        )
+    cupy = _cupy(smoke)
+    return Bench(cupy, hs.MultiWorkerMirroredStrategy(), output)
+
+
+class Bench:
+    """A strategy on GPUs, a stream of the program's own, and clocks for both.
+
+    Collective over all replicas.
+
+    Parameters
+    ----------
+    cupy : module
+        CuPy.
+    strategy : hpcstrat strategy
+        Of all ranks.
+    output : Output
+        Where figures go.
+
+    Attributes
+    ----------
+    rank : int
+        This replica.
+    stream : cupy.cuda.Stream
+        On which everything is measured: not the null stream, for which others wait.
+    hardware : dict
+        Name and number of the GPUs, number of ranks, versions.
+    """
+
+    def __init__(self, cupy: Any, strategy: Any, output: Output):
+        self.cupy, self.strategy, self.output = cupy, strategy, output
+        self.comm = strategy.topology.replica_comm
+        # The communicator is gone when the strategies are closed.
+        self.rank = self.comm.rank
+        self.mpi = strategy.topology.mpi
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.hardware = self._hardware()
+
+    @property
+    def smoke(self) -> bool:
+        """Whether only the program is tried."""
+        return self.output.smoke
+
+    def _hardware(self) -> dict[str, Any]:
+        runtime = self.cupy.cuda.runtime
+        number = runtime.getDevice()
+        name = runtime.getDeviceProperties(number)["name"].decode()
+        place = platform.node(), runtime.deviceGetPCIBusId(number)
+        found = self.comm.allgather((name, place))
+        return {
+            "gpu": " and ".join(sorted({name for name, _ in found})),
+            "gpus": len({place for _, place in found}),
+            "ranks": self.comm.size,
+            "workers": self.strategy.topology.num_workers,
+            **asdict(library.versions()),
+        }
+
+    def where(self) -> str:
+        """Return a line that says where a benchmark runs.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            GPUs, and what `report.describe` says.
+        """
+        count, name = self.hardware["gpus"], self.hardware["gpu"]
+        return f"{count} x {name}, {describe(self.mpi)}"
+
+    def measure(
+        self, calls: Mapping[str, Callable[[], object]], seconds: float, least: int = 7
+    ) -> dict[str, Any]:
+        """Time calls that are alone on the device, each until its stream has done it.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        calls : mapping of str to callable
+            See `timing.measure`.
+        seconds : float
+            For how long in all.
+        least : int
+            Rounds, also where they take longer.
+
+        Returns
+        -------
+        dict of str to ndarray of shape (rounds,)
+            See there.
+        """
+        waited = {name: self._waited(call) for name, call in calls.items()}
+        if self.smoke:
+            seconds, least = 0.001, 1
+        with self.stream:
+            return measure_for(self.comm, self.mpi, waited, seconds, least=least)
+
+    def _waited(self, call: Callable[[], object]) -> Callable[[], None]:
+        stream = self.stream
+
+        def call_and_wait() -> None:
+            call()
+            stream.synchronize()
+
+        return call_and_wait
+
+    def in_flight(
+        self, call: Callable[[], object], expected_seconds: float, *, most: int = 0
+    ) -> Flight:
+        """Time many calls that are given to the device one after the other.
+
+        Collective over all replicas.
+
+        Parameters
+        ----------
+        call : callable
+            Without arguments.
+        expected_seconds : float
+            About how long one takes; the same on every rank.
+        most : int
+            Most calls; 0: a hundred.
+
+        Returns
+        -------
+        Flight
+            The same on every rank.
+        """
+        most = 3 if self.smoke else most or _MOST_IN_FLIGHT
+        calls = int(min(max(_FLIGHT_SECONDS / max(expected_seconds, 1e-9), 3), most))
+        begin, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+        with self.stream:
+            call()
+            self.stream.synchronize()
+            self.comm.Barrier()
+            begin.record(self.stream)
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            issued = time.perf_counter()
+            end.record(self.stream)
+            self.stream.synchronize()
+            done = time.perf_counter()
+        device = self.cupy.cuda.get_elapsed_time(begin, end) / 1e3
+        own = issued - start, device, done - start
+        longest = [self.comm.allreduce(value, op=self.mpi.MAX) for value in own]
+        return Flight(calls, *(value / calls for value in longest))
+
+    def write(self, what: str, rows: list[dict[str, Any]], **more: Any) -> None:
+        """Write the figures where the command line says; rank 0 calls it.
+
+        Not collective.
+
+        Parameters
+        ----------
+        what : str
+            First word of the file's name.
+        rows : list of dict
+            From `report.row`.
+        **more : object
+            Further figures.
+        """
+        for path in self._paths(what):
+            write_json(path, self.mpi, rows, hardware=self.hardware, **more)
+            print(f"figures are in {path}")
+
+    def _paths(self, what: str) -> list[str]:
+        paths = [self.output.json_path] if self.output.json_path else []
+        if self.output.results:
+            folder = Path(self.output.results)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = re.sub("[^a-z0-9]+", "-", self.hardware["gpu"].lower()).strip("-")
+            count, ranks = self.hardware["gpus"], self.hardware["ranks"]
+            paths.append(str(folder / f"{what}_{count}x{name}_{ranks}ranks.json"))
+        return paths

@@ -1,0 +1,222 @@
+"""What the lines of a trial's processes say, also of processes that died in it.
+
+Each rank writes a line of JSON to ``rank-N.jsonl`` before and after each operation, and
+what ended it, by faulthandler, to ``rank-N.fault``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OPERATIONS", "Answer", "Ended", "Outcome", "read_outcome"]
+
+OPERATIONS = ("send", "receive", "sendrecv", "exchange", "broadcast", "allreduce")
+"""In the order in which they are tried."""
+
+_CALLS = {
+    "send": "Send",
+    "receive": "Recv",
+    "sendrecv": "Sendrecv",
+    "exchange": "Isend and Irecv",
+    "broadcast": "Bcast",
+    "allreduce": "Allreduce",
+}
+_FAULTS = {
+    "Segmentation fault": "the process ended by SIGSEGV",
+    "Bus error": "the process ended by SIGBUS",
+    "Aborted": "the process ended by SIGABRT",
+    "Timeout": "the process hung",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether an operation works.
+
+    Parameters
+    ----------
+    ok : bool
+        Whether all contents were right.
+    reason : str
+        What went wrong, or what was tried.
+    """
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launcher ended.
+
+    Parameters
+    ----------
+    status : int, optional
+        Its exit status, negative for a signal; None if it had to be killed.
+    output : str
+        What it and its processes printed.
+    num_ranks : int
+        How many it was to start.
+    """
+
+    status: int | None
+    output: str
+    num_ranks: int = 1
+
+    def __str__(self) -> str:
+        """Return how, for messages."""
+        if self.status is None:
+            return "it had to be killed, because it did not end in time"
+        word = "signal" if self.status < 0 else "exit status"
+        return f"{word} {abs(self.status)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run of the program has found.
+
+    Parameters
+    ----------
+    answers : dict of str to Answer
+        By operation; those that it did not come to are left out.
+    complete : bool
+        Whether it came to its end.
+    how : str
+        With which processes and GPUs, or why there was no answer.
+    library : str
+        The MPI library that it used.
+    output : str
+        What was printed.
+    """
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    complete: bool = False
+    how: str = ""
+    library: str = ""
+    output: str = ""
+
+
+def read_outcome(folder: Path, ended: Ended) -> Outcome:
+    """Read what the processes of a trial have left.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        Where they wrote.
+    ended : Ended
+        How their launcher ended.
+
+    Returns
+    -------
+    Outcome
+        With an answer for the operation in which a process died.
+    """
+    ranks = {
+        int(path.stem.partition("-")[2]): _lines(path)
+        for path in sorted(folder.glob("rank-*.jsonl"))
+    }
+    greetings = [line for lines in ranks.values() for line in lines if "hello" in line]
+    problems = [str(line["problem"]) for line in greetings if line.get("problem")]
+    if problems:
+        return Outcome(how=problems[0], output=ended.output)
+    if not greetings or len(ranks) < ended.num_ranks:
+        return Outcome(how=_not_started(ranks, ended), output=ended.output)
+    faults = {
+        rank: _fault(folder / f"rank-{rank}.fault", ended, len(ranks) == 1)
+        for rank in ranks
+    }
+    answers = {}
+    for name in OPERATIONS:
+        answer = _answer(name, ranks, faults)
+        if answer is not None:
+            answers[name] = answer
+    return Outcome(
+        answers,
+        complete=all(any("done" in line for line in lines) for lines in ranks.values()),
+        how=_how(greetings),
+        library=str(greetings[0]["hello"]),
+        output=ended.output,
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file; the last may be cut."""
+    found = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def _not_started(ranks: Mapping[int, Any], ended: Ended) -> str:
+    """Return why there is nothing to read."""
+    last = [line.strip() for line in ended.output.splitlines() if line.strip()]
+    said = f": {last[-1][:200]}" if last else ""
+    if ranks:
+        return (
+            f"the launcher started {len(ranks)} connected processes, not "
+            f"{ended.num_ranks}; it is another MPI library's ({ended}){said}"
+        )
+    return f"the processes did not come to the first operation ({ended}){said}"
+
+
+def _how(greetings: list[dict[str, Any]]) -> str:
+    gpus = {str(line.get("gpu")) for line in greetings}
+    ranks = f"{len(greetings)} rank{'s' * (len(greetings) > 1)}"
+    return f"{ranks} on {len(gpus)} GPU{'s' * (len(gpus) > 1)} of one host"
+
+
+def _fault(path: Path, ended: Ended, alone: bool) -> str:
+    """Return what ended a rank; empty if it does not know."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for sign, words in _FAULTS.items():
+        if sign in text:
+            return words
+    if alone and ended.status is not None and ended.status < 0:
+        return f"the process ended by signal {-ended.status}"
+    return ""
+
+
+def _answer(
+    name: str, ranks: Mapping[int, list[dict[str, Any]]], faults: Mapping[int, str]
+) -> Answer | None:
+    """Return the answer for an operation; None if it was not come to."""
+    begun: list[tuple[int, int]] = []
+    for rank, lines in ranks.items():
+        own = [line for line in lines if line.get("operation") == name]
+        for line in own:
+            if line.get("ok") is False:
+                size = _size(int(line["bytes"]))
+                reason = f"{line['reason']} on rank {rank} ({_CALLS[name]} of {size})"
+                return Answer(False, reason)
+        if own and "ok" not in own[-1]:
+            begun.append((rank, int(own[-1]["bytes"])))
+    if begun:
+        # The one that knows what ended it comes first; the others were ended for it.
+        rank, size_bytes = max(begun, key=lambda pair: bool(faults[pair[0]]))
+        words = faults[rank] or "the process ended without a word"
+        return Answer(False, f"{words} in {_CALLS[name]} of {_size(size_bytes)}")
+    tried = [line for lines in ranks.values() for line in lines]
+    sizes = sorted({int(x["bytes"]) for x in tried if x.get("operation") == name})
+    if not sizes or not all(
+        any(line.get("finished") == name for line in lines) for lines in ranks.values()
+    ):
+        return None
+    return Answer(True, "contents compared, " + ", ".join(map(_size, sizes)))
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,230 @@
+"""The arrays of a reduction: those that are summed, and where their sums go."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from hpcstrat.arrays import array_module, is_device
+from hpcstrat.tree import flatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = [
+    "all_plain",
+    "by_memory",
+    "checked_outs",
+    "copied_where_overwritten",
+    "is_plain",
+    "list_structure",
+    "misfit",
+]
+
+
+def all_plain(leaves: list[Any]) -> bool:
+    """Whether all of some values are arrays of NumPy that can be summed as they are.
+
+    Not collective.
+
+    Parameters
+    ----------
+    leaves : list
+        Anything.
+
+    Returns
+    -------
+    bool
+        False for subclasses, and for byte orders that are not native.
+    """
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
+            return False
+    return True
+
+
+@functools.cache
+def list_structure(length: int) -> Any:
+    """Return the structure of a list of leaves.
+
+    Not collective.
+
+    Parameters
+    ----------
+    length : int
+        Of the list.
+
+    Returns
+    -------
+    optree.PyTreeSpec
+        As `hpcstrat.tree.flatten` gives it.
+    """
+    return flatten([0] * length)[1]
+
+
+def by_memory(arrays: list[Array]) -> list[list[int]]:
+    """Tell arrays in host memory from those on GPUs, which take calls of their own.
+
+    Not collective; the same on every rank whose arrays are in the same memory.
+
+    Parameters
+    ----------
+    arrays : list of ndarray
+        Of NumPy or CuPy.
+
+    Returns
+    -------
+    list of list of int
+        The indices for each call: those of host memory first; at least one list.
+    """
+    there = [index for index, array in enumerate(arrays) if is_device(array)]
+    if not there or len(there) == len(arrays):
+        return [list(range(len(arrays)))]
+    return [[i for i in range(len(arrays)) if i not in there], there]
+
+
+def is_plain(array: Array) -> bool:
+    """Whether an array lies in memory without gaps, so that algorithms take it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    array : ndarray
+        Of NumPy or CuPy.
+
+    Returns
+    -------
+    bool
+        True for C order, aligned.
+    """
+    flags = array.flags
+    return flags.c_contiguous and (is_device(array) or flags.aligned)
+
+
+def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
+    """Return the leaves of ``out``, which must have the structure of the value.
+
+    Not collective.
+
+    Parameters
+    ----------
+    out : tree
+        Where results are to go.
+    structure : optree.PyTreeSpec or None
+        Of the value.
+    sparse : list of int
+        Which leaves of the value are IndexedSlices.
+
+    Returns
+    -------
+    list
+        The leaves.
+
+    Raises
+    ------
+    ValueError
+        For another structure, or IndexedSlices.
+    """
+    if sparse:
+        raise ValueError(
+            "expected no out for IndexedSlices, whose number of rows is known only "
+            "afterwards, found one; leave it out"
+        )
+    outs, found = flatten(out)
+    if found != structure:
+        raise ValueError(
+            f"expected an out of the structure {structure}, as the value, found "
+            f"{found}; give one array for each"
+        )
+    return outs
+
+
+def misfit(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
+) -> ValueError:
+    """Return the error for an array that cannot take a result.
+
+    Not collective.
+
+    Parameters
+    ----------
+    out : object
+        What was given.
+    shape : tuple of int
+        Of the result.
+    dtype : dtype
+        Of the result.
+    on_gpu : bool
+        Whether the values are on a GPU.
+
+    Returns
+    -------
+    ValueError
+        To be raised.
+    """
+    kind = f"a {type(out).__name__}"
+    if isinstance(out, np.ndarray):
+        locked = "" if out.flags.writeable else "read-only "
+        kind = f"a {locked}{kind[2:]} {out.dtype}{list(out.shape)}"
+    elif is_device(out):
+        kind = f"a cupy.ndarray {out.dtype}{list(out.shape)}"
+    library = "cupy" if on_gpu else "numpy"
+    return ValueError(
+        f"expected a writable {library}.ndarray {dtype}{list(shape)} as out, found "
+        f"{kind}; make it with {library}.empty"
+    )
+
+
+def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
+    """Copy the arrays over which another array's result would be written.
+
+    Not collective.
+
+    Parameters
+    ----------
+    arrays : list of ndarray
+        What is to be reduced.
+    outs : list of ndarray
+        Where the results go, in the same order.
+
+    Returns
+    -------
+    list of ndarray
+        The arrays, or copies of them.
+    """
+    extents = [_extent(array) for array in arrays]
+    ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
+    for index, out in enumerate(outs):
+        own = extents[index]
+        if (out.dtype, out.strides) != (arrays[index].dtype, arrays[index].strides):
+            own = (0, 0)
+        if _extent(out) != own:
+            ends.append((*_extent(out), index))
+    ends.sort()
+    copied: set[int] = set()
+    open_until, holders = 0, list[int]()
+    for start, end, number in ends:
+        if start >= open_until:
+            holders = []
+        holders.append(number)
+        open_until = max(open_until, end)
+        if len(holders) > 1:
+            copied.update(-1 - h for h in holders if h < 0)
+    return [a.copy() if i in copied else a for i, a in enumerate(arrays)]
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    if not array.size:
+        return 0, 0
+    if is_device(array):
+        device: Any = array
+        if array.flags.c_contiguous:
+            return device.data.ptr, device.data.ptr + array.nbytes
+        low, high = array_module(array).byte_bounds(array)
+        return int(low), int(high)
+    if array.flags.c_contiguous:
+        start = array.__array_interface__["data"][0]
+        return start, start + array.nbytes
+    return byte_bounds(array)

@@ -1,0 +1,107 @@
+"""Broadcast and all-gather of device memory, by all three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcstrat.collectives import device_moves
+from hpcstrat.collectives.call import describe_call
+from hpcstrat.collectives.device_moves import NcclMover, PairMover, StagedMover
+from hpcstrat.collectives.nccl_group import NcclGroup
+from tests.gpu.driving import Team, in_step, shared_team
+
+NAMES = ("nccl", "pairs", "small_pairs", "staged", "small_staged")
+SIZES = st.sampled_from([0, 1, 2, 7, 300, 1001, 5000])
+TYPES = st.sampled_from(["float32", "complex128", "int8", "bool", "uint16"])
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Team]:
+    """Yield all ranks as one worker."""
+    yield from shared_team()
+
+
+@pytest.fixture(scope="module")
+def movers(crew: Team) -> Iterator[dict[str, Any]]:
+    """Yield what moves."""
+    topology, lane = crew.topology, crew.lane
+    group = NcclGroup(topology.mpi, topology.replica_comm, lane)
+    made = {
+        "nccl": NcclMover(group, lane),
+        "pairs": PairMover(topology, lane),
+        "small_pairs": PairMover(topology, lane, 600),
+        "staged": StagedMover(topology, lane),
+        "small_staged": StagedMover(topology, lane, 900),
+    }
+    yield made
+    lane.synchronize()
+    for mover in made.values():
+        mover.close()
+    group.close()
+
+
+def _values(size: int, dtype: str, replica: int) -> Any:
+    generator = np.random.default_rng([size, replica])
+    return generator.integers(0, 100, size).astype(dtype)
+
+
+def _drive(crew: Team, mover: Any, steps: Iterator[Any]) -> None:
+    mover.prepare()
+    call = describe_call("test of moves")
+    crew.channel.agree(call)
+    with crew.channel.moving(call):
+        for awaited in steps:
+            crew.channel.wait(awaited, call)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
+    """Whoever it is, whatever the number of arrays and their sizes."""
+    import cupy
+
+    @given(
+        kinds=st.lists(st.tuples(TYPES, SIZES), min_size=1, max_size=5),
+        root=st.integers(0, crew.size - 1),
+        in_place=st.booleans(),
+    )
+    @settings(in_step, max_examples=15)
+    def _broadcasts(*, kinds: Any, root: int, in_place: bool) -> None:
+        sources = [
+            cupy.asarray(_values(size, dtype, crew.rank)) for dtype, size in kinds
+        ]
+        results = sources
+        if not in_place:
+            results = [cupy.empty(size, dtype) for dtype, size in kinds]
+        steps = device_moves.broadcast(movers[name], sources, results, root)
+        _drive(crew, movers[name], steps)
+        # The program goes on with its arrays at once.
+        copies = [result.copy() for result in results]
+        for (dtype, size), result in zip(kinds, copies, strict=True):
+            np.testing.assert_array_equal(result.get(), _values(size, dtype, root))
+
+    _broadcasts()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
+    """In replica order, also where some have nothing."""
+    import cupy
+
+    @given(dtype=TYPES, sizes=st.lists(SIZES, min_size=crew.size, max_size=crew.size))
+    @settings(in_step, max_examples=15)
+    def _gathers(*, dtype: str, sizes: list[int]) -> None:
+        own = cupy.asarray(_values(sizes[crew.rank], dtype, crew.rank))
+        out = cupy.empty(sum(sizes), dtype)
+        steps = device_moves.all_gather(movers[name], own, out, sizes)
+        _drive(crew, movers[name], steps)
+        copy = out.copy()
+        wanted = [_values(size, dtype, rank) for rank, size in enumerate(sizes)]
+        np.testing.assert_array_equal(copy.get(), np.concatenate(wanted))
+
+    _gathers()

@@ -1,0 +1,406 @@
+"""Each kernel against NumPy; run by test_kernels.py, where CuPy or its stand-in is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpcstrat.device import kernels
+from hpcstrat.device.streams import Lane
+from hpcstrat.packing import Piece, cut, wire_dtype
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [
+    *map(np.dtype, ("f2", "f4", "f8", "c8", "c16")),
+    *map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
+    BFLOAT16,
+]
+# What lies before and behind an array is not to be written.
+GUARD = 5
+MARK = 77
+
+several = settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def lane() -> Lane:
+    return Lane()
+
+
+def values(dtype: np.dtype[Any], size: int, seed: int) -> Any:
+    """Return values of a type, some of them extreme."""
+    generator = np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return generator.integers(limits.min, limits.max, size, dtype, endpoint=True)
+    numbers = generator.standard_normal(size) * 10.0 ** generator.integers(-3, 3, size)
+    if dtype.kind == "c":
+        numbers = numbers + 1j * generator.standard_normal(size)
+    if size:
+        numbers[generator.integers(size)] = np.inf
+        numbers[generator.integers(size)] = -0.0
+    return numbers.astype(dtype)
+
+
+def within(host: Any, offset: int) -> tuple[Any, Any]:
+    """Return an array on the device that begins anywhere, and what it lies in."""
+    whole = np.full(host.size + offset + GUARD, MARK, host.dtype)
+    whole[offset : offset + host.size] = host
+    outer = cupy.asarray(whole)
+    return outer[offset : offset + host.size], outer
+
+
+def unhurt(outer: Any, offset: int, size: int) -> bool:
+    """Whether nothing was written beside an array."""
+    host = outer.get()
+    rest = np.concatenate([host[:offset], host[offset + size :]])
+    return bool((rest == np.asarray(MARK, host.dtype)).all())
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Compare bits, save those of what is no number."""
+    assert found.dtype == wanted.dtype
+    if found.dtype.kind in "iu":
+        np.testing.assert_array_equal(found, wanted)
+    elif found.dtype.kind == "c":
+        same(found.real.copy(), wanted.real.copy())
+        same(found.imag.copy(), wanted.imag.copy())
+    else:
+        nans = quietly(np.isnan, wanted)
+        assert (quietly(np.isnan, found) == nans).all()
+        assert found[~nans].tobytes() == wanted[~nans].tobytes()
+
+
+def quietly(function: Any, *args: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return function(*args)
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    return quietly(array.astype, dtype)
+
+
+def divided(total: Any, divisor: int) -> Any:
+    return quietly(np.divide, total, divisor, total) if divisor else total
+
+
+class Case:
+    """Arrays on the device in a single run, and what they are packed to."""
+
+    def __init__(
+        self,
+        dtype: np.dtype[Any],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        *,
+        means: bool = False,
+        piece_bytes: int = 1 << 30,
+    ) -> None:
+        self.hosts = [values(dtype, n, 100 + i) for i, n in enumerate(sizes)]
+        self.offsets = [offsets[i % len(offsets)] for i in range(len(sizes))]
+        pairs = zip(self.hosts, self.offsets, strict=True)
+        self.sources = [within(host, offset)[0] for host, offset in pairs]
+        self.wire, narrows = wire_dtype(dtype, means)
+        self.result_dtype = dtype if narrows else self.wire
+        self.divisor = 3 if means else 0
+        self.pieces: list[Piece] = list(
+            cut([(dtype, (n,)) for n in sizes], means, piece_bytes)
+        )
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        """Return fresh arrays for results, and what they lie in."""
+        made = [
+            within(np.zeros(host.size, self.result_dtype), offset)
+            for host, offset in zip(self.hosts, self.offsets, strict=True)
+        ]
+        return [inner for inner, _ in made], [outer for _, outer in made]
+
+    def packed(self, run: Any) -> Any:
+        """Return what a run is packed to."""
+        return np.concatenate(
+            [cast(self.hosts[i][a:b], run.dtype) for i, a, b, _ in run.spans]
+        )
+
+    def check(self, sums: list[Any], inner: list[Any], outer: list[Any]) -> None:
+        """Compare results with the sums of all runs."""
+        wanted = [np.zeros(host.size, self.result_dtype) for host in self.hosts]
+        runs = [run for piece in self.pieces for run in piece]
+        for run, total in zip(runs, sums, strict=True):
+            mean = divided(total.copy(), self.divisor)
+            for index, start, stop, at in run.spans:
+                low = at - run.start
+                part = mean[low : low + stop - start]
+                wanted[index][start:stop] = cast(part, self.result_dtype)
+        for index, host in enumerate(wanted):
+            same(inner[index].get(), host)
+            assert unhurt(outer[index], self.offsets[index], host.size)
+
+
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 64, 100, 1023, 4097, 20000])
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.lists(SIZES, min_size=1, max_size=40),
+    offsets=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    means=st.booleans(),
+    piece_bytes=st.sampled_from([640, 1 << 16, 1 << 30]),
+    num_terms=st.integers(1, 4),
+)
+@several
+def _pack_and_combine(
+    lane: Lane, *, num_terms: int, dtype: Any, sizes: Any, **given: Any
+) -> None:
+    if sum(sizes) > 3000 and given["piece_bytes"] == 640:
+        sizes = sizes[:1]
+    case = Case(dtype, sizes, given.pop("offsets"), **given)
+    inner, outer = case.results()
+    sums = []
+    for number, run in enumerate(run for piece in case.pieces for run in piece):
+        out, around = within(np.zeros(run.size, run.dtype), 16 // run.dtype.itemsize)
+        lane.enter()
+        kernels.pack(run.spans, case.sources, out, lane.stream)
+        lane.leave()
+        wanted = case.packed(run)
+        same(out.get(), wanted)
+        assert unhurt(around, 16 // run.dtype.itemsize, run.size)
+        others = [
+            quietly(np.roll, wanted, shift + number) for shift in range(1, num_terms)
+        ]
+        terms = [out, *map(cupy.asarray, others)]
+        lane.enter()
+        kernels.combine(
+            *([term.data.ptr for term in terms], run.spans, inner, lane.stream),
+            dtype=run.dtype,
+            divisor=case.divisor,
+        )
+        lane.leave()
+        total = wanted.copy()
+        for other in others:
+            quietly(np.add, total, other, total)
+        sums.append(total)
+        cupy.cuda.get_current_stream().synchronize()
+    case.check(sums, inner, outer)
+
+
+def test_pack_and_combine(lane: Lane) -> None:
+    _pack_and_combine(lane)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.lists(SIZES, min_size=1, max_size=12),
+    offsets=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    means=st.booleans(),
+    cuts=st.lists(st.floats(0, 1), max_size=kernels.MOST_TERMS - 1),
+)
+@several
+def _unpack_segments(lane: Lane, *, cuts: Any, **given: Any) -> None:
+    case = Case(given["dtype"], given["sizes"], given["offsets"], means=given["means"])
+    inner, outer = case.results()
+    for run in (run for piece in case.pieces for run in piece):
+        buffer = case.packed(run)
+        bounds = sorted({0, run.size, *(int(part * run.size) for part in cuts)})
+        pairs = list(itertools.pairwise(bounds))
+        # Each segment by itself, at places that suit words and at those that do not.
+        parts = [
+            within(buffer[low:high], number % 6)[0]
+            for number, (low, high) in enumerate(pairs)
+        ]
+        lane.enter()
+        kernels.unpack(
+            [
+                (part.data.ptr, low, high)
+                for part, (low, high) in zip(parts, pairs, strict=True)
+            ],
+            *(run.spans, inner, lane.stream),
+            dtype=run.dtype,
+            divisor=case.divisor,
+        )
+        lane.leave()
+        cupy.cuda.get_current_stream().synchronize()
+    runs = [run for piece in case.pieces for run in piece]
+    case.check([case.packed(run) for run in runs], inner, outer)
+
+
+def test_unpack_of_segments(lane: Lane) -> None:
+    _unpack_segments(lane)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "c16", "i4", "i8", "u4", "u8"])
+@pytest.mark.parametrize("num_terms", [1, 2, 3, 16, kernels.MOST_TERMS])
+@pytest.mark.parametrize("size", [0, 1, 5, 4096, 10007])
+def test_sums_in_order(lane: Lane, dtype: str, num_terms: int, size: int) -> None:
+    hosts = [values(np.dtype(dtype), size, seed) for seed in range(num_terms)]
+    total = hosts[0].copy()
+    for host in hosts[1:]:
+        quietly(np.add, total, host, total)
+    for offsets in ([0] * num_terms, [number % 4 for number in range(num_terms)]):
+        # Apart, and in place of each term that could be this rank's own.
+        for place in [None, 0, num_terms - 1]:
+            pairs = [within(*pair) for pair in zip(hosts, offsets, strict=True)]
+            terms = [inner for inner, _ in pairs]
+            out = cupy.zeros(size, dtype) if place is None else terms[place]
+            lane.enter()
+            pointers = [term.data.ptr for term in terms]
+            kernels.sum_in_order(pointers, out, lane.stream)
+            lane.leave()
+            same(out.get(), total)
+            for (_, outer), offset in zip(pairs, offsets, strict=True):
+                assert unhurt(outer, offset, size)
+
+
+def test_add_in_place_and_apart(lane: Lane) -> None:
+    one, other = (values(np.dtype("f4"), 1001, seed) for seed in (1, 2))
+    wanted = quietly(np.add, one, other)
+    for place in range(3):
+        arrays = [cupy.asarray(one), cupy.asarray(other), cupy.zeros(1001, "f4")]
+        lane.enter()
+        kernels.add(arrays[0], arrays[1], arrays[place], lane.stream)
+        lane.leave()
+        same(arrays[place].get(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("f2"), BFLOAT16])
+def test_all_half_numbers(lane: Lane, dtype: Any) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    source = cupy.asarray(halves)
+    spans = ((0, 0, halves.size, 0),)
+    out, result = cupy.zeros(halves.size, "f4"), cupy.zeros(halves.size, dtype)
+    lane.enter()
+    kernels.pack(spans, [source], out, lane.stream)
+    segments = [(out.data.ptr, 0, out.size)]
+    kernels.unpack(segments, spans, [result], lane.stream, dtype=out.dtype)
+    lane.leave()
+    same(out.get(), cast(halves, np.float32))
+    same(result.get(), halves)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("f2"), BFLOAT16])
+def test_rounding_to_half_numbers(lane: Lane, dtype: Any) -> None:
+    """All half numbers, what lies between two of them, and what lies next to that."""
+    halves = cast(np.arange(1 << 15, dtype=np.uint16).view(dtype), np.float32)
+    halves = halves[np.isfinite(halves)]
+    middles = quietly(np.add, halves[1:].astype(np.float64), halves[:-1]) / 2
+    singles = np.concatenate([halves, cast(middles, np.float32)])
+    near = [
+        quietly(np.nextafter, singles, np.float32(end)) for end in (-np.inf, np.inf)
+    ]
+    bits = np.random.default_rng(3).integers(0, 1 << 32, 100_000, np.uint32)
+    special = np.array([0.0, np.inf, np.nan, 65504, 65519.996, 65520, 1e-45], "f4")
+    host = np.concatenate([singles, *near, bits.view(np.float32), special])
+    host = np.concatenate([host, -host])
+    buffer, result = cupy.asarray(host), cupy.zeros(host.size, dtype)
+    lane.enter()
+    kernels.unpack(
+        *([(buffer.data.ptr, 0, host.size)], ((0, 0, host.size, 0),)),
+        *([result], lane.stream),
+        dtype=host.dtype,
+    )
+    lane.leave()
+    same(result.get(), cast(host, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "c16"])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 4, 7, 8, 1000])
+def test_quotients_are_numpys(lane: Lane, dtype: str, divisor: int) -> None:
+    host = values(np.dtype(dtype), 5000, 1)
+    tiny = np.finfo(host.real.dtype).smallest_subnormal
+    host[:200] = tiny * np.arange(200)
+    host[200:203] = [np.nan, np.inf, -np.inf]
+    buffer, result = cupy.asarray(host), cupy.zeros(host.size, dtype)
+    lane.enter()
+    kernels.unpack(
+        *([(buffer.data.ptr, 0, host.size)], ((0, 0, host.size, 0),)),
+        *([result], lane.stream),
+        dtype=host.dtype,
+        divisor=divisor,
+    )
+    lane.leave()
+    same(result.get(), divided(host.copy(), divisor))
+
+
+@pytest.mark.parametrize("count", [24, 25, 208, 209, 1000])
+@pytest.mark.parametrize("size", [1, 3, 60])
+def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
+    """Several in flight, each with addresses of its own."""
+    ((run,),) = cut([(np.dtype("f4"), (size,))] * count, False, 1 << 30)
+    stride = size + GUARD
+    steps = []
+    for seed in range(4):
+        host = values(np.dtype("f4"), count * stride, seed)
+        source, result = cupy.asarray(host), cupy.full(host.size, MARK, "f4")
+        firsts = range(0, host.size, stride)
+        sources = [source[first : first + size] for first in firsts]
+        # They lie in another order than in the buffer.
+        results = [result[first : first + size] for first in firsts][::-1]
+        steps.append((host, sources, results, result, cupy.zeros(run.size, "f4")))
+    lane.enter()
+    for _, sources, results, _, out in steps:
+        kernels.pack(run.spans, sources, out, lane.stream)
+        kernels.unpack(
+            *([(out.data.ptr, 0, out.size)], run.spans, results, lane.stream),
+            dtype=out.dtype,
+        )
+    lane.leave()
+    for host, _, _, result, out in steps:
+        rows = host.reshape(count, stride)[:, :size]
+        same(out.get(), rows.ravel())
+        found = result.get().reshape(count, stride)
+        same(found[::-1, :size].ravel(), rows.ravel())
+        assert (found[:, size:] == MARK).all()
+
+
+def test_no_call_waits_for_the_device(lane: Lane) -> None:
+    standin = getattr(cupy, "_standin", None)
+    if standin is None:
+        pytest.skip("CuPy itself counts nothing")
+    case = Case(np.dtype("f4"), [100] * 300, [0])
+    (run,) = case.pieces[0]
+    out = cupy.zeros(run.size, "f4")
+    inner, _ = case.results()
+    kernels.prepare(out.dtype, out.dtype)
+    before = standin.counts.synchronizations
+    launched = standin.counts.launches
+    for _ in range(5):
+        lane.enter()
+        kernels.pack(run.spans, case.sources, out, lane.stream)
+        kernels.sum_in_order([out.data.ptr] * 2, out, lane.stream)
+        kernels.unpack(
+            *([(out.data.ptr, 0, out.size)], run.spans, inner, lane.stream),
+            dtype=out.dtype,
+        )
+        lane.leave()
+    assert standin.counts.synchronizations == before
+    assert standin.counts.launches == launched + 15
+    lane.synchronize()
+
+
+def test_done_says_when_the_work_has_been_done(lane: Lane) -> None:
+    out = cupy.zeros(1 << 20, "f4")
+    lane.enter()
+    for _ in range(20):
+        kernels.add(out, out, out, lane.stream)
+    done = lane.done()
+    later = lane.done()
+    while not done.agreed():
+        assert done.missing() in ([-1], [])
+    assert done.agreed()
+    assert done.missing() == []
+    lane.synchronize()
+    assert later.agreed()

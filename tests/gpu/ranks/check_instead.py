@@ -1,0 +1,137 @@
+"""What the rank tests cannot say of arrays on GPUs as they do of NumPy's, said here."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.replica_collectives import Collectives
+from tests.gpu.ranks.arrays import DeviceNumpy, has_type
+from tests.gpu.ranks.exceptions import NO_MEANING, reason_of
+from tests.mpi.ranks.check_reductions import assert_sum, random_parts
+from tests.mpi.ranks.check_variables import START, make
+
+START_HOST = np.array([[1.0, -2.0], [4.0, 8.0]])
+
+
+def test_rank_tests_make_and_reduce_arrays_on_gpus(strategy: Any, job: Any) -> None:
+    assert isinstance(START, cupy.ndarray)
+    parts = random_parts(1, job.size, (3, 5), np.float32)
+    assert all(isinstance(part, cupy.ndarray) for part in parts)
+    standin = getattr(cupy, "_standin", None)
+    before = standin and copy.copy(standin.counts)
+    total = strategy.reduce("sum", parts[job.rank], axis=None)
+    assert_sum(total, parts)
+    if standin is not None and job.size > 1:
+        after = standin.counts
+        assert after.launches + after.collectives > before.launches + before.collectives
+    with pytest.raises(AssertionError, match="on the host"):
+        assert_sum(cupy.asnumpy(total), parts)
+    with pytest.raises(AssertionError):
+        assert_sum(total + 1, parts)
+
+
+def test_the_module_for_numpy_keeps_arrays_where_they_are() -> None:
+    own, host = DeviceNumpy(), np.arange(3.0)
+    for made in (own.arange(3.0), own.ones(3), own.array([1, 2]), own.asarray(host)):
+        assert isinstance(made, cupy.ndarray)
+    assert isinstance(own.sqrt(host), np.ndarray)
+    assert isinstance(own.sqrt(own.arange(3.0)), cupy.ndarray)
+    assert isinstance(own.random.default_rng(1).random(3), cupy.ndarray)
+    assert isinstance(own.concatenate([[0], own.arange(3)]), cupy.ndarray)
+    assert isinstance(own.add.reduce([own.arange(3), own.arange(3)]), cupy.ndarray)
+    assert isinstance(own.zeros(2, np.longdouble), np.ndarray)
+    assert not has_type(">i4")
+    own.testing.assert_array_equal(own.arange(3.0), host)
+    with pytest.raises(AssertionError):
+        own.testing.assert_array_equal(own.arange(3.0) + 1, host)
+    assert own.float32 is np.float32
+
+
+def test_reasons_are_found_by_test_and_case() -> None:
+    for key in NO_MEANING:
+        name, _, case = key.partition("[")
+        assert reason_of(f"tests/{name}[one_worker-{case}" if case else name)
+        if case:
+            assert not reason_of(f"tests/{name}[one_worker-float32]")
+
+
+def test_variables_act_as_arrays_of_cupy(strategy: Any) -> None:
+    variable = make(strategy, aggregation="sum")
+    other = cupy.asarray(START_HOST)
+
+    def check() -> None:
+        results = {
+            "plus": (variable + 1, START_HOST + 1),
+            "quotient": (2.0 / variable, 2 / START_HOST),
+            "left": (other - variable, np.zeros((2, 2))),
+            "product": (variable @ other, START_HOST @ START_HOST),
+            "greater": (variable > 0, START_HOST > 0),
+            "exp": (cupy.exp(variable), np.exp(START_HOST)),
+            "NumPy's exp": (np.exp(variable), np.exp(START_HOST)),
+            "part": (variable[1:, 0], START_HOST[1:, 0]),
+        }
+        for name, (found, wanted) in results.items():
+            assert isinstance(found, cupy.ndarray), name
+            np.testing.assert_allclose(cupy.asnumpy(found), wanted, 1e-15, err_msg=name)
+        assert len(variable) == 2
+        assert float(variable[0, 0]) == 1
+        array = other.copy()
+        array += variable
+        np.testing.assert_array_equal(cupy.asnumpy(array), 2 * START_HOST)
+
+    check()
+    strategy.run(check)
+    with pytest.raises(TypeError, match="assign"):
+        np.add(variable, 1, out=variable)
+    with pytest.raises(TypeError, match="host memory"):
+        np.asarray(variable)
+
+
+def test_copies_of_variables_are_copies(strategy: Any) -> None:
+    for synchronization in ("on_write", "on_read"):
+        variable = make(
+            strategy, synchronization=synchronization, aggregation="only_first_replica"
+        )
+        for function in (variable.read_value, variable.numpy):
+            function()[:] = -1
+        strategy.run(lambda v: v.read_value().fill(-1), args=(variable,))
+        np.testing.assert_array_equal(variable.numpy(), START_HOST)
+        exported = cupy.from_dlpack(variable)
+        np.testing.assert_array_equal(cupy.asnumpy(exported), START_HOST)
+        assert not cupy.shares_memory(exported, variable.component)
+
+
+def test_aggregates_are_not_lent_through_the_interface(strategy: Any) -> None:
+    # They would be gone when they are read: the reader keeps the variable alive.
+    variable = make(strategy, synchronization="on_read", aggregation="sum")
+    assert not hasattr(variable, "__cuda_array_interface__")
+    strategy.run(lambda: cupy.asarray(variable))
+    assert hasattr(make(strategy), "__cuda_array_interface__")
+
+
+def test_results_that_are_held_are_not_overwritten(strategy: Any) -> None:
+    size, held = strategy.num_replicas_in_sync, []
+    for step in range(6):
+        own = cupy.full(20_000, float(step))
+        total = strategy.reduce("sum", own, axis=None)
+        held.append((step, total if step % 2 else total[100:].reshape(100, -1)))
+        for number, array in held:
+            assert bool((array == number * size).all())
+
+
+def test_threads_reduce_apart() -> None:
+    def alone() -> float:
+        ones = cupy.ones(200_000)
+        collectives = Collectives(None)
+        return float(collectives.batch_reduce(hs.ReduceOp.SUM, ones, "alone").sum())
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(alone) for _ in range(6)]
+        assert [future.result() for future in found] == [2e5] * 6

@@ -1,0 +1,95 @@
+"""Which rank tests run otherwise, or not at all, with arrays on GPUs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from hpcstrat.replica_collectives import Collectives
+from hpcstrat.strategies.cross_replica import CrossReplicaMethods
+from tests.gpu.ranks.rewriting import (
+    at_seam,
+    comparing,
+    computing,
+    drawing,
+    giving,
+    numpy_itself,
+    together,
+)
+
+__all__ = ["CHANGED", "NO_MEANING", "TYPE_LISTS", "reason_of"]
+
+_NO_MARK = "CuPy's arrays cannot be made read-only"
+_OWN_ONLY = "CuPy's concatenate and @ take arrays of its own only"
+
+NO_MEANING = {
+    "check_all_reduce.py::test_matrices_are_arrays_and_threads_have_contexts_of_their"
+    "_own": "CuPy has no matrices; see check_instead.py",
+    "check_checkpoint.py::test_sums_of_unusual_types_come_back[bfloat16]": (
+        "CuPy has no bfloat16"
+    ),
+    "check_reductions.py::test_sum_and_mean_agree_with_numpy[big-endian]": (
+        "CuPy computes in native byte order only"
+    ),
+    "check_review.py::test_results_that_are_held_are_never_overwritten": (
+        "CuPy's pool of memory reuses it; see check_instead.py"
+    ),
+    "check_review.py::test_work_on_a_batch_in_place_cannot_change_the_data_set": (
+        _NO_MARK
+    ),
+    "check_variables.py::test_variables_act_as_arrays_in_arithmetic_and_functions": (
+        f"{_OWN_ONLY}; see check_instead.py"
+    ),
+    "check_variables.py::test_views_are_read_only_and_copies_are_copies": (
+        f"{_NO_MARK}; see check_instead.py"
+    ),
+}
+"""The reason by file and test, and by its last parameter where that matters."""
+
+TYPE_LISTS = ("DTYPES", "FAMILIES", "NATIVE", "TYPES")
+"""Lists of types in the tests' modules, of which those of CuPy are kept."""
+
+# Long doubles, Python's integers in arrays, and max(initial=...) are NumPy's alone.
+CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
+    "check_all_reduce": {
+        "_all_algorithms_agree": drawing,
+        "expected": computing,
+        "test_half_precision_between_workers_keeps_its_bound": at_seam(
+            Collectives, "batch_reduce"
+        ),
+    },
+    "check_checkpoint_chains": {"_next": computing, "_restored": computing},
+    # HDF5 files are written by h5py, of NumPy's arrays.
+    "check_checkpoint_input": {"_foreign": numpy_itself},
+    "check_data": {"path": numpy_itself},
+    "check_reductions": {
+        "_uneven": giving,
+        "assert_sum": comparing,
+        "random_parts": computing,
+        "test_reduction_over_uneven_axes": at_seam(CrossReplicaMethods, "reduce"),
+    },
+    # Of random numbers in a set: without arrays.
+    "check_strategies": {
+        "test_an_error_on_random_ranks_is_raised_on_all_and_training_goes_on": (
+            numpy_itself
+        )
+    },
+    # Of results of variable.numpy(), which are on the host.
+    # Of arithmetic with thousands of single numbers.
+    "check_variables": {
+        "apply": together,
+        "test_shares_of_narrow_integers_exist_for_many_replicas": numpy_itself,
+    },
+}
+"""What is changed, by file and function."""
+
+
+def reason_of(nodeid: str) -> str:
+    """Return why a test is skipped; empty for one that runs."""
+    name, _, case = nodeid.rsplit("/", maxsplit=1)[-1].partition("[")
+    for key, reason in NO_MEANING.items():
+        wanted, _, last = key.partition("[")
+        if name == wanted and f"-{case}".endswith(f"-{last}" if last else ""):
+            return reason
+    return ""

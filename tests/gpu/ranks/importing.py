@@ -1,0 +1,73 @@
+"""Gives the rank tests other modules than they ask for, while they are imported."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.abc
+import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Importer"]
+
+_PACKAGE = "tests.mpi.ranks"
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads as another loader does, with builtins of the module's own."""
+
+    def __init__(self, loader: Any, importer: Importer) -> None:
+        self._loader = loader
+        self._importer = importer
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to the loader."""
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let imports in the module, and in its functions, find the other modules."""
+        instead = self._importer.instead
+
+        def find(name: str, *args: Any, **kwargs: Any) -> ModuleType:
+            if name in instead:
+                return instead[name]
+            return builtins.__import__(name, *args, **kwargs)
+
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": find}
+        self._loader.exec_module(module)
+        self._importer.done(module)
+
+
+class Importer(importlib.abc.MetaPathFinder):
+    """Finds the rank tests, and helpers of theirs, which get ``instead`` of modules.
+
+    ``done`` is called with each of them when it has been imported.
+    """
+
+    def __init__(
+        self,
+        helpers: Collection[str],
+        instead: Mapping[str, ModuleType],
+        done: Callable[[ModuleType], None],
+    ) -> None:
+        self._helpers = helpers
+        self.instead = instead
+        self.done = done
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the other finders find, with another loader."""
+        package, _, last = name.rpartition(".")
+        wanted = last.startswith("check_") or last in self._helpers
+        if package != _PACKAGE or not wanted:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None

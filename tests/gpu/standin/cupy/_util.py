@@ -1,0 +1,5 @@
+"""What CuPy keeps under this name."""
+
+
+class PerformanceWarning(RuntimeWarning):
+    """Something works, but slowly."""

@@ -1,0 +1,23 @@
+"""Marks for profilers: accepted and forgotten."""
+
+available = True
+
+
+def RangePush(message, id_color=-1):
+    pass
+
+
+def RangePushC(message, color=0):
+    pass
+
+
+def RangePop():
+    pass
+
+
+def Mark(message, id_color=-1):
+    pass
+
+
+def MarkC(message, color=0):
+    pass

@@ -1,0 +1,1 @@
+"""Checks of the stand-in, each for a process of its own that has it on its path."""

@@ -1,0 +1,103 @@
+"""The benchmarks on GPUs: they run, sum right, and write nothing that is no figure.
+
+On the stand-in for CuPy: no time that they print means anything here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat import testing
+from hpcstrat.testing.launcher import clean_environment
+
+ROOT = Path(__file__).parents[2]
+STANDIN = ROOT / "tests" / "gpu" / "standin"
+BENCHMARKS = ROOT / "benchmarks"
+
+
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(STANDIN), str(ROOT)]),
+    "HPCSTRAT_SHARE_GPUS": "1",
+    # To the stand-in, host memory is the device's: any MPI reads it.
+    "HPCSTRAT_MPI_READS_GPU": "yes",
+    "HPCSTRAT_STANDIN_DELAY": "0.0001",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gpus", "expected"),
+    [
+        # With a GPU each there is NCCL.
+        ("allreduce", ["--sizes", "4KiB,300KiB"], 2, "nccl, by CuPy  "),
+        ("fused", [], 1, "12 gradients on GPUs"),
+        ("step", ["--gradients", "20KiB"], 1, "overhead (goal 5%)"),
+        ("checkpoint", ["--size", "256KiB", "--folder", "."], 1, "until durable"),
+    ],
+)
+def test_a_trial_runs_on_two_ranks_and_writes_nothing(
+    name: str,
+    options: list[str],
+    gpus: int,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = BENCHMARKS / f"bench_{name}.py"
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, str(script), "--device", "--smoke", *options]
+    environment = {**ENVIRONMENT, "HPCSTRAT_STANDIN_DEVICES": str(gpus)}
+    done = testing.launch(2, command, timeout=60, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert expected in done.stdout
+    assert f"{gpus} x Stand-in" in done.stdout
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def _alone(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    script = BENCHMARKS / "bench_allreduce.py"
+    return subprocess.run(
+        [sys.executable, str(script), "--device", *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=clean_environment(ENVIRONMENT),
+    )
+
+
+def test_figures_of_the_stand_in_are_refused(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "--json", "figures.json")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "stand-in" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trial_that_is_to_write_is_refused(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "--smoke", "--results", "here")
+    assert done.returncode == 2
+    assert "expected --smoke alone" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCSTRAT_STANDIN_NO_DEVICE", "1")
+    done = _alone(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("expected a GPU, found no CUDA device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_rank_measures_nccl_alone(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "--smoke", "--sizes", "4KiB")
+    assert done.returncode == 0, done.stderr
+    assert "nccl, by CuPy" in done.stdout

@@ -1,0 +1,108 @@
+"""The kernels: against NumPy, on a GPU or its stand-in; and through NVRTC."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat.device import kernels
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAIRS = [
+    *[("float32", "float32"), ("float64", "float64"), ("float16", "float32")],
+    *[("bfloat16", "float32"), ("complex64", "complex64")],
+    *[("complex128", "complex128"), ("int8", "int32"), ("uint16", "int32")],
+    *[("int32", "int32"), ("uint64", "uint64"), ("int64", "float64")],
+]
+HAS_GPU = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
+COMPILE = """
+import sys
+from cupy_backends.cuda.libs import nvrtc
+
+program = nvrtc.createProgram(sys.stdin.read(), "kernels.cu", [], [])
+try:
+    nvrtc.compileProgram(program, sys.argv[1:])
+finally:
+    print(nvrtc.getProgramLog(program).strip("\\0 \\n"))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Return the variables for a process with a GPU, or with the stand-in."""
+    found = subprocess.run(
+        [sys.executable, "-c", HAS_GPU], capture_output=True, check=False, timeout=120
+    )
+    paths = [str(ROOT)] if found.returncode == 0 else [str(HERE / "standin"), str(ROOT)]
+    before = os.environ.get("PYTHONPATH")
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([*paths, before] if before else paths)
+    }
+
+
+def test_kernels_agree_with_numpy() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    cases = str(HERE / "kernel_cases.py")
+    finished = subprocess.run(
+        [*command, "--color=no", cases],
+        *(),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=560,
+    )
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a test of the kernels failed; see the report"
+    assert " passed" in finished.stdout
+
+
+def nvrtc_version() -> int:
+    """Return NVRTC's major version; skip the test where it cannot be called."""
+    if importlib.util.find_spec("cupy_backends") is None:
+        pytest.skip("CuPy, through which NVRTC is called, is not installed")
+    loads = "from cupy_backends.cuda.libs.nvrtc import *; print(getVersion()[0])"
+    found = subprocess.run(
+        [sys.executable, "-c", loads], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"NVRTC cannot be loaded: {found.stderr.strip().splitlines()[-1]}")
+    return int(found.stdout)
+
+
+def compiled(stored: str, wire: str, architecture: str) -> None:
+    """Compile without warnings, save of the age of an architecture."""
+    finished = subprocess.run(
+        [sys.executable, "-c", COMPILE, *kernels.OPTIONS, f"-arch={architecture}"],
+        *(),
+        input=kernels.source(stored, wire),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    told = [line for line in finished.stdout.splitlines() if line.strip()]
+    assert not [line for line in told if "Architectures prior to" not in line]
+
+
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+def test_nvrtc_compiles_for(architecture: str, stored: str) -> None:
+    if nvrtc_version() >= 13 and architecture == "sm_70":
+        pytest.skip("NVRTC of CUDA 13 knows sm_70 no more")
+    compiled(stored, "float32", architecture)
+
+
+@pytest.mark.parametrize(("stored", "wire"), PAIRS)
+def test_nvrtc_compiles_all_types(stored: str, wire: str) -> None:
+    nvrtc_version()
+    # No further than to PTX, which takes a fraction of the time.
+    compiled(stored, wire, "compute_80")

@@ -1,0 +1,214 @@
+"""The trial of MPI, and the doctor, as real programs on the stand-in for CuPy.
+
+With the stand-in, memory of a GPU is memory of the host, so that every MPI library can
+move it; where a library cannot, is played by a program that dies in the call.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcstrat.device.launching import scrubbed
+from hpcstrat.testing import launch_command
+
+ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 150
+
+# The real program, whose calls of MPI end or hang as on a library without support.
+FAULTY = """
+import ctypes, sys, time
+from hpcstrat.device import probe_program
+from hpcstrat.device.probe_program import _Trial
+
+def crash(trial, nbytes):
+    return ctypes.string_at(0) if nbytes > 8 else ""
+
+def wrong(trial, nbytes):
+    memory = trial._device(trial._pattern(nbytes, 0))
+    return trial._compare(memory, trial._pattern(nbytes, 1))
+
+def wait(trial, nbytes):
+    # The other rank waits in its call, this one does not come.
+    return time.sleep(60) if trial._rank else real(trial, nbytes)
+
+real = _Trial._broadcast
+_Trial._broadcast = wait
+_Trial._sendrecv = wrong
+_Trial._allreduce = crash
+probe_program._LIMIT_SECONDS = 3.0
+sys.exit(probe_program.main())
+"""
+
+REPORT = """
+import json, sys
+from hpcstrat.device.probe import probe, save
+from hpcstrat.device.probe_program import library_version
+options = {"program": sys.argv[1:]} if sys.argv[1:] else {}
+report = probe(library_version(), **options)
+assert save(report) == ""
+answers = {name: [a.ok, a.reason] for name, a in report.answers.items()}
+print(json.dumps([report.how, answers]))
+"""
+
+STRATEGY = """
+import cupy, logging, sys
+import hpcstrat as hs
+from hpcstrat.device.capabilities import gather
+with hs.MultiWorkerMirroredStrategy() as strategy:
+    able = gather(strategy.topology)
+    assert able.num_gpus == strategy.num_replicas_in_sync
+    assert able.peer, able.explain()
+    place = strategy.device, cupy.cuda.Device().id, strategy.topology.gpu.pci_bus_id
+    places = strategy.collectives.all_gather_object(place, "test")
+    hs.print_once(places)
+    hs.print_once(able.explain())
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a command with the stand-in, and its own cache."""
+
+    def start(
+        *command: str, devices: int = 2, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join([str(ROOT / "tests" / "gpu" / "standin"), str(ROOT)])
+        return subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            env={
+                **scrubbed(os.environ),
+                "PYTHONPATH": paths,
+                "XDG_CACHE_HOME": str(tmp_path / "cache"),
+                "HPCSTRAT_STANDIN_DEVICES": str(devices),
+                **variables,
+            },
+        )
+
+    return start
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PYTHON = (sys.executable, "-c")
+DOCTOR = (sys.executable, "-c", "from hpcstrat.cli import main; main()", "doctor")
+
+
+def test_every_operation_is_tried_by_two_ranks(run: Run, tmp_path: Path) -> None:
+    done = run(*PYTHON, REPORT)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on 2 GPUs of one host" in done.stdout
+    assert done.stdout.count("[true, ") == 6
+    assert len(list((tmp_path / "cache" / "hpcstrat").iterdir())) == 1
+
+
+def test_crash_hang_and_wrong_contents_are_answers(run: Run, tmp_path: Path) -> None:
+    program = tmp_path / "faulty.py"
+    program.write_text(FAULTY)
+    done = run(*PYTHON, REPORT, str(program))
+    assert done.returncode == 0, done.stderr
+    assert "ended by SIGSEGV in Allreduce of 64 KiB" in done.stdout
+    assert "the process hung in Bcast of 8 B" in done.stdout
+    assert "(Sendrecv of 8 B)" in done.stdout
+    assert '"exchange": [false, "not tried, because sendrecv failed"]' in done.stdout
+    assert '"send": [true, ' in done.stdout
+
+
+def test_first_strategy_of_a_job_tries_mpi_before_it_starts(
+    run: Run, tmp_path: Path
+) -> None:
+    # A child that took itself for a rank would hang all of them.
+    done = run(*launch_command(2), *PYTHON, STRATEGY)
+    assert done.returncode == 0, done.stderr
+    assert "mpi_allreduce: yes, tried on" in done.stdout
+    assert "('GPU:0', 0, '0000:01:00.0'), ('GPU:1', 1, '0000:02:00.0')" in done.stdout
+    kept = list((tmp_path / "cache" / "hpcstrat").iterdir())
+    assert len(kept) == 1
+    before = kept[0].stat().st_mtime_ns
+    again = run(*launch_command(2), *PYTHON, STRATEGY)
+    assert again.returncode == 0, again.stderr
+    assert kept[0].stat().st_mtime_ns == before
+
+
+def test_setting_comes_before_the_trial(run: Run, tmp_path: Path) -> None:
+    done = run(*launch_command(2), *PYTHON, STRATEGY, HPCSTRAT_MPI_READS_GPU="no")
+    assert done.returncode == 0, done.stderr
+    assert "mpi_sendrecv: no, the setting mpi_reads_gpu is 'no'" in done.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_ranks_that_share_a_gpu_are_refused_or_meant_to(run: Run) -> None:
+    refused = run(*launch_command(2), *PYTHON, STRATEGY, devices=1)
+    assert refused.returncode != 0
+    assert "found ranks 0 and 1 on host" in refused.stderr
+    shared = run(
+        *launch_command(2), *PYTHON, STRATEGY, devices=1, HPCSTRAT_SHARE_GPUS="1"
+    )
+    assert shared.returncode == 0, shared.stderr
+    assert "ranks with GPUs: 2, some shared" in shared.stdout
+
+
+def _narrow(text: str) -> bool:
+    """Return whether no line has more than 80 columns, but for long paths."""
+    return all(len(line) <= 80 or "/" in line for line in text.splitlines())
+
+
+def test_doctor_alone(run: Run) -> None:
+    first = run(*DOCTOR)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "trying what MPI can do" in first.stderr
+    assert "GPU 0000:02:00.0" in first.stdout
+    assert "yes, contents compared, 8 B, 64 KiB, 4 MiB" in first.stdout
+    assert first.stdout.endswith("no problems found\n")
+    assert _narrow(first.stdout)
+    # Kept, until it is asked for again.
+    assert "trying" not in run(*DOCTOR).stderr
+    assert "trying" in run(*DOCTOR, "--fresh").stderr
+
+
+def test_doctor_under_mpirun_ends_on_every_rank(run: Run) -> None:
+    done = run(*launch_command(2), *DOCTOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no problems found") == 1
+    assert "sums of arrays on GPUs" in done.stdout
+    assert "rank 1 " in done.stdout
+    assert _narrow(done.stdout)
+
+
+def test_doctor_names_a_problem_of_the_ranks(run: Run) -> None:
+    done = run(*launch_command(2), *DOCTOR, devices=1)
+    assert done.returncode != 0
+    words = " ".join(done.stdout.split())
+    assert "problems 1. expected a GPU for each rank, found ranks 0 and 1" in words
+    assert "no problems" not in done.stdout
+
+
+def test_doctor_without_a_gpu(run: Run) -> None:
+    done = run(*DOCTOR, HPCSTRAT_STANDIN_NO_DEVICE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "this process has no GPU" in " ".join(done.stdout.split())
+    assert "memory of GPUs in calls of MPI" not in done.stdout
+
+
+def test_doctor_finds_wrong_settings(run: Run) -> None:
+    done = run(*DOCTOR, HPCSTRAT_DEVICES="gpu")
+    assert done.returncode == 1
+    assert "write HPCSTRAT_DEVICE" in " ".join(done.stdout.split())
+
+
+def test_doctor_finds_separate_programs(run: Run) -> None:
+    # As under the mpirun of another library: each process is told of two ranks.
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    done = run(*DOCTOR, **variables)
+    if "Open MPI" not in done.stdout:
+        pytest.skip("MPICH would wait for its launcher")
+    assert done.returncode == 1
+    assert "found 2 separate programs" in " ".join(done.stdout.split())

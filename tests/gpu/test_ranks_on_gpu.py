@@ -1,0 +1,111 @@
+"""Run the rank tests of tests/mpi with arrays on GPUs in MPI jobs of 1 to 4 ranks.
+
+With CuPy on the GPU of this machine, which the ranks share; where there is none, with
+the stand-in for CuPy. What has no meaning for arrays on GPUs is listed in
+tests/gpu/ranks/exceptions.py, and skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat import testing
+from hpcstrat.errors import HpcstratError
+from hpcstrat.testing.launcher import find_launcher
+from tests.conftest import why_no_gpu
+
+ROOT = Path(__file__).parents[2]
+RANKS = ROOT / "tests/mpi/ranks"
+OWN = Path(__file__).parent / "ranks"
+
+# What makes no arrays that a GPU could hold.
+WITHOUT_ARRAYS = {"arrivals", "elastic", "harness", "settings", "topology"}
+EVERYTHING = sorted(
+    path.stem.removeprefix("check_")
+    for path in RANKS.glob("check_*.py")
+    if path.stem.removeprefix("check_") not in WITHOUT_ARRAYS
+)
+# What goes another way on each transport.
+REDUCTIONS = ["reductions", "contexts", "gather_broadcast", "review", "non_finite"]
+UPDATES = ["variables", "optimizers", "metrics", "layers", "extended"]
+REST = ["checkpoint", "restoring", "data", "strategies", "divergence", "random"]
+
+TRANSPORTS = {
+    # NCCL, with a GPU for each rank.
+    "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
+    # Memory that processes share, where NCCL refuses ranks with the same GPU.
+    "peer": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
+    # Between workers, by messages of MPI out of the memory of GPUs.
+    "mpi": {
+        "HPCSTRAT_STANDIN_DEVICES": "1",
+        "HPCSTRAT_SHARE_GPUS": "1",
+        "HPCSTRAT_MPI_READS_GPU": "yes",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def launcher() -> str:
+    """Return the path of mpirun; skip the test where there is none."""
+    try:
+        return find_launcher()
+    except HpcstratError as exc:
+        pytest.skip(str(exc))
+
+
+def _passed(n: int, transport: str, files: list[str]) -> int:
+    """Run files on n ranks; return how many tests have passed, and none failed."""
+    # Variables are on the GPU also where they are made of Python's numbers.
+    env = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
+    env |= {"HPCSTRAT_STANDIN_DELAY": "0.0001"} | TRANSPORTS[transport]
+    if why_no_gpu():
+        paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
+    elif transport != "peer":
+        pytest.skip("needs a GPU for each rank")
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", "-rs", *files]
+    finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a rank test failed; see the report below"
+    found = re.search(r"(\d+) passed", finished.stdout)
+    assert found is not None
+    return int(found[1])
+
+
+def _paths(names: list[str]) -> list[str]:
+    return [str(RANKS / f"check_{name}.py") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("n", "transport", "names"),
+    [
+        (1, "peer", [*REDUCTIONS, *UPDATES]),
+        (2, "nccl", [*REDUCTIONS, *UPDATES]),
+        (2, "mpi", REDUCTIONS[:2]),
+        (2, "peer", REST),
+        (3, "peer", [*REDUCTIONS[:2], *UPDATES[:2]]),
+    ],
+    ids=lambda value: value if isinstance(value, int | str) else "-".join(value[:2]),
+)
+def test_rank_tests_pass_on_gpus(n: int, transport: str, names: list[str]) -> None:
+    assert _passed(n, transport, _paths(names)) >= len(names)
+
+
+@pytest.mark.parametrize(("n", "transport"), [(1, "peer"), (2, "nccl"), (3, "mpi")])
+def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
+    files = sorted(str(path) for path in OWN.glob("check_*.py"))
+    assert _passed(n, transport, files) >= len(files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(7))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_rank_tests_pass_on_gpus(n: int, transport: str, part: int) -> None:
+    assert _passed(n, transport, _paths(EVERYTHING[part::7]))
