@@ -342,6 +342,11 @@ def to_reducible(value: ArrayLike) -> Array:
     if not is_device(array):
         array = np.asarray(array)
     dtype = array.dtype
+    if dtype.char in "gG" and is_device(array):
+        raise ValueError(
+            f"expected an array that a GPU can sum, found dtype {dtype}; cast it to "
+            "float64 or complex128"
+        )
     if dtype.kind in "iufc" and dtype.num < _FIRST_FOREIGN_TYPE:
         return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
     if is_half(dtype):

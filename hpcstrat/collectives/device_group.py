@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.device_moves import Mover
@@ -69,17 +69,17 @@ class DeviceGroup:
             )
         self.capabilities: Capabilities = gather(topology)
         self.reason = ""
-        self._transports: dict[str, Transport] = {}
+        self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
 
-    def transport(self, name: str, make: Callable[[], Transport]) -> Transport:
+    def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
         """Return a transport, made at its first use.
 
         Not collective; what ranks must do together comes in its ``connect``.
 
         Parameters
         ----------
-        name : str
+        name : hashable
             Its name.
         make : callable
             Makes it.

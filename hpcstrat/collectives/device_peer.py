@@ -45,7 +45,6 @@ what was to be ready then is so, and ``R(k + 1)`` follows all work on piece ``k`
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,36 +60,16 @@ from hpcstrat.collectives.started import Message
 from hpcstrat.collectives.verdicts import agreed_problem
 from hpcstrat.collectives.work import Work
 from hpcstrat.device import kernels
-from hpcstrat.device.memory import (
-    close_memory,
-    memory_handle,
-    open_memory,
-    plain_memory,
-    rounded,
-)
-from hpcstrat.device.streams import ForeignMark, Lane, Mark
+from hpcstrat.device.memory import rounded
+from hpcstrat.device.streams import Lane
+from hpcstrat.device.windows import Windows
 from hpcstrat.packing import Piece, Run
 from hpcstrat.topology import Topology
-from hpcstrat.typing import Array
 
 __all__ = ["PeerTransport"]
 
 # Up to here one meeting less is worth more than what is read twice.
 _DIRECT_BYTES = 64 << 10
-_HANDLE_BYTES = 64
-_MARKS = [(name, half) for name in ("ready", "summed") for half in (0, 1)]
-_RECORD_BYTES = (1 + len(_MARKS)) * _HANDLE_BYTES
-
-# What other processes may still read after a death.
-_abandoned: list[Any] = []
-
-
-@dataclass(slots=True)
-class _Window:
-    """A rank's memory and marks, as this process knows them."""
-
-    address: int = 0
-    marks: dict[tuple[str, int], ForeignMark] = field(default_factory=dict)
 
 
 class PeerTransport:
@@ -133,10 +112,8 @@ class PeerTransport:
                 f"{self._size}; use another transport"
             )
         self._shares_events = events
-        self._own_marks: dict[tuple[str, int], Mark] = {}
-        self._windows: list[_Window] = []
-        self._memory: Any = None
-        self._spare: Any = None
+        keys = [(name, half) for name in ("ready", "summed") for half in (0, 1)]
+        self._windows = Windows(self._rank, self._size, keys if events else [])
         # Of one half, the same on all ranks; 0 while nothing is connected.
         self._half_bytes = 0
         self._needed_bytes = 0
@@ -160,11 +137,8 @@ class PeerTransport:
         """
         self._early = None
         self._needed_bytes = rounded(nbytes)
-        if self._needed_bytes <= self._half_bytes:
-            return
-        if self._spare is None or self._spare.nbytes < 2 * self._needed_bytes:
-            self._spare = None
-            self._spare = plain_memory(2 * self._needed_bytes)
+        if self._needed_bytes > self._half_bytes:
+            self._windows.allocate(2 * self._needed_bytes)
 
     def start(self, piece: Piece, work: Work) -> None:
         """Lay out the first piece of a call before its header, which is ``R(k)`` then.
@@ -209,25 +183,28 @@ class PeerTransport:
         if self._needed_bytes <= self._half_bytes:
             return
         if self._half_bytes:
-            # All work that reads the old windows has to be done before one is freed.
+            # All work that reads the old windows comes before one is freed.
             yield self.lane.done()
-            self._close_windows()
+            self._windows.close()
             yield channel.step(work.call)
-        self._half_bytes, self._memory = 0, None
-        record, problem = self._described()
+            self._windows.free()
+            self._half_bytes = 0
+        record, problem = self._windows.described()
         records = np.empty((self._size, len(record)), np.uint8)
         yield Message(self._comm.Iallgather(record, records))
         if not problem:
-            problem = self._open(records)
+            problem = self._windows.open(records)
+        if problem:
+            problem = f"on replica {self._topology.replica_id}: {problem}"
         problem = yield from agreed_problem(self._topology.mpi, self._comm, problem)
         if problem:
-            self._close_windows()
+            self._windows.close()
             yield channel.step(work.call)
+            self._windows.free()
             raise EveryRankError(
                 "expected GPUs of one node to open each other's memory, found "
                 f"{problem}; choose another transport"
             )
-        self._memory, self._spare = self._spare, None
         self._half_bytes = self._needed_bytes
 
     def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
@@ -349,32 +326,29 @@ class PeerTransport:
         """
         if self._half_bytes:
             self.lane.synchronize()
-            self._close_windows()
+            self._windows.close()
             # Memory is freed only after the last process has closed it.
             self._comm.Barrier()
-        self._half_bytes, self._memory, self._spare = 0, None, None
-        self._own_marks.clear()
+        self._half_bytes = 0
+        self._windows.free()
 
     def abandon(self) -> None:
         """Let go of the windows, without freeing what others may read.
 
         Not collective.
         """
-        if self._half_bytes:
-            _abandoned.append((self._memory, dict(self._own_marks)))
-        self._windows = []
-        self._half_bytes, self._memory, self._spare = 0, None, None
-        self._own_marks.clear()
+        self._half_bytes = 0
+        self._windows.abandon()
 
     def _half(self) -> Any:
         """Return this rank's memory for the current piece."""
         start = self._piece % 2 * self._half_bytes
-        return self._memory[start : start + self._half_bytes]
+        return self._windows.memory[start : start + self._half_bytes]
 
     def _address(self, rank: int, run: Run) -> int:
         """Return where a rank's part of a run begins."""
         shift = self._piece % 2 * self._half_bytes + run.start * run.dtype.itemsize
-        return self._windows[rank].address + shift
+        return self._windows.addresses[rank] + shift
 
     def _segment(self, run: Run, rank: int) -> tuple[int, int]:
         movers = self._topology.smallest_worker
@@ -415,60 +389,11 @@ class PeerTransport:
 
     def _record(self, name: str) -> None:
         if self._shares_events:
-            self._own_marks[name, self._piece % 2].record(self.lane.stream)
+            self._windows.record((name, self._piece % 2), self.lane.stream)
 
     def _wait_for(self, name: str, ranks: range) -> None:
         """Let the lane wait for an event of other ranks."""
-        if not self._shares_events:
-            return
-        for rank in ranks:
-            if rank != self._rank:
-                mark = self._windows[rank].marks[name, self._piece % 2]
-                mark.join(self.lane.stream)
-
-    def _described(self) -> tuple[Array, str]:
-        """Return the handles of this rank's window and marks, or why there are none."""
-        handles = []
-        try:
-            handles.append(memory_handle(self._spare))
-            for key in _MARKS if self._shares_events else ():
-                if key not in self._own_marks:
-                    self._own_marks[key] = Mark(shared=True)
-                handles.append(self._own_marks[key].handle())
-        except Exception as error:
-            return np.zeros(_RECORD_BYTES, np.uint8), self._refusal(error)
-        record = b"".join(handles).ljust(_RECORD_BYTES, b"\0")
-        return np.frombuffer(record, np.uint8), ""
-
-    def _open(self, records: Array) -> str:
-        """Open what the others have described; return why it cannot be done."""
-        self._windows = [_Window() for _ in range(self._size)]
-        self._windows[self._rank].address = self._spare.data.ptr
-        for rank, window in enumerate(self._windows):
-            record = records[rank].tobytes()
-            # A rank without handles says itself why.
-            if rank == self._rank or not any(record):
-                continue
-            parts = range(0, _RECORD_BYTES, _HANDLE_BYTES)
-            handles = [record[low : low + _HANDLE_BYTES] for low in parts]
-            try:
-                window.address = open_memory(handles[0])
-                if self._shares_events:
-                    for key, handle in zip(_MARKS, handles[1:], strict=True):
-                        window.marks[key] = ForeignMark(handle)
-            except Exception as error:
-                return f"{self._refusal(error)} of rank {rank}"
-        return ""
-
-    def _refusal(self, error: Exception) -> str:
-        return f"on rank {self._rank} of worker {self._topology.worker_id}: {error}"
-
-    def _close_windows(self) -> None:
-        """Let go of the others' windows and marks."""
-        for rank, window in enumerate(self._windows):
-            if rank != self._rank:
-                for mark in window.marks.values():
-                    mark.close()
-                if window.address:
-                    close_memory(window.address)
-        self._windows = []
+        if self._shares_events:
+            key = name, self._piece % 2
+            for rank in ranks:
+                self._windows.join(rank, key, self.lane.stream)

@@ -87,10 +87,12 @@ def select_on_gpu(
                 "implementation out"
             )
         return ring(group, options)
-    if able.nccl and options.wire_dtype is None:
-        return nccl(group, options)
     topology = group.topology
-    if topology.num_workers == 1 and able.peer:
+    near = topology.num_workers == 1 and bool(able.peer)
+    # Ranks that share a GPU are a curiosity for NCCL.
+    if able.nccl and options.wire_dtype is None and (able.one_gpu_per_rank or not near):
+        return nccl(group, options)
+    if near:
         return peer(group, options)
     if able.peer and topology.num_workers < topology.num_replicas:
         return hierarchical(group, options)
@@ -150,9 +152,14 @@ def peer(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     """
     group.explain("CUDA IPC", _why(group, "peer"))
     return _choice(
-        group.transport("peer", lambda: PeerTransport(group.topology, group.lane)),
+        group.transport("peer", lambda: _peer_transport(group)),
         options,
     )
+
+
+def _peer_transport(group: DeviceGroup) -> PeerTransport:
+    events = bool(group.capabilities.peer_events)
+    return PeerTransport(group.topology, group.lane, events=events)
 
 
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
@@ -207,7 +214,7 @@ def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     )
 
     def make() -> Transport:
-        within = (PeerTransport if able.peer else NcclWorker)(topology, lane)
+        within = _peer_transport(group) if able.peer else NcclWorker(topology, lane)
         if far:
             return HierarchicalTransport(topology, within, PairsAcross(topology, lane))
         over = HostAcross(lane, None if wire is None else wire_type(wire))
@@ -256,7 +263,9 @@ def staged(
 
     # Refuses here what does not serve the topology.
     starts = choose(nbytes, group.topology, options).starts
-    key = f"staging {name} {options.wire_dtype} {options.bytes_per_pack}"
+    # An algorithm may have functions of the program: the object that chooses tells.
+    chooser = getattr(choose, "__self__", choose)
+    key = ("staging", chooser, options.wire_dtype, options.bytes_per_pack)
     transport = group.transport(key, lambda: StagingTransport(group.lane, choose_for))
     return replace(_choice(transport, options), starts=starts)
 
@@ -308,6 +317,8 @@ def _why(group: DeviceGroup, *used: str) -> str:
         ability = getattr(able, name)
         if not ability:
             reasons.append(f"not {words}: {ability.reason}")
+        elif not able.one_gpu_per_rank and "peer" in used:
+            reasons.append("ranks share a GPU")
     return "; ".join(reasons) or "the program asks for it"
 
 

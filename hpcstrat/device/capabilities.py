@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat.device import library, probe
 from hpcstrat.device.memory import plain_memory
+from hpcstrat.device.streams import ForeignMark, Mark
 from hpcstrat.tracing import get_logger
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Capabilities:
         Whether NCCL connects all ranks.
     peer : Ability
         Whether the ranks of each worker can open each other's memory (CUDA IPC).
+    peer_events : Ability
+        Whether they can also wait for each other's events.
     mpi_sendrecv : Ability
         Whether MPI sends and receives such memory, point to point.
     mpi_broadcast : Ability
@@ -67,6 +70,7 @@ class Capabilities:
 
     nccl: Ability
     peer: Ability
+    peer_events: Ability
     mpi_sendrecv: Ability
     mpi_broadcast: Ability
     mpi_allreduce: Ability
@@ -113,12 +117,14 @@ def gather(topology: Topology) -> Capabilities:
     own = [
         _guarded(topology, lambda: _nccl(bool(shares))),
         _peers(topology),
+        _peer_events(topology),
         *_mpi(topology),
     ]
-    nccl, peer, sendrecv, broadcast, allreduce = _agree(topology, own)
+    nccl, peer, events, sendrecv, broadcast, allreduce = _agree(topology, own)
     found = Capabilities(
         nccl=nccl,
         peer=peer,
+        peer_events=events,
         mpi_sendrecv=sendrecv,
         mpi_broadcast=broadcast,
         mpi_allreduce=allreduce,
@@ -190,14 +196,43 @@ def _peers(topology: Topology) -> _Found:
         runtime = _runtime()
         offer = runtime.ipcGetMemHandle(memory[0].data.ptr), topology.gpu.pci_bus_id
     offers = comm.allgather(offer)
-    if ok and None in offers:
-        # That rank says why.
-        return True, ""
-    if ok:
+    # A rank that offers nothing says why.
+    if ok and None not in offers:
         ok, reason = _guarded(topology, lambda: _open(offers, comm.rank))
     # The memory is freed when all have looked at it.
     comm.Barrier()
     return ok, reason
+
+
+def _peer_events(topology: Topology) -> _Found:
+    """Return whether this rank can wait for events of all others of its worker."""
+    comm = topology.worker_comm
+    marks: list[Mark] = []
+    ok, reason = _guarded(topology, lambda: _offer_mark(marks))
+    handles = comm.allgather(marks[0].handle() if ok else None)
+    if ok and None not in handles:
+        others = [h for rank, h in enumerate(handles) if rank != comm.rank]
+        ok, reason = _guarded(topology, lambda: _join_marks(others))
+    # An event lives as long as the process that made it says.
+    comm.Barrier()
+    return ok, reason
+
+
+def _offer_mark(marks: list[Mark]) -> _Found:
+    mark = Mark(shared=True).record()
+    mark.handle()
+    marks.append(mark)
+    return True, ""
+
+
+def _join_marks(handles: list[bytes]) -> _Found:
+    import cupy
+
+    for handle in handles:
+        mark = ForeignMark(handle)
+        mark.join(cupy.cuda.get_current_stream())
+        mark.close()
+    return True, "events were shared"
 
 
 def _runtime() -> Any:

@@ -9,22 +9,28 @@ call lie one behind the other, and the buffer that goes with them begins at the 
 of the first.
 
 The addresses of the arrays differ from step to step. They travel as arguments of the
-launch, which may have 4 KiB; where there are more, through page-locked memory. No
-function here waits for the device.
+launch, or through page-locked memory, see `hpcstrat.device.tables`. No function here
+waits for the device.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hpcstrat.device.memory import pinned_memory, plain_memory, rounded
-from hpcstrat.device.streams import Mark
+from hpcstrat.device.tables import (
+    MOST_TERMS,
+    Span,
+    give_back,
+    laid_out,
+    segments_table,
+    spans_table,
+    terms_table,
+)
 from hpcstrat.typing import Array
 
 __all__ = [
@@ -39,22 +45,13 @@ __all__ = [
     "unpack",
 ]
 
-Span = tuple[int, int, int, int]
-
-MOST_TERMS = 32
-"""How many buffers are added, or read from, in one launch; as in ``kernels.cu``."""
-
 OPTIONS = ("--std=c++14", "--fmad=false")
 """For the compiler: CuPy 13 and 14 differ in the standard that they take by default."""
 
-_FEW_SPANS = 24
-_MANY_SPANS = 208
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 8
 _CHUNK_BYTES = 16 << 10
 _SMALLEST_CHUNK_BYTES = 4 << 10
-_HOST_TO_DEVICE = 1
-_MOST_LAYOUTS = 256
 _TYPES = {
     "int8": "signed char",
     "int16": "short",
@@ -73,45 +70,6 @@ _TYPES = {
 }
 # Sums of integers wrap around, which signed ones may not in C++.
 _WIRE_TYPES = {**_TYPES, "int32": "Word", "int64": "Address"}
-
-
-def _spans_dtype(size: int) -> np.dtype[Any]:
-    return np.dtype(
-        [("count", "i8"), ("starts", "i8", size + 1), ("arrays", "u8", size)]
-    )
-
-
-_FEW, _MANY = _spans_dtype(_FEW_SPANS), _spans_dtype(_MANY_SPANS)
-_LONG = np.dtype([("count", "i8"), ("starts", "u8"), ("arrays", "u8")])
-_BUFFERS = np.dtype(
-    [
-        ("parts", "i8"),
-        ("terms", "i8"),
-        ("firsts", "i8", MOST_TERMS + 1),
-        ("pointers", "u8", MOST_TERMS),
-    ]
-)
-
-
-class _Layout(NamedTuple):
-    """Where spans lie, which is the same in each step."""
-
-    spans: Sequence[Span]
-    indices: list[int]
-    offsets: Array
-    starts: Array
-
-
-class _Table(NamedTuple):
-    """Memory for the addresses of many arrays."""
-
-    host: Array
-    device: Any
-    used: Mark
-
-
-_layouts: dict[int, _Layout] = {}
-_tables: deque[_Table] = deque()
 
 
 @functools.cache
@@ -191,14 +149,14 @@ def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -
     stream : cupy.cuda.Stream
         On which the kernel runs.
     """
-    layout = _laid_out(spans)
+    layout = laid_out(spans)
     if not out.size or not layout.indices:
         return
     stored = sources[layout.indices[0]].dtype
-    size, table, memory = _spans_table(layout, sources, stored.itemsize, stream)
+    size, table, memory = spans_table(layout, sources, stored.itemsize, stream)
     kernel = _kernel(f"pack_{size}", stored.name, out.dtype.name)
     _launch(kernel, (table, out.data.ptr), out, stream)
-    _give_back(memory, stream)
+    give_back(memory, stream)
 
 
 def unpack(
@@ -233,12 +191,7 @@ def unpack(
         By what to divide, rounded as NumPy does in the type of the wire; 0: by nothing.
         Integers are not divided.
     """
-    assert 0 < len(segments) <= MOST_TERMS
-    # CuPy passes arrays of one element by value.
-    buffers = np.zeros((), _BUFFERS)
-    buffers["parts"], buffers["terms"] = len(segments), 1
-    buffers["firsts"][: len(segments)] = [first for _, first, _ in segments]
-    buffers["pointers"][: len(segments)] = [pointer for pointer, _, _ in segments]
+    buffers = segments_table(segments)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
 
 
@@ -270,7 +223,7 @@ def combine(
     divisor : int
         By what to divide, as in `unpack`.
     """
-    buffers = _terms(pointers)
+    buffers = terms_table(pointers)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
 
 
@@ -306,15 +259,7 @@ def sum_in_order(pointers: Sequence[int], out: Any, stream: Any) -> None:
     """
     if out.size:
         kernel = _kernel("sum_terms", out.dtype.name, out.dtype.name)
-        _launch(kernel, (_terms(pointers), out.data.ptr, out.size), out, stream)
-
-
-def _terms(pointers: Sequence[int]) -> Array:
-    assert 0 < len(pointers) <= MOST_TERMS
-    buffers = np.zeros((), _BUFFERS)
-    buffers["parts"], buffers["terms"] = 1, len(pointers)
-    buffers["pointers"][: len(pointers)] = pointers
-    return buffers
+        _launch(kernel, (terms_table(pointers), out.data.ptr, out.size), out, stream)
 
 
 def _deliver(
@@ -326,91 +271,15 @@ def _deliver(
     dtype: np.dtype[Any],
     divisor: int,
 ) -> None:
-    layout = _laid_out(spans)
+    layout = laid_out(spans)
     if not layout.indices:
         return
     stored = results[layout.indices[0]].dtype
-    size, table, memory = _spans_table(layout, results, stored.itemsize, stream)
+    size, table, memory = spans_table(layout, results, stored.itemsize, stream)
     kernel = _kernel(f"unpack_{size}", stored.name, dtype.name)
     count = int(layout.starts[-1])
     _launch_over(count, dtype.itemsize, kernel, (table, buffers, divisor), stream)
-    _give_back(memory, stream)
-
-
-def _laid_out(spans: Sequence[Span]) -> _Layout:
-    """Return what the spans say, which is kept as long as they are likely to live."""
-    layout = _layouts.get(id(spans))
-    if layout is not None and layout.spans is spans:
-        return layout
-    first = spans[0][3] if spans else 0
-    starts = [at - first for _, _, _, at in spans]
-    end = starts[-1] + spans[-1][2] - spans[-1][1] if spans else 0
-    layout = _Layout(
-        spans,
-        [index for index, _, _, _ in spans],
-        np.array([start for _, start, _, _ in spans], np.uint64),
-        np.array([*starts, end], np.int64),
-    )
-    if type(spans) is tuple:
-        if len(_layouts) >= _MOST_LAYOUTS:
-            _layouts.clear()
-        _layouts[id(spans)] = layout
-    return layout
-
-
-def _spans_table(
-    layout: _Layout, arrays: Sequence[Any], itemsize: int, stream: Any
-) -> tuple[str, Array, _Table | None]:
-    """Return which kernel serves, its table, and the memory that it is in."""
-    count = len(layout.indices)
-    pointers = layout.offsets * np.uint64(itemsize)
-    pointers += np.array([arrays[i].data.ptr for i in layout.indices], np.uint64)
-    if count > _MANY_SPANS:
-        return _long_table(layout.starts, pointers, stream)
-    size, dtype = ("few", _FEW) if count <= _FEW_SPANS else ("many", _MANY)
-    table = np.empty((), dtype)
-    table["count"] = count
-    table["starts"][: count + 1] = layout.starts
-    table["arrays"][:count] = pointers
-    return size, table, None
-
-
-def _long_table(
-    starts: Array, pointers: Array, stream: Any
-) -> tuple[str, Array, _Table | None]:
-    """Send a table to the device."""
-    from cupy.cuda import runtime
-
-    words = len(starts) + len(pointers)
-    memory = _table_memory(words * 8)
-    host = memory.host[: words * 8].view(np.int64)
-    host[: len(starts)] = starts
-    host[len(starts) :] = pointers.view(np.int64)
-    address = memory.device.data.ptr
-    runtime.memcpyAsync(
-        *(address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, stream.ptr)
-    )
-    table = np.array((len(pointers), address, address + len(starts) * 8), _LONG)
-    return "long", table, memory
-
-
-def _table_memory(nbytes: int) -> _Table:
-    """Return memory whose last use the device has done."""
-    for _ in range(len(_tables)):
-        memory = _tables.popleft()
-        if not memory.used.passed():
-            _tables.append(memory)
-        elif memory.host.nbytes >= nbytes:
-            return memory
-    nbytes = rounded(nbytes)
-    return _Table(pinned_memory(nbytes), plain_memory(nbytes), Mark())
-
-
-def _give_back(memory: _Table | None, stream: Any) -> None:
-    """Let a table be used again after what the stream has been given so far."""
-    if memory is not None:
-        memory.used.record(stream)
-        _tables.append(memory)
+    give_back(memory, stream)
 
 
 def _launch(kernel: Any, args: tuple[Any, ...], out: Any, stream: Any) -> None:

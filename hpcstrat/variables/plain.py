@@ -134,7 +134,12 @@ class Variable(ScatterMethods, ArrayOperators):
             )
         stays = type(value) is HostValue
         array = as_array(value.array if stays else value, dtype)
-        if self._strategy is not None and self._strategy.puts_on_gpu and not stays:
+        # A plain variable has no strategy, but may be made in the scope of one.
+        entry = current()
+        strategy = self._strategy
+        if strategy is None and entry is not None:
+            strategy = entry.strategy
+        if strategy is not None and strategy.puts_on_gpu and not stays:
             array = to_device(array)
         own: Array = array_module(array).array(array, order="C")
         return own

@@ -20,12 +20,14 @@ from hpcstrat import optimizers
 from hpcstrat.arrays import is_device
 from hpcstrat.device import update_sums, updates
 from hpcstrat.optimizers import on_device
+from hpcstrat.optimizers.parameters import Step
 
 standin = getattr(cupy, "_standin", None)
 
 counted = pytest.mark.skipif(standin is None, reason="only the stand-in counts")
 
-DTYPES = ["f", "d", "e", "bfloat16"]
+# CuPy has no arrays of bfloat16 so far; their kernels have a test of their own.
+DTYPES = ["f", "d", "e"]
 # More than one chunk, and sizes around its end.
 SHAPES = [(), (0,), (1,), (3, 5), (8191,), (8192,), (8193,), (70, 300), (2, 0, 3)]
 
@@ -48,13 +50,6 @@ quick = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-
-
-def type_of(name: str) -> np.dtype[Any]:
-    """Return a type by its name, those of ml_dtypes, too."""
-    if name == "bfloat16":
-        return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    return np.dtype(name)
 
 
 def drawn(rng: np.random.Generator, shape: Any, dtype: Any) -> Any:
@@ -101,13 +96,8 @@ class Twins:
             assert first.shape == second.shape
             if exact or first.dtype.kind == "i":
                 assert first.tobytes() == second.tobytes(), name
-            elif first.dtype.kind == "V" or first.dtype.itemsize == 2:
-                np.testing.assert_allclose(
-                    *(first.astype("f"), second.astype("f")),
-                    rtol=0.05,
-                    atol=1e-2,
-                    err_msg=name,
-                )
+            elif first.dtype.itemsize == 2:
+                np.testing.assert_allclose(first, second, 0.05, 1e-2, err_msg=name)
             else:
                 eps = 16 * float(np.finfo(first.dtype).eps) if first.size else 0
                 np.testing.assert_allclose(first, second, rtol=eps, atol=eps)
@@ -145,7 +135,7 @@ def test_rules_round_as_on_the_host(
     rule: str, kinds: Any, options: Any, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    kinds = [(shape, type_of(dtype)) for dtype, shape in kinds]
+    kinds = [(shape, np.dtype(dtype)) for dtype, shape in kinds]
     twins = Twins(RULES[rule], [drawn(rng, *kind) for kind in kinds], **options)
     for _ in range(4):
         twins.step([drawn(rng, *kind) for kind in kinds])
@@ -157,7 +147,7 @@ def test_rules_round_as_on_the_host(
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in WITH_NORMS])
 def test_extreme_numbers_round_as_on_the_host(rule: str, dtype: str) -> None:
     """Subnormal numbers, halves between two numbers, infinity; not the bits of NaN."""
-    kind = type_of(dtype)
+    kind = np.dtype(dtype)
     bits = np.random.default_rng(3).integers(0, 1 << 16, 20_000).astype(np.uint16)
     if kind.itemsize == 2:
         values = bits.view(kind)
@@ -173,6 +163,30 @@ def test_extreme_numbers_round_as_on_the_host(rule: str, dtype: str) -> None:
         nan = np.isnan(first)
         assert np.array_equal(nan, np.isnan(second)), name
         assert (first[~nan] == second[~nan]).all(), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_of_bfloat16_round_as_ml_dtypes(rule: str) -> None:
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    optimizer = RULES[rule]()
+    rng = np.random.default_rng(6)
+    count = 1 + len(optimizer._state)
+    arrays = [abs(drawn(rng, 9000, dtype)) for _ in range(count)]
+    bits = [cupy.asarray(array.view(np.uint16)) for array in arrays]
+    states = [tuple(array.data.ptr for array in bits)]
+    spans = updates.Spans(dtype, [9000], states, [True])
+    for number in range(1, 4):
+        step = Step(0.05, number, "v7")
+        gradient = drawn(rng, 9000, dtype)
+        moved = cupy.asarray(gradient.view(np.uint16))
+        kernel, numbers = optimizer._fused(step)
+        if kernel == "lamb":
+            spans.lamb([moved], updates.Scaling(), numbers[:-1], numbers[-1])
+        else:
+            spans.update(kernel, [moved], updates.Scaling(), numbers)
+        optimizer._update(step, gradient, *arrays)
+    for array, changed in zip(arrays, bits, strict=True):
+        assert array.tobytes() == cupy.asnumpy(changed).tobytes()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -204,7 +218,7 @@ def test_rows_that_come_several_times_are_added_in_their_order(
     dtype: str, count: int, width: Any, length: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    values = drawn(rng, (count, *width), type_of(dtype))
+    values = drawn(rng, (count, *width), np.dtype(dtype))
     indices = rng.integers(0, length, count)
     expected = np.zeros((length, *width), values.dtype)
     np.add.at(expected, indices, values)

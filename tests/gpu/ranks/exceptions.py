@@ -26,6 +26,9 @@ _OWN_ONLY = "CuPy's concatenate and @ take arrays of its own only"
 NO_MEANING = {
     "check_all_reduce.py::test_matrices_are_arrays_and_threads_have_contexts_of_their"
     "_own": "CuPy has no matrices; see check_instead.py",
+    "check_checkpoint.py::test_every_dtype_comes_back_bit_for_bit[bfloat16]": (
+        "CuPy has no bfloat16"
+    ),
     "check_checkpoint.py::test_sums_of_unusual_types_come_back[bfloat16]": (
         "CuPy has no bfloat16"
     ),
@@ -63,6 +66,8 @@ CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
     # HDF5 files are written by h5py, of NumPy's arrays.
     "check_checkpoint_input": {"_foreign": numpy_itself},
     "check_data": {"path": numpy_itself},
+    # Of numbers of hpcstrat's generators, which are NumPy's.
+    "check_random": {"test_uniform_numbers_of_replicas_are_uncorrelated": numpy_itself},
     "check_reductions": {
         "_uneven": giving,
         "assert_sum": comparing,

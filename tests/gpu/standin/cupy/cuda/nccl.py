@@ -336,7 +336,8 @@ class _Work:
                 while comm._finished < turn - 1 and not _queues.ending():
                     comm._changed.wait(0.1)
         try:
-            _nccl_shared.run_together(self.chains)
+            with np.errstate(all="ignore"):
+                _nccl_shared.run_together(self.chains)
         except _nccl_shared.Lost as exc:
             check_status(exc.status)
         finally:
