@@ -22,6 +22,7 @@ __all__ = [
     "is_half",
     "nvtx_ranges",
     "place_of",
+    "replace_at",
     "to_device",
     "to_host",
     "to_reducible",
@@ -168,6 +169,24 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
         places = order[times == time]
         chosen = to_device(rows[places])
         array[chosen] = operation(array[chosen], values[to_device(places)])
+
+
+def replace_at(array: Array, indices: Array, values: Array) -> None:
+    """Replace rows in place; of those that come several times, the last counts.
+
+    Not collective. On a GPU, too, where it waits for the indices.
+
+    Parameters
+    ----------
+    array, indices, values : ndarray of shape (n, ...), (m,), (m, ...)
+        What is written; which rows, integers; the new rows. Of one library.
+    """
+    if not is_device(array):
+        array[indices] = values
+        return
+    rows = to_host(indices)
+    last = rows.size - 1 - np.unique(rows[::-1], return_index=True)[1]
+    array[to_device(rows[last])] = values[to_device(last)]
 
 
 def _as_foreign(value: Any) -> Array | None:

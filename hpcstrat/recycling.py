@@ -140,7 +140,8 @@ class DeviceRecycler:
             self._limit_bytes = 0
         # The calls made last at the end.
         self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
-        self._unused = _holders([np.empty(1, np.uint8)], 0)
+        # How often an array is held that only this holds; found on the first one.
+        self._unused: tuple[int, int, int] | None = None
 
     def arrays(
         self,
@@ -169,11 +170,15 @@ class DeviceRecycler:
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
-            for index in range(len(kept)):
-                if _holders(kept, index) != self._unused:
+            for index, (shape, _) in enumerate(kinds):
+                # Its shape can be set, too.
+                whole = kept[index].shape == shape and kept[index].flags.c_contiguous
+                if not whole or _device_holders(kept, index) != self._unused:
                     break
             else:
                 return list(kept)
+        if self._unused is None:
+            self._unused = _device_holders([module.empty(1, np.uint8)], 0)
         made = [module.empty(shape, dtype) for shape, dtype in kinds]
         self._kept[key] = list(made)
         used = 0
@@ -189,3 +194,15 @@ class DeviceRecycler:
         Not collective.
         """
         self._kept.clear()
+
+
+def _device_holders(arrays: list[Any], index: int) -> tuple[int, int, int]:
+    """Count the references to an array of CuPy, to its pointer, and to its memory.
+
+    Some views, such as those of ``as_strided``, hold the pointer, not the array.
+    """
+    return (
+        sys.getrefcount(arrays[index]),
+        sys.getrefcount(arrays[index].data),
+        sys.getrefcount(arrays[index].data.mem),
+    )

@@ -18,7 +18,11 @@ from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.device.streams import Mark
-from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
 from hpcstrat.packing import Piece, Signature, cut, wire_dtype
 from hpcstrat.reduction_arrays import is_plain
 from hpcstrat.typing import Array
@@ -126,6 +130,9 @@ def plan_reduction(
     details = signature_text(structure, arrays)
     if ops.describe():
         details += f" by {ops.describe()}"
+    automatic = CommunicationImplementation.AUTO
+    if group is not None and options.implementation is not automatic:
+        details += f" by {options.implementation}"
     if options.bytes_per_pack:
         details += f" in pieces of {options.bytes_per_pack} bytes"
     if options.wire_dtype is not None:

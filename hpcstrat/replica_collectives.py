@@ -193,18 +193,16 @@ class Collectives(Gathers):
                     "IndexedSlices; reduce them with all_reduce"
                 )
             arrays = [to_reducible(leaf) for leaf in leaves]
+            if len(by_memory(arrays)) > 1:
+                raise ValueError(
+                    "expected arrays in one kind of memory in a reduction that is "
+                    "started, found host memory and a GPU's; start two reductions"
+                )
             outs = None if out is None else checked_outs(out, structure, [])
         except Exception as error:
             self.fail(what, error)
             raise
         request = op, what, structure
-        if len({is_device(array) for array in arrays}) > 1:
-            mixture = ValueError(
-                "expected arrays in one kind of memory in a reduction that is started, "
-                "found some in host memory and some on a GPU; start two reductions"
-            )
-            self.fail(what, mixture)
-            raise mixture
         planned, results = self._prepared(request, arrays, options, outs)
         if planned.choice is not None and not planned.choice.starts:
             refusal = ValueError(
@@ -265,7 +263,11 @@ class Collectives(Gathers):
         if not planned.on_gpu:
             return self._recycler.arrays(planned.results)
         try:
-            key, module = planned.call, array_module(arrays[0])
+            if self.channel is not None:
+                self.channel.forget_done()
+            module: Any = array_module(arrays[0])
+            # Memory is used again in the order of the stream that used it before.
+            key = planned.call, module.cuda.get_current_stream().ptr
             return self._device_recycler.arrays(key, planned.results, module)
         except Exception as error:
             self.fail(planned.call.text, error)
@@ -378,6 +380,8 @@ class Collectives(Gathers):
         try:
             for array in arrays:
                 to_reducible(array)
+                if group is not None:
+                    group.require_own(array)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             return plan_reduction(

@@ -39,8 +39,6 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     __slots__ = ()
     # Compared element by element like an array, but found by identity in dicts.
     __hash__ = object.__hash__
-    # CuPy's arrays leave operators to what has a higher priority than their own 100.
-    __array_priority__ = 1000
 
     def _operand(self) -> Array:
         raise NotImplementedError

@@ -185,17 +185,34 @@ def _try_strategy(size: int) -> tuple[list[library.Gpu], str]:
         gpu = strategy.topology.gpu
         if gpu is None:
             return [], ""
-        ones = library.load().ones(_ELEMENTS, "float32")
+        ones, trouble = None, ""
+        try:
+            ones = library.load().ones(_ELEMENTS, "float32")
+        except Exception as error:
+            trouble = f"{error}"
+        _agree_on_trouble(strategy, trouble)
         total = strategy.reduce("sum", ones, axis=None)
-        wrong = float(total.sum()) != size * _ELEMENTS
-        if strategy.topology.replica_comm.allreduce(int(wrong)):
-            raise RuntimeError(
-                f"expected a sum of {size} on all GPUs, found another; do not compute "
-                "here, and report it with this output"
-            )
+        try:
+            # Also where a GPU tells of what has failed on it before.
+            found = float(total.sum()) / _ELEMENTS
+            trouble = "" if found == size else f"a sum of {found:g}"
+        except Exception as error:
+            trouble = f"{error}"
+        _agree_on_trouble(strategy, trouble)
         channel: Any = strategy.collectives.channel
         group = channel.device_group
         return [gpu], "" if group is None else str(group.reason)
+
+
+def _agree_on_trouble(strategy: Any, trouble: str) -> None:
+    """Raise on all ranks what has gone wrong on some."""
+    told = strategy.topology.replica_comm.allgather(trouble)
+    found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+    if found:
+        raise RuntimeError(
+            f"expected the right sum of an array on all GPUs, found {found}; do not "
+            "compute here before that is mended"
+        )
 
 
 # Printing.

@@ -66,6 +66,12 @@ class ClosedChannel:
         """
         raise self._error(call.text)
 
+    def forget_done(self) -> None:
+        """Keep nothing.
+
+        Not collective.
+        """
+
     def enter_run(self) -> None:
         """Take note of nothing.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from hpcstrat.arrays import place_of
 from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.device_moves import Mover
 from hpcstrat.collectives.device_reduction import Transport
-from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.header import Channel, EveryRankError
 from hpcstrat.device.capabilities import Capabilities, gather
 from hpcstrat.device.streams import Lane
-from hpcstrat.errors import CollectiveError
 from hpcstrat.topology import Topology
 from hpcstrat.tracing import get_logger
+from hpcstrat.typing import Array
 
 __all__ = ["DeviceGroup", "device_group"]
 
@@ -43,7 +44,7 @@ class DeviceGroup:
 
     Raises
     ------
-    CollectiveError
+    EveryRankError
         If a rank cannot use its GPU. On every rank.
     """
 
@@ -62,7 +63,7 @@ class DeviceGroup:
             found = "; ".join(
                 f"rank {rank}: {text}" for rank, text in enumerate(problems) if text
             )
-            raise CollectiveError(
+            raise EveryRankError(
                 f"expected every rank to have its GPU, found {found}; import cupy "
                 "before the strategy is made, or set HPCSTRAT_DEVICE=gpu; hpcstrat "
                 "doctor shows what there is"
@@ -71,6 +72,29 @@ class DeviceGroup:
         self.reason = ""
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
+
+    def require_own(self, array: Array) -> None:
+        """Demand an array on this rank's GPU.
+
+        Not collective.
+
+        Parameters
+        ----------
+        array : cupy.ndarray
+            To be reduced.
+
+        Raises
+        ------
+        ValueError
+            If it is on another one.
+        """
+        gpu = self.topology.gpu
+        if gpu is not None and place_of(array) != f"GPU:{gpu.index}":
+            raise ValueError(
+                f"expected an array on this rank's GPU:{gpu.index}, found one on "
+                f"{place_of(array)}; make the strategy before the first array, or "
+                f"choose cupy.cuda.Device({gpu.index})"
+            )
 
     def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
         """Return a transport, made at its first use.
@@ -179,7 +203,9 @@ def device_group(
     Raises
     ------
     CollectiveError
-        If a rank does something else, or cannot use its GPU. On every rank.
+        If a rank does something else. On every rank.
+    ValueError
+        If a rank cannot use its GPU. On every rank.
     """
     group: DeviceGroup | None = channel.device_group
     if group is None:

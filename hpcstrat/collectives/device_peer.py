@@ -178,7 +178,7 @@ class PeerTransport:
         Raises
         ------
         EveryRankError
-            On all ranks of the worker, if one of them could not.
+            On all ranks, if one of them could not.
         """
         if self._needed_bytes <= self._half_bytes:
             return
@@ -196,7 +196,8 @@ class PeerTransport:
             problem = self._windows.open(records)
         if problem:
             problem = f"on replica {self._topology.replica_id}: {problem}"
-        problem = yield from agreed_problem(self._topology.mpi, self._comm, problem)
+        comm = self._topology.replica_comm
+        problem = yield from agreed_problem(self._topology.mpi, comm, problem)
         if problem:
             self._windows.close()
             yield channel.step(work.call)

@@ -263,11 +263,9 @@ def staged(
 
     # Refuses here what does not serve the topology.
     starts = choose(nbytes, group.topology, options).starts
-    # An algorithm may have functions of the program: the object that chooses tells.
-    chooser = getattr(choose, "__self__", choose)
-    key = ("staging", chooser, options.wire_dtype, options.bytes_per_pack)
-    transport = group.transport(key, lambda: StagingTransport(group.lane, choose_for))
-    return replace(_choice(transport, options), starts=starts)
+    made = group.transport("staging", lambda: StagingTransport(group.lane, choose_for))
+    assert isinstance(made, StagingTransport)
+    return replace(_choice(made.choosing(choose_for), options), starts=starts)
 
 
 def mover(group: DeviceGroup) -> Mover:

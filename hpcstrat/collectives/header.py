@@ -152,6 +152,15 @@ class Channel(Agreement):
         if self._progress is not None:
             self._progress.wake()
 
+    def forget_done(self) -> None:
+        """Let go of the arrays of started calls that GPUs have done.
+
+        Not collective.
+        """
+        if self.device_group is not None:
+            with self._lock:
+                self.device_group.lane.forget_done()
+
     def progress(self) -> None:
         """Do what can be done for the started calls without waiting.
 

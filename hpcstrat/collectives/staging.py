@@ -29,6 +29,7 @@ makes the sequence no shorter between two uses of a place.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,6 +79,9 @@ class HostCopies:
             Most bytes of an array.
         """
         nbytes = max(1, min(nbytes, self._part_bytes))
+        if self._places is not None and self._places[0].size < nbytes:
+            # The last part of the call before may still be copied from there.
+            self._lane.keep(self._places)
         self._places = self._pinned.get(0, nbytes), self._pinned.get(1, nbytes)
 
     def steps(
@@ -185,6 +189,27 @@ class StagingTransport:
         self._copies = HostCopies(lane, part_bytes)
         self._buffers = Buffers()
         self._values: Any = None
+
+    def choosing(
+        self, choose: Callable[[int, bool], tuple[Algorithm, int]]
+    ) -> StagingTransport:
+        """Return a transport with the same buffers that makes other choices.
+
+        Not collective; this one is closed for both.
+
+        Parameters
+        ----------
+        choose : callable
+            As for the class.
+
+        Returns
+        -------
+        StagingTransport
+            For calls that do not overlap with those of this one.
+        """
+        other = copy.copy(self)
+        other._choose = choose
+        return other
 
     def prepare(self, nbytes: int) -> None:
         """Make what this rank needs for pieces of a size.

@@ -211,8 +211,8 @@ def _without(view: View, views: Sequence[View], host: str) -> str:
 
 _NO_GPU = (
     "expected a GPU for every rank, because others have one, found none for rank "
-    "{rank} on host {host}: {reason}; ask the launcher for as many GPUs as ranks (sbatch "
-    "--gpus-per-node), or keep all on the CPU with HPCSTRAT_DEVICE=cpu"
+    "{rank} on host {host}: {reason}; ask the launcher for as many GPUs as ranks "
+    "(sbatch --gpus-per-node), or keep all on the CPU with HPCSTRAT_DEVICE=cpu"
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import is_half
-from hpcstrat.device.memory import pinned_memory, plain_memory
+from hpcstrat.device.memory import pinned_memory, plain_memory, rounded
 from hpcstrat.device.streams import Lane
 from hpcstrat.device.transfers import address_of
 from hpcstrat.typing import Array
@@ -137,17 +137,19 @@ class Feeder:
         Returns
         -------
         list of cupy.ndarray
-            Contiguous, of the same shapes and types.
+            Contiguous, of the same shapes and types, in native byte order.
         """
         import cupy
 
         starts, nbytes = _layout(arrays)
+        dtypes = [array.dtype.newbyteorder("=") for array in arrays]
         if not nbytes:
-            return [cupy.empty(array.shape, array.dtype) for array in arrays]
+            kinds = zip(arrays, dtypes, strict=True)
+            return [cupy.empty(array.shape, dtype) for array, dtype in kinds]
         staged = self._stage(nbytes)
-        for start, array in zip(starts, arrays, strict=True):
+        for start, array, dtype in zip(starts, arrays, dtypes, strict=True):
             place = staged.memory[start : start + array.nbytes]
-            np.copyto(place.view(array.dtype).reshape(array.shape), array)
+            np.copyto(place.view(dtype).reshape(array.shape), array)
         piece = self._take(nbytes)
         cupy.cuda.runtime.memcpyAsync(
             *(address_of(piece.memory), address_of(staged.memory), nbytes),
@@ -164,10 +166,10 @@ class Feeder:
         return [
             cupy.ndarray(
                 array.shape,
-                array.dtype,
+                dtype,
                 memptr=cupy.cuda.MemoryPointer(memory, start if array.size else 0),
             )
-            for start, array in zip(starts, arrays, strict=True)
+            for start, array, dtype in zip(starts, arrays, dtypes, strict=True)
         ]
 
     def _stage(self, nbytes: int) -> _Staged:
@@ -204,7 +206,7 @@ class Feeder:
                 piece.idle = event
                 self._ready.append(piece)
         if not fitting:
-            return _Piece(plain_memory(nbytes))
+            return _Piece(plain_memory(rounded(nbytes)))
         piece = fitting[0]
         self._ready = [each for each in self._ready if each is not piece]
         self._lane.stream.wait_event(piece.idle)

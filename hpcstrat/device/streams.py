@@ -16,6 +16,9 @@ from typing import Any
 
 __all__ = ["Done", "ForeignMark", "Lane", "Mark"]
 
+# cudaErrorNotReady, for which CuPy has no name.
+_NOT_READY = 600
+
 
 class Mark:
     """A point in the work of a stream, for which other streams can wait.
@@ -100,8 +103,17 @@ class Mark:
         -------
         bool
             True also where nothing was recorded.
+
+        Raises
+        ------
+        cupy.cuda.runtime.CUDARuntimeError
+            If the device has failed.
         """
-        return bool(self.event.done)
+        # An event of CuPy takes any failure of the device for work that goes on.
+        status = self._cuda.runtime.eventQuery(self.event.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._cuda.runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
 
 class ForeignMark:

@@ -89,7 +89,6 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
     callable or None
         Unlocks it; None where the system refuses, which is told once.
     """
-    import cupy
 
     try:
         register_host(memory)
@@ -103,16 +102,16 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
                 *(memory.nbytes, error),
             )
         return None
-    unlock = weakref.finalize(owner, _unlock, memory, cupy.cuda.Device())
+    unlock = weakref.finalize(owner, _unlock, memory)
     # Threads may still copy while a program ends; the system unlocks all then.
     unlock.atexit = False
     return unlock
 
 
-def _unlock(memory: Array, device: Any) -> None:
+def _unlock(memory: Array) -> None:
     # In a child, which has no GPU, and after an error of the GPU, there is nothing
     # that could be done about it.
-    with contextlib.suppress(MemoryError, OSError, RuntimeError), device:
+    with contextlib.suppress(MemoryError, OSError, RuntimeError):
         unregister_host(memory)
 
 
@@ -123,10 +122,13 @@ class Arrival:
     ----------
     event : cupy.cuda.Event or None
         None where they are there.
+    device : cupy.cuda.Device, optional
+        Of the event.
     """
 
-    def __init__(self, event: Any = None) -> None:
+    def __init__(self, event: Any = None, device: Any = None) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
         """Wait for the copies; the GPU goes on with all else.
@@ -135,14 +137,16 @@ class Arrival:
         """
         event, self._event = self._event, None
         if event is not None:
+            self._device.use()
             event.synchronize()
 
 
 class Downloads:
     """Copies from the memory of a GPU into host memory, on a stream of their own.
 
-    Made for this thread's current GPU. All but `begin` and `end` may be called by any
-    thread.
+    Made for this thread's current GPU, which other threads that call its methods then
+    have, too: to go back to the one that CUDA begins with, number 0, would take memory
+    of it for each process. All but `begin` and `end` may be called by any thread.
     """
 
     def __init__(self) -> None:
@@ -189,7 +193,8 @@ class Downloads:
         Arrival
             Of these copies.
         """
-        with self._lock, self._device:
+        with self._lock:
+            self._device.use()
             if not self._locked:
                 self._fetch_in_halves(pairs)
                 return Arrival()
@@ -197,7 +202,7 @@ class Downloads:
                 _copy(target, source, self._lane)
             event = _event()
             event.record(self._lane.stream)
-            return Arrival(event)
+            return Arrival(event, self._device)
 
     def _fetch_in_halves(self, pairs: Iterable[tuple[Array, Array]]) -> None:
         """Copy through a page-locked buffer: while one half fills, the other empties.
@@ -229,8 +234,8 @@ class Downloads:
 
         Not collective.
         """
-        with self._device:
-            self._lane.synchronize()
+        self._device.use()
+        self._lane.synchronize()
 
 
 def _groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.arrays import apply_at, is_device, to_device
+from hpcstrat.arrays import apply_at, is_device, replace_at, to_device
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.typing import Array
 
@@ -33,7 +33,7 @@ class ScatterMethods:
         if is_device(self._component):
             values, indices = to_device(values), to_device(indices)
         if method == "scatter_update":
-            self._component[indices] = values
+            replace_at(self._component, indices, values)
         else:
             apply_at(_SCATTER[method], self._component, indices, values)
         return self._component.copy()

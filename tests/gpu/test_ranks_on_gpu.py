@@ -7,21 +7,18 @@ tests/gpu/ranks/exceptions.py, and skipped with the reason.
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from hpcstrat import testing
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.conftest import why_no_gpu
+from tests.gpu.jobs import num_passed
 
-ROOT = Path(__file__).parents[2]
-RANKS = ROOT / "tests/mpi/ranks"
-OWN = Path(__file__).parent / "ranks"
+HERE = Path(__file__).parent
+RANKS = HERE.parent / "mpi/ranks"
+OWN = HERE / "ranks"
 
 # What makes no arrays that a GPU could hold.
 WITHOUT_ARRAYS = {"arrivals", "elastic", "harness", "settings", "topology"}
@@ -60,24 +57,11 @@ def launcher() -> str:
 
 def _passed(n: int, transport: str, files: list[str]) -> int:
     """Run files on n ranks; return how many tests have passed, and none failed."""
-    # Variables are on the GPU also where they are made of Python's numbers.
-    env = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
-    env |= {"HPCSTRAT_STANDIN_DELAY": "0.0001"} | TRANSPORTS[transport]
-    if why_no_gpu():
-        paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
-    elif transport != "peer":
+    if not why_no_gpu() and transport != "peer":
         pytest.skip("needs a GPU for each rank")
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", "-rs"]
-    # The stand-in takes long over many small steps; pytest's limit is per test.
-    command += ["-o", "faulthandler_timeout=500", *files]
-    finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
-    found = re.search(r"(\d+) passed", finished.stdout)
-    assert found is not None
-    return int(found[1])
+    # Variables are on the GPU also where they are made of Python's numbers.
+    arrays = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
+    return num_passed(n, files, arrays | TRANSPORTS[transport])
 
 
 def _paths(names: list[str]) -> list[str]:
@@ -91,7 +75,7 @@ def _paths(names: list[str]) -> list[str]:
         (2, "nccl", [*REDUCTIONS, *UPDATES]),
         (2, "mpi", REDUCTIONS[:2]),
         (2, "peer", REST),
-        (3, "peer", [*REDUCTIONS[:2], *UPDATES[:2]]),
+        (3, "peer", ["reductions", "variables"]),
     ],
     ids=lambda value: value if isinstance(value, int | str) else "-".join(value[:2]),
 )
@@ -103,6 +87,37 @@ def test_rank_tests_pass_on_gpus(n: int, transport: str, names: list[str]) -> No
 def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
     files = sorted(str(path) for path in OWN.glob("check_*.py"))
     assert _passed(n, transport, files) >= len(files)
+
+
+# What only arrays on GPUs can show; with several ranks they have something to say.
+TRANSPORT_TESTS = ["peer", "ring", "nccl", "staging", "hierarchical", "moves"]
+DEVICE_TESTS = ["binding", "device_checkpoints", "device_data", "device_metrics"]
+OPTIMIZER_TESTS = ["device_optimizers"]
+
+
+def _device_paths(names: list[str]) -> list[str]:
+    return [str(HERE / f"check_{name}.py") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("n", "names"),
+    [
+        (1, DEVICE_TESTS),
+        (2, [*TRANSPORT_TESTS, *DEVICE_TESTS, *OPTIMIZER_TESTS]),
+        (3, ["peer", "staging", "hierarchical"]),
+        (4, ["hierarchical"]),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_device_tests_pass(n: int, names: list[str]) -> None:
+    assert num_passed(n, _device_paths(names), {}) >= len(names) - 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_device_tests_pass(n: int) -> None:
+    names = [*TRANSPORT_TESTS, *DEVICE_TESTS, *OPTIMIZER_TESTS]
+    assert num_passed(n, _device_paths(names), {}) >= len(names)
 
 
 @pytest.mark.slow

@@ -1,0 +1,30 @@
+"""Jobs of MPI with arrays on GPUs: CuPy's where there is a GPU, else the stand-in's."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcstrat import testing
+from tests.conftest import why_no_gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def num_passed(n: int, files: Sequence[str], settings: Mapping[str, str]) -> int:
+    """Run rank tests on n ranks; return how many have passed, and none failed."""
+    env = {"HPCSTRAT_STANDIN_DELAY": "0.0001", **settings}
+    if why_no_gpu():
+        paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", "-rs", *files]
+    finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a rank test failed; see the report below"
+    found = re.search(r"(\d+) passed", finished.stdout)
+    assert found is not None
+    return int(found[1])
