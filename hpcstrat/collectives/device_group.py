@@ -89,7 +89,8 @@ class DeviceGroup:
             If it is on another one.
         """
         gpu = self.topology.gpu
-        if gpu is not None and place_of(array) != f"GPU:{gpu.index}":
+        # An array without elements is nowhere.
+        if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
             raise ValueError(
                 f"expected an array on this rank's GPU:{gpu.index}, found one on "
                 f"{place_of(array)}; make the strategy before the first array, or "

@@ -1,5 +1,4 @@
-"""Which transport reduces arrays on GPUs, and in what pieces; the only module that
-knows them all.
+"""Which transport reduces arrays on GPUs; the only module that knows them all.
 
 The choice depends on what all ranks have agreed that they can do, on the options and on
 the topology, and on nothing else.
@@ -213,14 +212,14 @@ def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
         f"{inside} inside workers and {across} between them", _why(group, *abilities)
     )
 
-    def make() -> Transport:
+    def _make() -> Transport:
         within = _peer_transport(group) if able.peer else NcclWorker(topology, lane)
         if far:
             return HierarchicalTransport(topology, within, PairsAcross(topology, lane))
         over = HostAcross(lane, None if wire is None else wire_type(wire))
         return HierarchicalTransport(topology, within, over)
 
-    return _choice(group.transport(f"hierarchical {across} {wire}", make), options)
+    return _choice(group.transport(f"hierarchical {across} {wire}", _make), options)
 
 
 def staged(
@@ -257,15 +256,15 @@ def staged(
     )
     exactly = replace(options, wire_dtype=None)
 
-    def choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
+    def _choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
         choice = choose(size, group.topology, exactly if exact else options)
         return choice.algorithm, choice.piece_bytes
 
     # Refuses here what does not serve the topology.
     starts = choose(nbytes, group.topology, options).starts
-    made = group.transport("staging", lambda: StagingTransport(group.lane, choose_for))
+    made = group.transport("staging", lambda: StagingTransport(group.lane, _choose_for))
     assert isinstance(made, StagingTransport)
-    return replace(_choice(made.choosing(choose_for), options), starts=starts)
+    return replace(_choice(made.choosing(_choose_for), options), starts=starts)
 
 
 def mover(group: DeviceGroup) -> Mover:

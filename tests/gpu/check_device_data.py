@@ -349,3 +349,15 @@ def test_types_of_which_gpus_know() -> None:
     others = ("g", "G", "U3", "S2", "M8[s]", "m8[s]", "O", "V4")
     assert all(feeding.fits_device(np.dtype(code)) for code in fitting)
     assert not any(feeding.fits_device(np.dtype(code)) for code in others)
+
+
+def test_batches_are_in_native_byte_order() -> None:
+    values = np.arange(8, dtype=">f4").reshape(8, 1)
+    strategy = hs.OneDeviceStrategy("GPU:0")
+    batches = strategy.experimental_distribute_dataset(
+        hs.Dataset(values, 4, shuffle=False), hs.InputOptions(independent=True)
+    )
+    for number, batch in enumerate(batches):
+        assert batch.dtype.isnative
+        expected = values[4 * number : 4 * number + 4]
+        np.testing.assert_array_equal(cupy.asnumpy(batch), expected)
