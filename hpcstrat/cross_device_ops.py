@@ -85,6 +85,11 @@ class CrossDeviceOps:
         ValueError
             If the algorithm does not serve this topology. On every rank.
         """
+        return self._on_gpu(nbytes, group, options)
+
+    def _on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
         if type(self).choose is CrossDeviceOps.choose:
             return device_select.select_on_gpu(nbytes, group, options)
         # An algorithm for host memory: arrays are copied there and back.
@@ -118,32 +123,9 @@ class NcclAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         _check_num_packs(num_packs)
 
-    def choose_on_gpu(
+    def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays that are on GPUs.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Not used.
-        group : DeviceGroup
-            Where.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-
-        Raises
-        ------
-        ValueError
-            If the ranks cannot use NCCL, with the reason. On every rank.
-        """
         return device_select.nccl(group, options)
 
 
@@ -154,30 +136,12 @@ class MpiAllReduce(CrossDeviceOps):
     what MPI sends from rank to rank, where it moves such memory.
     """
 
-    def choose_on_gpu(
+    def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays that are on GPUs.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        group : DeviceGroup
-            Where.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-        """
         if group.capabilities.mpi_sendrecv:
             return device_select.ring(group, options)
-        return super().choose_on_gpu(nbytes, group, options)
+        return super()._on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -210,35 +174,12 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     number of pieces. Of arrays on GPUs that read each other's memory: there.
     """
 
-    def choose_on_gpu(
+    def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays that are on GPUs.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        group : DeviceGroup
-            Of one worker.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-
-        Raises
-        ------
-        ValueError
-            If there are several workers. On every rank.
-        """
         if group.topology.num_workers == 1 and group.capabilities.peer:
             return device_select.peer(group, options)
-        return super().choose_on_gpu(nbytes, group, options)
+        return super()._on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -292,33 +233,15 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         _check_num_packs(num_packs)
 
-    def choose_on_gpu(
+    def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays that are on GPUs.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        group : DeviceGroup
-            Where.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-        """
         able = group.capabilities
         if group.topology.num_workers > 1 and (able.peer or able.nccl):
             return device_select.hierarchical(group, options)
         if group.topology.num_workers == 1 and able.peer:
             return device_select.peer(group, options)
-        return super().choose_on_gpu(nbytes, group, options)
+        return super()._on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions

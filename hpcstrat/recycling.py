@@ -167,6 +167,8 @@ class DeviceRecycler:
         list of cupy.ndarray
             In C order; their caller's alone, for as long as it, or a view, holds them.
         """
+        # Memory is used again in the order of the stream that used it before.
+        key = key, module.cuda.get_current_stream().ptr
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)

@@ -265,10 +265,8 @@ class Collectives(Gathers):
         try:
             if self.channel is not None:
                 self.channel.forget_done()
-            module: Any = array_module(arrays[0])
-            # Memory is used again in the order of the stream that used it before.
-            key = planned.call, module.cuda.get_current_stream().ptr
-            return self._device_recycler.arrays(key, planned.results, module)
+            module = array_module(arrays[0])
+            return self._device_recycler.arrays(planned.call, planned.results, module)
         except Exception as error:
             self.fail(planned.call.text, error)
             raise
