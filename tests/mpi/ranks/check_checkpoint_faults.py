@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import operator
 import os
 import subprocess
 import threading
@@ -529,7 +530,8 @@ def test_hundreds_of_small_saves_keep_nothing(
     save(range(50))
     resources, memory = _resources(), _resident_bytes()
     save(range(50, 250))
-    assert _resources() == resources
+    # Threads of earlier tests may have ended since.
+    assert all(map(operator.le, _resources(), resources))
     # A block that was kept by each would be 80 MB.
     assert _resident_bytes() < memory + (8 << 20)
     assert manager.restore() == 249

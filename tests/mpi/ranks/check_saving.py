@@ -60,12 +60,16 @@ def _check(objects: dict[str, Any], strategy: Any, value: float) -> None:
 
 
 @contextmanager
-def _held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let nothing be written before an event."""
+def _held_back(
+    patch: pytest.MonkeyPatch, begun: threading.Event | None = None
+) -> Iterator[threading.Event]:
+    """Let nothing be written before an event; tell by another when a write begins."""
     goes_on = threading.Event()
     write = writing.write_all
 
     def late(*args: Any) -> None:
+        if begun:
+            begun.set()
         goes_on.wait(_LIMIT_SECONDS)
         write(*args)
 
@@ -189,8 +193,11 @@ def test_two_jobs_in_one_folder_keep_whole_files(
 ) -> None:
     first, second = (_make(strategy, _count(job), value) for value in (1.0, 2.0))
     slow = hs.CheckpointManager(folder, **first)
-    with _held_back(monkeypatch) as goes_on:
+    begun = threading.Event()
+    with _held_back(monkeypatch, begun) as goes_on:
         slow.save(1, asynchronous=True)
+        # Copies of device arrays may come first.
+        assert begun.wait(_LIMIT_SECONDS)
         monkeypatch.undo()
         # A new manager does not take the other's file for an abandoned one.
         fast = hs.CheckpointManager(folder, **second)

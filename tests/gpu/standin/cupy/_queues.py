@@ -12,6 +12,7 @@ import threading
 
 from cupy import _standin
 from cupy._errors import (
+    INSUFFICIENT_DRIVER,
     INVALID_DEVICE,
     INVALID_HANDLE,
     LAUNCH_FAILURE,
@@ -28,6 +29,8 @@ _errors = collections.defaultdict(list)
 _freed = collections.deque()
 _current = threading.local()
 _ending = threading.Event()
+# A driver lets the host wait once about as much work lies in a stream.
+_MOST_WAITING = 1024
 
 
 class Queue:
@@ -49,6 +52,7 @@ class Queue:
     def put(self, work):
         """Submit ``work``, a callable without arguments; return its ticket."""
         settle_freed()
+        self.wait_ticket(self.submitted - _MOST_WAITING)
         return self._put(work)
 
     def _put(self, work):
@@ -184,6 +188,8 @@ def raise_errors(device):
 
 def visible():
     """Return the physical numbers of the visible devices; raise without any."""
+    if _standin.driver_version() < 12000:
+        raise CUDARuntimeError(INSUFFICIENT_DRIVER)
     devices = _standin.physical_devices()
     if not devices:
         raise CUDARuntimeError(NO_DEVICE)
