@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:-benchmarks/results}"
 python="${PYTHON:-python}"
 read -r -a mpirun <<<"${MPIRUN:-mpirun}"
-if "${mpirun[0]}" --version 2>&1 | grep -q 'Open MPI\|PRRTE'; then
+if [[ "$("${mpirun[0]}" --version 2>&1 || true)" =~ "Open MPI"|PRRTE ]]; then
     mpirun+=(--oversubscribe --bind-to none)
     if ((EUID == 0)); then
         mpirun+=(--allow-run-as-root)

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import optree
 
+from hpcstrat.borrowing import borrow
 from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
-    "apply_at",
     "array_module",
     "as_array",
     "is_device",
     "is_half",
     "nvtx_ranges",
     "place_of",
-    "replace_at",
     "to_device",
     "to_host",
     "to_reducible",
@@ -35,6 +34,8 @@ _FIRST_FOREIGN_TYPE = 256
 _PLAIN = (bool, int, float, complex)
 # Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
+# What libraries raise for arrays that they do not share, or of unknown types.
+_REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
 def is_device(value: Any) -> bool:
@@ -139,71 +140,32 @@ def to_device(array: Array) -> Array:
     return copy
 
 
-def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
-    """Apply an operation to rows in place; several times where they come several times.
-
-    Not collective. On a GPU in the order of the rows, as in host memory, so that all
-    replicas get the same bits, which CuPy's own form does not give; waits for the
-    indices, and takes a step for each time that the most frequent row comes.
-
-    Parameters
-    ----------
-    name : {"add", "subtract", "multiply", "divide", "minimum", "maximum"}
-        A function of NumPy.
-    array : ndarray of shape (n, ...)
-        Written.
-    indices : ndarray of int of shape (m,)
-        Which rows; of the library of the array, as ``values``.
-    values : ndarray of shape (m, ...)
-        The second operands.
-    """
-    if not is_device(array):
-        getattr(np, name).at(array, indices, values)
-        return
-    rows = to_host(indices)
-    order = np.argsort(rows, kind="stable")
-    ascending = rows[order]
-    times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
-    operation = getattr(array_module(array), name)
-    for time in range(times.max(initial=-1) + 1):
-        places = order[times == time]
-        chosen = to_device(rows[places])
-        array[chosen] = operation(array[chosen], values[to_device(places)])
-
-
-def replace_at(array: Array, indices: Array, values: Array) -> None:
-    """Replace rows in place; of those that come several times, the last counts.
-
-    Not collective. On a GPU, too, where it waits for the indices.
-
-    Parameters
-    ----------
-    array, indices, values : ndarray of shape (n, ...), (m,), (m, ...)
-        What is written; which rows, integers; the new rows. Of one library.
-    """
-    if not is_device(array):
-        array[indices] = values
-        return
-    rows = to_host(indices)
-    last = rows.size - 1 - np.unique(rows[::-1], return_index=True)[1]
-    array[to_device(rows[last])] = values[to_device(last)]
-
-
 def _as_foreign(value: Any) -> Array | None:
     """Return a device array of another library as one of CuPy's; None for the rest."""
     if type(value) is np.ndarray or isinstance(value, (np.generic, *_PLAIN)):
         return None
     where = getattr(type(value), "__dlpack_device__", None)
-    if where is not None and where(value)[0] in _DLPACK_GPU:
-        import cupy
+    if where is None and getattr(value, "__cuda_array_interface__", None) is None:
+        return None
+    if where is not None and where(value)[0] not in _DLPACK_GPU:
+        return None
+    import cupy
 
-        shared: Array = cupy.from_dlpack(value)
-        return shared
-    if where is None and getattr(value, "__cuda_array_interface__", None) is not None:
-        import cupy
+    try:
+        shared = cupy.asarray(value) if where is None else cupy.from_dlpack(value)
+    except _REFUSALS as error:
+        raise _unreadable(value, "CuPy", error) from error
+    return borrow(shared)
 
-        return cupy.asarray(value)  # type: ignore[no-any-return]
-    return None
+
+def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
+    """Return the error for an array that another library does not give away."""
+    kind = type(value)
+    return ValueError(
+        f"expected an array that {reader} can read, found a {kind.__module__}."
+        f"{kind.__qualname__} of {getattr(value, 'dtype', 'no dtype')}: {error}; "
+        "detach it from what computes gradients, or cast it"
+    )
 
 
 def _from_list(value: Any) -> Array | None:
@@ -289,7 +251,10 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     if isinstance(value, np.ndarray):
         array: Array = value if wanted is None else value.astype(wanted, copy=False)
     elif isinstance(value, np.generic) or hasattr(value, "__array__"):
-        array = np.asarray(value, dtype=wanted)
+        try:
+            array = np.asarray(value, dtype=wanted)
+        except _REFUSALS as error:
+            raise _unreadable(value, "NumPy", error) from error
     elif hasattr(value, "__dlpack__"):
         array = np.from_dlpack(value)
         array = array if wanted is None else array.astype(wanted, copy=False)

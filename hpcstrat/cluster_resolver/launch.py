@@ -8,11 +8,18 @@ from dataclasses import dataclass
 
 __all__ = ["Launch", "launch_from_environment"]
 
-# (name, rank, size): variables that each launcher gives to every process it starts.
+# (name, rank, size, ranks on the host): variables that each launcher gives to every
+# process it starts. Slurm, too, speaks MPICH's protocol.
+_OPEN_MPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
-    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpiexec of MPICH", "PMI_RANK", "PMI_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    (
+        "mpirun of Open MPI",
+        f"{_OPEN_MPI}RANK",
+        f"{_OPEN_MPI}SIZE",
+        (f"{_OPEN_MPI}LOCAL_RANK",),
+    ),
+    ("mpiexec of MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "SLURM_LOCALID")),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
 )
 
 
@@ -28,11 +35,14 @@ class Launch:
         This process's rank, as the launcher counts.
     size : int
         Number of processes that the launcher started.
+    local_rank : int, optional
+        Among the processes of this host; None where the launcher does not say.
     """
 
     launcher: str = ""
     rank: int = 0
     size: int = 1
+    local_rank: int | None = None
 
 
 def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
@@ -48,10 +58,13 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     Returns
     -------
     Launch
-        From the first launcher whose two variables are numbers.
+        From the first launcher whose variables for rank and size are numbers.
     """
     env = os.environ if environment is None else environment
-    for name, rank, size in _LAUNCHERS:
+    for name, rank, size, places in _LAUNCHERS:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
-            return Launch(name, int(env[rank]), int(env[size]))
+            local = (
+                int(env[place]) for place in places if env.get(place, "").isdigit()
+            )
+            return Launch(name, int(env[rank]), int(env[size]), next(local, None))
     return Launch()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from hpcstrat.arrays import place_of
 from hpcstrat.collectives.call import describe_call
 from hpcstrat.collectives.device_moves import Mover
 from hpcstrat.collectives.device_reduction import Transport
 from hpcstrat.collectives.header import Channel, EveryRankError
-from hpcstrat.device.capabilities import Capabilities, gather
+from hpcstrat.collectives.nccl import NcclTransport
+from hpcstrat.device.capabilities import Ability, Capabilities, gather
 from hpcstrat.device.streams import Lane
 from hpcstrat.topology import Topology
 from hpcstrat.tracing import get_logger
@@ -72,6 +75,30 @@ class DeviceGroup:
         self.reason = ""
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
+
+    def try_nccl(self) -> Iterator[Any]:
+        """Make NCCL's communicator; where that fails, all ranks do without NCCL.
+
+        Collective over ``topology.replica_comm``. What NCCL needs is known to it alone:
+        shared memory, network interfaces, drivers. Does nothing where it is not wanted.
+
+        Yields
+        ------
+        Message
+            See `hpcstrat.collectives.work`.
+        """
+        able = self.capabilities
+        if not able.nccl or not able.one_gpu_per_rank:
+            return
+        made = NcclTransport(self.topology, self.lane)
+        try:
+            yield from made.group.connect()
+        except EveryRankError as error:
+            self.capabilities = replace(able, nccl=Ability(False, str(error)))
+            if self.topology.replica_id == 0:
+                get_logger("device").warning("NCCL is left out: %s", error)
+            return
+        self._transports["nccl"] = made
 
     def require_own(self, array: Array) -> None:
         """Demand an array on this rank's GPU.
@@ -214,4 +241,6 @@ def device_group(
         channel.agree(call, timeout_seconds)
         with channel.moving(call):
             group = channel.device_group = DeviceGroup(channel.topology)
+            for awaited in group.try_nccl():
+                channel.wait(awaited, call)
     return group

@@ -33,7 +33,7 @@ _STAGED_BYTES = 4 << 20
 
 
 class NcclMover:
-    """Moves bytes by NCCL; the host waits for nothing.
+    """Moves bytes by NCCL.
 
     Parameters
     ----------
@@ -90,13 +90,13 @@ class NcclMover:
         Returns
         -------
         iterator
-            Of nothing.
+            See `NcclGroup.ended`.
         """
         if self._group.rank == root:
             for source, result in zip(sources, results, strict=True):
                 copy_bytes(result, source, self.lane)
         self._group.broadcast(results, root)
-        return iter(())
+        return self._group.ended()
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Iterator[Any]:
         """Concatenate the replicas' arrays on all, on the lane.
@@ -115,14 +115,14 @@ class NcclMover:
         Returns
         -------
         iterator
-            Of nothing.
+            See `NcclGroup.ended`.
         """
         ends = list(itertools.accumulate(counts))
         parts = [out[end - n : end] for end, n in zip(ends, counts, strict=True)]
         copy_bytes(parts[self._group.rank], own, self.lane)
         if ends[-1]:
             self._group.all_gather([parts])
-        return iter(())
+        return self._group.ended()
 
     def close(self) -> None:
         """Do nothing: the group is its owner's.

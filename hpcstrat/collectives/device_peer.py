@@ -182,9 +182,9 @@ class PeerTransport:
         """
         if self._needed_bytes <= self._half_bytes:
             return
+        # All work ends first: to open and close waits for it, with Python's lock held.
+        yield self.lane.done()
         if self._half_bytes:
-            # All work that reads the old windows comes before one is freed.
-            yield self.lane.done()
             self._windows.close()
             yield channel.step(work.call)
             self._windows.free()

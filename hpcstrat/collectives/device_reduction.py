@@ -173,7 +173,7 @@ def reduce_on_device(
     pieces = tuple(work.pieces)
     lane = transport.lane
     transport.prepare(max(piece_bytes(piece) for piece in pieces))
-    _compile(pieces, work)
+    _prepare_kernels(pieces, work)
     lane.enter(begin)
     early = getattr(transport, "start", None)
     if early is not None:
@@ -187,8 +187,11 @@ def reduce_on_device(
     lane.leave(end)
 
 
-def _compile(pieces: Sequence[Piece], work: Work) -> None:
-    """Compile the kernels before the header, where that may fail, and take its time."""
+def _prepare_kernels(pieces: Sequence[Piece], work: Work) -> None:
+    """Do before the header what may fail, or take its time: compile, make tables."""
+    counts = [len(run.spans) for piece in pieces for run in piece]
+    # For packing and for unpacking.
+    kernels.reserve(counts * 2)
     for piece in pieces:
         for run in piece:
             # The arrays of a run are of one type.

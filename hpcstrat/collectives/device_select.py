@@ -157,7 +157,9 @@ def peer(group: DeviceGroup, options: CommunicationOptions) -> Choice:
 
 
 def _peer_transport(group: DeviceGroup) -> PeerTransport:
-    events = bool(group.capabilities.peer_events)
+    # What a dead rank has recorded may never come about: then hosts wait for hosts.
+    survives = group.topology.survives
+    events = bool(group.capabilities.peer_events) and not survives
     return PeerTransport(group.topology, group.lane, events=events)
 
 

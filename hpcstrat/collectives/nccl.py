@@ -54,7 +54,8 @@ class NcclTransport:
         mpi: Any = None if topology is None else topology.mpi
         comm: Any = None if topology is None else topology.replica_comm
         self.lane = lane
-        self.group = NcclGroup(mpi, comm, lane)
+        survives = topology is not None and topology.survives
+        self.group = NcclGroup(mpi, comm, lane, survives=survives)
         self._buffers = Buffers()
         self._values: Any = None
 
@@ -92,7 +93,7 @@ class NcclTransport:
         return self.group.connect()
 
     def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
-        """Reduce one piece; waits for nobody.
+        """Reduce one piece; waits for nobody, unless the loss of a rank is survived.
 
         Collective over ``topology.replica_comm``.
 
@@ -108,7 +109,7 @@ class NcclTransport:
         Returns
         -------
         iterator
-            Of nothing.
+            See `NcclGroup.ended`.
 
         Raises
         ------
@@ -127,7 +128,7 @@ class NcclTransport:
         self.group.all_reduce(pairs)
         for run, part in packed:
             unpack_run(run, work, part, self.lane)
-        return iter(())
+        return self.group.ended()
 
     def close(self) -> None:
         """Free everything, when all calls have ended.
@@ -170,7 +171,9 @@ class NcclWorker:
     def __init__(self, topology: Topology, lane: Lane) -> None:
         self.lane = lane
         self._topology = topology
-        self._group = NcclGroup(topology.mpi, topology.worker_comm, lane)
+        self._group = NcclGroup(
+            *(topology.mpi, topology.worker_comm, lane), survives=topology.survives
+        )
         self._connected = False
         self._buffers = Buffers()
         self._values: Any = None
@@ -270,7 +273,8 @@ class NcclWorker:
     def gather(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
         """Copy all segments of a piece into the results; comes after each `scatter`.
 
-        Collective over ``topology.worker_comm``; waits for nobody.
+        Collective over ``topology.worker_comm``; waits for nobody, unless the loss of a
+        rank is survived.
 
         Parameters
         ----------
@@ -283,15 +287,15 @@ class NcclWorker:
 
         Yields
         ------
-        object
-            Nothing.
+        Done
+            See `NcclGroup.ended`.
         """
         del channel
         laid_out = self._laid_out(piece)
         self._group.all_gather([parts for _, parts in laid_out])
         for run, parts in laid_out:
             unpack_run(run, work, self._whole(run, parts), self.lane)
-        yield from ()
+        yield from self._group.ended()
 
     def _laid_out(self, piece: Piece) -> list[tuple[Run, list[Any]]]:
         """Return the memory of each run's segments, all of a run of one length.

@@ -10,6 +10,11 @@ rank and for a message on another. That is seen to by who owns them: all device 
 a channel share one lane, one generator after the other takes it, and whoever gives
 device memory to MPI awaits the lane first (`hpcstrat.collectives.device_ring`). The
 messages in turn have ended when their generator goes on to its next kernel.
+
+When a rank dies, the kernels of the others wait for its ones for ever, and so does
+whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
+rank is to be survived, a call therefore does not end before its kernels have: the wait
+for them looks for deaths, and `NcclGroup.abandon` then ends them.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from hpcstrat.errors import CollectiveError
 
 __all__ = ["NcclGroup"]
 
-_ADVICE = "set NCCL_DEBUG=INFO to see why, and choose cross_device_ops without NCCL"
+_ADVICE = "set NCCL_DEBUG=INFO to see why"
 # NCCL has no complex numbers: each is a pair of floats.
 _TYPES = {
     "i4": ("NCCL_INT32", 1),
@@ -55,6 +60,8 @@ class NcclGroup:
         Of the ranks, used in `connect` only; None for a single rank.
     lane : Lane
         On which everything runs, in the order of the calls.
+    survives : bool
+        Whether the loss of a rank is to be survived.
 
     Attributes
     ----------
@@ -62,10 +69,13 @@ class NcclGroup:
         Of ``comm``.
     """
 
-    def __init__(self, mpi: Any, comm: Any, lane: Any) -> None:
+    def __init__(
+        self, mpi: Any, comm: Any, lane: Any, *, survives: bool = False
+    ) -> None:
         self._mpi = mpi
         self._mpi_comm = comm
         self._lane = lane
+        self._survives = survives
         self._nccl: Any = None
         self._comm: Any = None
         self.rank: int = 0 if comm is None else comm.rank
@@ -277,6 +287,19 @@ class NcclGroup:
             raise CollectiveError(
                 f"expected NCCL to take a call, found {_described(error)}; {_ADVICE}"
             ) from error
+
+    def ended(self) -> Iterator[Any]:
+        """Wait for the end of the calls so far, where ranks may be lost.
+
+        Not collective. Does nothing elsewhere: streams wait, not hosts.
+
+        Yields
+        ------
+        Done
+            See `hpcstrat.collectives.work`.
+        """
+        if self._survives:
+            yield self._lane.done()
 
     def abandon(self) -> None:
         """Give up what is in flight, and the communicator: ranks have died.

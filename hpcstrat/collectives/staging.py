@@ -294,8 +294,10 @@ class StagingTransport:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the memory of the host to the end of the process: others have died.
+        """Leave the memory to the end of the process: others have died.
 
-        Not collective. MPI may still write to it.
+        Not collective. MPI may still write to that of the host. To free that of the
+        device would wait for the lane, which may wait for an event of the dead.
         """
+        abandon(self._buffers)
         self._copies.abandon()

@@ -43,7 +43,7 @@ def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Any, Any, str
     if last[0] < 0:
         return ""
     text = np.zeros(_TEXT_BYTES, np.uint8)
-    own = problem.encode()[:_TEXT_BYTES]
+    own = problem.encode(errors="replace")[:_TEXT_BYTES]
     if last[0] == comm.rank:
         text[: len(own)] = np.frombuffer(own, np.uint8)
     yield Message(comm.Ibcast(text, int(last[0])))

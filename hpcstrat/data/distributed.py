@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from hpcstrat.arrays import is_device
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import (
@@ -282,7 +279,7 @@ def distribute_dataset(
     _require_one_program(strategy, options)
     if isinstance(dataset, Dataset):
         return DistributedDataset(strategy, dataset, options)
-    bare = isinstance(dataset, (np.ndarray, tuple, dict)) or is_device(dataset)
+    bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
     if bare or hasattr(dataset, "file"):
         raise ValueError(
             "expected a Dataset, or an iterable of global batches, found "

@@ -148,11 +148,8 @@ def open_source(source: Any) -> Columns:
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
-    # Device arrays of other libraries become CuPy's, without a copy.
-    leaves = [
-        as_array(leaf) if hasattr(leaf, "__cuda_array_interface__") else leaf
-        for leaf in leaves
-    ]
+    # Arrays of other libraries become NumPy's or CuPy's, without a copy; files stay.
+    leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
     # Rows of a pandas object are meant by place, never by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
     columns = [leaf if _is_column(leaf) else as_array(leaf) for leaf in leaves]
@@ -162,6 +159,11 @@ def open_source(source: Any) -> Columns:
             "each example"
         )
     return Columns(columns, structure)
+
+
+def _is_shared(leaf: Any) -> bool:
+    shares = hasattr(leaf, "__dlpack__") or hasattr(leaf, "__cuda_array_interface__")
+    return shares and not isinstance(leaf, np.ndarray)
 
 
 def _is_column(leaf: Any) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hpcstrat.topology import Topology
 
-__all__ = ["Binding", "View", "bind", "choose", "problem", "worker_gpus"]
+__all__ = ["Binding", "View", "bind", "choose", "foresee", "problem", "worker_gpus"]
 
 _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
@@ -45,7 +45,7 @@ class View:
     reason : str
         Why there are none, or what else went wrong.
     earlier : int, optional
-        Number of the one that an earlier strategy has given to this rank.
+        Number of the one that an earlier strategy gave to it, or that was foreseen.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Binding:
     number : int
         Which of the host's GPUs it is, as `worker_gpus` counts them.
     shared : bool
-        Whether another rank of the host has the same GPU.
+        Whether another rank of the host has the same GPU, or another part of it (MIG).
     """
 
     gpu: Gpu | None = None
@@ -76,9 +76,10 @@ class Binding:
 
 
 class _Process:
-    """What an earlier strategy of this process has bound it to."""
+    """What this process computes on already."""
 
     index: int | None = None
+    foreseen = False
     told = False
 
 
@@ -262,19 +263,36 @@ def _listed(gpus: Sequence[Gpu]) -> str:
 
 def _look(rank: int, wanted: int | None) -> View:
     """Return what this rank sees."""
-    gpus: tuple[Gpu, ...] = ()
-    chosen = None
     try:
         reason = library.why_no_gpu()
-        if not reason:
-            gpus = tuple(library.visible_gpus())
-            # 0 is also what a program has that did not choose.
-            chosen = library.current_gpu() or None
+        gpus = () if reason else tuple(library.visible_gpus())
+        # 0 is also what a program has that did not choose.
+        chosen = None if reason else library.current_gpu() or None
     except Exception as error:
         # Any error of this rank is to be one of all: they wait for its view.
-        reason = f"{type(error).__name__}: {error}"
-        gpus = ()
+        return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
+    if _Process.foreseen and chosen == _Process.index:
+        chosen = None
     return View(rank, gpus, chosen, wanted, reason, _Process.index)
+
+
+def foresee(local_rank: int) -> None:
+    """Compute on the GPU that this rank is likely to get, before MPI starts.
+
+    Not collective; nothing where the program or a strategy has chosen. Libraries of MPI
+    may look for a context of CUDA once, when they start, and copy by way of the host
+    where there was none (Open MPI 5: github.com/open-mpi/ompi/issues/13354).
+
+    Parameters
+    ----------
+    local_rank : int
+        Among the ranks of its host.
+    """
+    if _Process.index is None and not library.current_gpu():
+        gpus = library.visible_gpus()
+        own = gpus[local_rank % len(gpus)]
+        library.use(own)
+        _Process.index, _Process.foreseen = own.index, True
 
 
 def _lowest(topology: Topology, here: bool) -> int:
@@ -326,18 +344,18 @@ def bind(
     gpus = choose(views)
     own = gpus[node.rank]
     trouble = problem(views, gpus, platform.node(), share=share)
-    if not trouble:
-        trouble = _alone(view, device) if own is None else _take(own, view.rank)
+    trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
     first = _lowest(topology, bool(trouble))
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
     assert own is not None
-    _Process.index = own.index
-    identities = [gpu.identity for gpu in gpus if gpu is not None]
+    _Process.index, _Process.foreseen = own.index, False
+    # NCCL, too, knows a GPU by this, and takes parts of one for the same.
+    places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
         own,
         [gpu.identity for gpu in worker_gpus(views)].index(own.identity),
-        shared=identities.count(own.identity) > 1,
+        shared=places.count(own.pci_bus_id.lower()) > 1,
     )
 
 
@@ -372,7 +390,7 @@ def _take(gpu: Gpu, rank: int) -> str:
     try:
         library.use(gpu)
     except Exception as error:
-        # A GPU in exclusive mode that another process has, or one that has failed.
+        # In exclusive mode, and another process has it; or it has failed.
         return (
             f"expected rank {rank} on host {platform.node()} to compute on GPU {gpu}, "
             f"found {error}; look at nvidia-smi there, or leave the host out (sbatch "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.device import library, probe
-from hpcstrat.device.memory import plain_memory
+from hpcstrat.device.memory import shareable_memory
 from hpcstrat.device.streams import ForeignMark, Mark
 from hpcstrat.tracing import get_logger
 
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Ability", "Capabilities", "gather"]
 
 _TRIAL_BYTES = 4096
-# NCCL refuses two ranks on one GPU before this.
+# NCCL refuses two ranks on one GPU before this, and later unless it is told not to
+# (its user guide, section "Environment Variables").
 _NCCL_THAT_SHARES = (2, 30)
+_LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,11 @@ def _nccl(shares: bool) -> _Found:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if shares and numbers < _NCCL_THAT_SHARES:
         return False, f"NCCL {version} refuses ranks that share a GPU, as some do here"
+    if shares and os.environ.get(_LET_NCCL_SHARE) != "1":
+        return False, (
+            f"NCCL {version} refuses ranks that share a GPU, as some do here, without "
+            f"{_LET_NCCL_SHARE}=1"
+        )
     return True, f"NCCL {version}"
 
 
@@ -228,10 +236,13 @@ def _offer_mark(marks: list[Mark]) -> _Found:
 def _join_marks(handles: list[bytes]) -> _Found:
     import cupy
 
+    stream = cupy.cuda.get_current_stream()
     for handle in handles:
         mark = ForeignMark(handle)
-        mark.join(cupy.cuda.get_current_stream())
+        mark.join(stream)
         mark.close()
+    # The others destroy their events after this.
+    stream.synchronize()
     return True, "events were shared"
 
 
@@ -249,11 +260,14 @@ def _pattern(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _offer(memory: list[Any], rank: int) -> _Found:
     """Lay a pattern in this rank's memory."""
     runtime = _runtime()
-    memory.append(plain_memory(_TRIAL_BYTES))
+    memory.append(shareable_memory(_TRIAL_BYTES))
     pattern, pointer = _pattern(rank), memory[0].data.ptr
     runtime.memcpy(
         pointer, pattern.ctypes.data, _TRIAL_BYTES, runtime.memcpyHostToDevice
     )
+    # The copy returns when pageable memory has been read, not when it has arrived (CUDA
+    # Runtime API, section "API synchronization behavior").
+    runtime.streamSynchronize(0)
     runtime.ipcGetMemHandle(pointer)
     return True, ""
 

@@ -5,7 +5,8 @@
 // finds the arrays in it by bisection. Where an array and its part of the buffer begin
 // at the same place of a 16-byte word, whole words are moved.
 //
-// STORED is the type of the arrays, WIRE that of the buffer; kernels.py defines them.
+// STORED is the type of the arrays, WIRE that of the buffer; kernels.py defines them, and
+// puts singles.cu before this.
 //
 // Sums are taken in the order of their terms, and nothing is contracted, so that all
 // ranks find the same bits. Quotients are rounded as NumPy rounds them.
@@ -68,6 +69,38 @@ template <class T, int LANES> struct alignas(sizeof(T) * LANES) Group {
     T lane[LANES];
 };
 
+// Stores a group at once, where the compiler would store its lanes one by one.
+template <class T, int LANES>
+__device__ inline void store(Group<T, LANES>* at, const Group<T, LANES>& group) {
+#ifdef __CUDACC_RTC__
+    enum { BYTES = sizeof(T) * LANES };
+    union {
+        Group<T, LANES> group;
+        Word words[4];
+    } all;
+    all.group = group;
+    const Word* words = all.words;
+    if (BYTES == 16) {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(at), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                       "r"(words[3])
+                     : "memory");
+    } else if (BYTES == 8) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};"
+                     :
+                     : "l"(at), "r"(words[0]), "r"(words[1])
+                     : "memory");
+    } else if (BYTES == 4) {
+        *(Word*)at = words[0];
+    } else {
+        *at = group;
+    }
+#else
+    *at = group;
+#endif
+}
+
 union Single {
     float value;
     Word bits;
@@ -84,8 +117,8 @@ template <class Out, class In> struct Convert {
     static __device__ Out from(In value) { return (Out)value; }
 };
 
-template <> struct Convert<float, Half> {
-    static __device__ float from(Half value) {
+template <> struct Convert<Float, Half> {
+    static __device__ Float from(Half value) {
         Single single;
 #ifdef __CUDACC_RTC__
         asm("cvt.f32.f16 %0, %1;" : "=f"(single.value) : "h"(value.bits));
@@ -105,14 +138,14 @@ template <> struct Convert<float, Half> {
     }
 };
 
-template <> struct Convert<Half, float> {
-    static __device__ Half from(float value) {
+template <> struct Convert<Half, Float> {
+    static __device__ Half from(Float value) {
         Half half;
 #ifdef __CUDACC_RTC__
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(value));
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(value.value));
 #else
         Single single;
-        single.value = value;
+        single.value = value.value;
         Word sign = single.bits >> 16 & 0x8000u, rest = single.bits & 0x7fffffffu;
         if (rest > 0x7f800000u) {
             rest = 0x7e00u;
@@ -135,18 +168,18 @@ template <> struct Convert<Half, float> {
     }
 };
 
-template <> struct Convert<float, Brain> {
-    static __device__ float from(Brain value) {
+template <> struct Convert<Float, Brain> {
+    static __device__ Float from(Brain value) {
         Single single;
         single.bits = (Word)value.bits << 16;
         return single.value;
     }
 };
 
-template <> struct Convert<Brain, float> {
-    static __device__ Brain from(float value) {
+template <> struct Convert<Brain, Float> {
+    static __device__ Brain from(Float value) {
         Single single;
-        single.value = value;
+        single.value = value.value;
         Word bits = single.bits;
         Brain brain;
         if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -194,8 +227,8 @@ template <class T> struct RealQuotient {
     }
 };
 
-template <> struct Quotient<float> : RealQuotient<float> {
-    __device__ explicit Quotient(Index number) : RealQuotient<float>(number) {}
+template <> struct Quotient<Float> : RealQuotient<Float> {
+    __device__ explicit Quotient(Index number) : RealQuotient<Float>(number) {}
 };
 
 template <> struct Quotient<double> : RealQuotient<double> {
@@ -275,7 +308,7 @@ __device__ inline void put(T* out, Index index, Group<W, LANES> values,
     UNROLL
     for (int k = 0; k < LANES; ++k)
         some.lane[k] = Convert<T, W>::from(quotient(values.lane[k]));
-    *(Group<T, LANES>*)(out + index) = some;
+    store((Group<T, LANES>*)(out + index), some);
 }
 
 template <class T, class Source>

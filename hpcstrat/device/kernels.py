@@ -27,6 +27,7 @@ from hpcstrat.device.tables import (
     Span,
     give_back,
     laid_out,
+    reserve,
     segments_table,
     spans_table,
     terms_table,
@@ -40,6 +41,7 @@ __all__ = [
     "combine",
     "pack",
     "prepare",
+    "reserve",
     "source",
     "sum_in_order",
     "unpack",
@@ -63,9 +65,9 @@ _TYPES = {
     "uint64": "Address",
     "float16": "Half",
     "bfloat16": "Brain",
-    "float32": "float",
+    "float32": "Float",
     "float64": "double",
-    "complex64": "Complex<float>",
+    "complex64": "Complex<Float>",
     "complex128": "Complex<double>",
 }
 # Sums of integers wrap around, which signed ones may not in C++.
@@ -95,7 +97,8 @@ def source(stored: str, wire: str) -> str:
         name = wire_name
     types = f"#define STORED {name}\n#define WIRE {wire_name}\n"
     files = importlib.resources.files("hpcstrat.device")
-    return types + (files / "kernels.cu").read_text(encoding="ascii")
+    parts = [files / name for name in ("singles.cu", "kernels.cu")]
+    return types + "".join(part.read_text(encoding="ascii") for part in parts)
 
 
 @functools.cache
@@ -108,6 +111,15 @@ def _module(stored: str, wire: str) -> Any:
 @functools.cache
 def _kernel(name: str, stored: str, wire: str) -> Any:
     return _module(stored, wire).get_function(name)
+
+
+@functools.cache
+def _load(stored: str, wire: str) -> None:
+    # Loaded when they are asked for (CUDA's lazy loading), which may wait or fail.
+    for what in ("pack", "unpack"):
+        for size in ("few", "many", "long"):
+            _kernel(f"{what}_{size}", stored, wire)
+    _kernel("sum_terms", wire, wire)
 
 
 @functools.cache
@@ -130,7 +142,7 @@ def prepare(stored: np.dtype[Any], wire: np.dtype[Any]) -> None:
     wire : dtype
         In which they are added, see `hpcstrat.packing.wire_dtype`.
     """
-    _kernel("pack_few", stored.name, wire.name)
+    _load(stored.name, wire.name)
 
 
 def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -> None:

@@ -31,6 +31,8 @@ __all__ = [
 
 _EXTRAS = "hpcstrat[cuda12] or hpcstrat[cuda13], whichever the driver's CUDA is"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+# cudaErrorInsufficientDriver.
+_INSUFFICIENT_DRIVER = 35
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,14 @@ class Versions:
     driver: str
     runtime: str
     nccl: str
+
+    @property
+    def driver_too_old(self) -> bool:
+        """Whether there is a driver, for an earlier CUDA than CuPy is built for."""
+        driver, runtime = (
+            text.partition(".")[0] for text in (self.driver, self.runtime)
+        )
+        return bool(driver and runtime) and int(driver) < int(runtime)
 
 
 class _Told:
@@ -200,7 +210,7 @@ def why_no_gpu() -> str:
     Returns
     -------
     str
-        Such as ``no CUDA device: cudaErrorNoDevice ...``.
+        Such as ``no driver of NVIDIA on this host``.
     """
     try:
         module = _cupy()
@@ -209,8 +219,21 @@ def why_no_gpu() -> str:
         return str(error).partition("found ")[2].rpartition(";")[0]
     except Exception as error:
         # CuPy's class for errors of CUDA is not to be named without loading it.
+        if getattr(error, "status", 0) == _INSUFFICIENT_DRIVER:
+            return _why_not_with_the_driver(module.cuda.runtime)
         return f"no CUDA device: {error}{_visibility()}"
     return "" if count else f"no CUDA device{_visibility()}"
+
+
+def _why_not_with_the_driver(runtime: Any) -> str:
+    """Say what CUDA means by an insufficient driver: also that there is none."""
+    driver = _version(runtime.driverGetVersion)
+    if not driver:
+        return "no driver of NVIDIA on this host"
+    return (
+        f"a driver for CUDA {driver}, too old for this CuPy, which is built for CUDA "
+        f"{_version(runtime.runtimeGetVersion)} (install {_EXTRAS})"
+    )
 
 
 def _visibility() -> str:
@@ -269,7 +292,7 @@ def current_gpu() -> int:
 
 
 def use(gpu: Gpu) -> None:
-    """Make the calling thread compute on a GPU.
+    """Make the calling thread compute on a GPU, and the process have its context.
 
     Not collective. CUDA keeps this by thread: helper threads that touch arrays call it,
     too.
@@ -279,7 +302,10 @@ def use(gpu: Gpu) -> None:
     gpu : Gpu
         One that this process sees.
     """
-    _cupy().cuda.Device(gpu.index).use()
+    module = _cupy()
+    module.cuda.Device(gpu.index).use()
+    # Before CUDA 12 a context comes with the first call that needs it, such as this.
+    module.cuda.runtime.free(0)
 
 
 def free_bytes(gpu: Gpu) -> int:

@@ -18,11 +18,15 @@ __all__ = [
     "plain_memory",
     "register_host",
     "rounded",
+    "shareable_memory",
     "unregister_host",
 ]
 
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
+# CUDA may make smaller allocations parts of one block, all of which another process
+# opens with one of them (CUDA C++ Programming Guide, "Interprocess Communication").
+_BLOCK_BYTES = 2 << 20
 
 
 def plain_memory(nbytes: int) -> Any:
@@ -59,8 +63,31 @@ def plain_memory(nbytes: int) -> Any:
     return cupy.ndarray((nbytes,), np.uint8, memptr=pointer)
 
 
+def shareable_memory(nbytes: int) -> Any:
+    """Return `plain_memory` in which nothing else lies, for other processes to open.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        How much is needed; at least 1.
+
+    Returns
+    -------
+    cupy.ndarray of shape (at least nbytes,)
+        Of bytes, not initialized.
+
+    Raises
+    ------
+    cupy.cuda.runtime.CUDARuntimeError
+        If there is not as much.
+    """
+    return plain_memory(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+
+
 def memory_handle(array: Any) -> bytes:
-    """Return what opens memory of `plain_memory` in another process.
+    """Return what opens memory of `shareable_memory` in another process.
 
     Not collective.
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.device import library
+from hpcstrat.device.library import Gpu
 from hpcstrat.device.memory import plain_memory
 from hpcstrat.device.outcome import OPERATIONS
 
@@ -47,21 +50,13 @@ class _Trial:
         self._out.write(json.dumps(line) + "\n")
         self._out.flush()
 
-    def greet(self) -> bool:
-        """Take a GPU; say what takes part."""
+    def greet(self, gpu: Gpu | None, problem: str) -> bool:
+        """Say what takes part; tell whether all ranks have a GPU."""
         version = self._mpi.Get_library_version().strip("\0 \n")
-        try:
-            self._runtime = library.load().cuda.runtime
-            gpus = library.visible_gpus()
-            gpu = gpus[self._rank % len(gpus)]
-            library.use(gpu)
-            plain_memory(max(_SIZES))
-            problem = ""
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
+        if gpu is None:
             self.say(hello=version, problem=problem)
         else:
+            self._runtime = library.load().cuda.runtime
             self.say(hello=version, gpu=gpu.identity)
         return not any(self._comm.allgather(problem))
 
@@ -213,6 +208,19 @@ def _mpi() -> Any:
     return MPI
 
 
+def _take_gpu() -> tuple[Gpu | None, str]:
+    """Take a GPU; or say what went wrong."""
+    try:
+        library.load()
+        gpus = library.visible_gpus()
+        gpu = gpus[(launch_from_environment().local_rank or 0) % len(gpus)]
+        library.use(gpu)
+        plain_memory(max(_SIZES))
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    return gpu, ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the trial.
 
@@ -236,11 +244,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.version:
         sys.stdout.write(library_version())
         return 0
+    # To die is an answer here, which leaves no core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     mpi = _mpi()
     faulthandler.dump_traceback_later(3 * _LIMIT_SECONDS, exit=True)
+    # As ranks of a job do it: MPI may look for a context of CUDA when it starts.
+    taken = _take_gpu()
     mpi.Init()
     trial = _Trial(mpi, Path(options.folder))
-    if not trial.greet():
+    if not trial.greet(*taken):
         mpi.Finalize()
         return 2
     trial.run(set(options.skip.split(",")))

@@ -9,7 +9,7 @@ it. The layouts are those of ``kernels.cu``. CuPy passes arrays of one element b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = [
     "Table",
     "give_back",
     "laid_out",
+    "reserve",
     "segments_table",
     "spans_table",
     "terms_table",
@@ -226,9 +227,9 @@ def _long_table(
     """Send a table to the device."""
     from cupy.cuda import runtime
 
-    words = len(starts) + len(pointers)
-    memory = _table_memory(words * 8)
-    host = memory.host[: words * 8].view(np.int64)
+    nbytes = _long_bytes(len(pointers))
+    memory = _table_memory(nbytes)
+    host = memory.host[:nbytes].view(np.int64)
     host[: len(starts)] = starts
     host[len(starts) :] = pointers.view(np.int64)
     address = memory.device.data.ptr
@@ -237,6 +238,24 @@ def _long_table(
     )
     table = np.array((len(pointers), address, address + len(starts) * 8), _LONG)
     return "long", table, memory
+
+
+def _long_bytes(count: int) -> int:
+    return (2 * count + 1) * 8
+
+
+def reserve(counts: Iterable[int]) -> None:
+    """Make the tables for launches to come, where that may fail.
+
+    Not collective.
+
+    Parameters
+    ----------
+    counts : iterable of int
+        Number of spans in each launch.
+    """
+    sizes = [_long_bytes(count) for count in counts if count > _MANY_SPANS]
+    _tables.extendleft([_table_memory(nbytes) for nbytes in sizes])
 
 
 def _table_memory(nbytes: int) -> Table:

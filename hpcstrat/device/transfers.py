@@ -98,7 +98,7 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
             get_logger("device").info(
                 "expected %d bytes of host memory that can be page-locked, found: %s; "
                 "copies from the GPU go through a small buffer, and saves in the "
-                "background wait for them: raise the limit (ulimit -l)",
+                "background wait for them: give the job more memory",
                 *(memory.nbytes, error),
             )
         return None

@@ -95,9 +95,11 @@ def source(kind: str) -> str:
     str
         Without any ``#include``.
     """
-    text = Path(__file__).with_name("updates.cu").read_text(encoding="ascii")
     named = {"TYPE": kind, "CHUNK": CHUNK, "LANES": LANES, "PARTS": PARTS}
-    return "".join(f"#define {name} {value}\n" for name, value in named.items()) + text
+    parts = [f"#define {name} {value}\n" for name, value in named.items()]
+    for name in ("singles.cu", "updates.cu"):
+        parts.append(Path(__file__).with_name(name).read_text(encoding="ascii"))
+    return "".join(parts)
 
 
 @functools.cache

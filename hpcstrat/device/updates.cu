@@ -9,12 +9,21 @@
 // on the host, and is compiled without fused multiply-add, so that the bits are the
 // same. Half types are computed in float, as NumPy and ml_dtypes do.
 //
-// `updates.py` compiles this for each TYPE apart, and gives it CHUNK, LANES and PARTS.
+// `update_kernels.py` compiles this for each TYPE apart, behind singles.cu, and gives it
+// CHUNK, LANES and PARTS.
 //
 // Sums go lane by lane: element i of a chunk belongs to lane i % LANES, whatever the
 // number of threads; and all orders are fixed. So equal bits give equal bits.
 
 #define WIDTH 6
+
+#define BATCH 4
+
+#ifdef __CUDACC_RTC__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL
+#endif
 
 union Word {
     float real;
@@ -23,11 +32,11 @@ union Word {
 
 struct F32 {
     typedef float stored;
-    typedef float real;
+    typedef Float real;
     static __device__ real load(stored x) { return x; }
-    static __device__ stored store(real x) { return x; }
+    static __device__ stored store(real x) { return x.value; }
     static __device__ real round(real x) { return x; }
-    static __device__ real root(real x) { return sqrtf(x); }
+    static __device__ real root(real x) { return single_root(x.value); }
 };
 
 struct F64 {
@@ -41,7 +50,7 @@ struct F64 {
 
 struct F16 {
     typedef unsigned short stored;
-    typedef float real;
+    typedef Float real;
 
 #ifdef __CUDACC_RTC__
     static __device__ real load(stored x) {
@@ -52,7 +61,7 @@ struct F16 {
 
     static __device__ stored store(real x) {
         unsigned short y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x.value));
         return y;
     }
 #else
@@ -72,7 +81,7 @@ struct F16 {
 
     static __device__ stored store(real x) {
         Word word;
-        word.real = x;
+        word.real = x.value;
         unsigned int sign = word.bits >> 16 & 0x8000u;
         word.bits &= 0x7fffffffu;
         if (word.bits > 0x7f800000u) return (stored)(sign | 0x7e00u);
@@ -88,12 +97,12 @@ struct F16 {
 #endif
 
     static __device__ real round(real x) { return load(store(x)); }
-    static __device__ real root(real x) { return round(sqrtf(x)); }
+    static __device__ real root(real x) { return round(single_root(x.value)); }
 };
 
 struct BF16 {
     typedef unsigned short stored;
-    typedef float real;
+    typedef Float real;
 
     static __device__ real load(stored x) {
         Word word;
@@ -103,7 +112,7 @@ struct BF16 {
 
     static __device__ stored store(real x) {
         Word word;
-        word.real = x;
+        word.real = x.value;
         if ((word.bits & 0x7fffffffu) > 0x7f800000u) {
             return (stored)((word.bits >> 16 & 0x8000u) | 0x7fc0u);
         }
@@ -111,7 +120,7 @@ struct BF16 {
     }
 
     static __device__ real round(real x) { return load(store(x)); }
-    static __device__ real root(real x) { return round(sqrtf(x)); }
+    static __device__ real root(real x) { return round(single_root(x.value)); }
 };
 
 typedef TYPE K;
@@ -154,23 +163,36 @@ __device__ void update(const Spans &all, real mean, const double *factor,
     const real clip = factor ? K::round((real)*factor) : (real)1;
     for (int chunk = blockIdx.x; chunk < all.chunks; chunk += gridDim.x) {
         const Piece piece = piece_of(all, chunk);
-        const stored *__restrict__ gradient = piece.gradient;
-        stored *__restrict__ value = piece.value;
-        stored *__restrict__ first = piece.first;
-        stored *__restrict__ second = piece.second;
-#ifdef __CUDACC_RTC__
-#pragma unroll 4
-#endif
-        for (long long i = piece.start + threadIdx.x; i < piece.stop; i += blockDim.x) {
-            real g = K::load(gradient[i]), x = K::load(value[i]);
-            real a = Rule::states > 0 ? K::load(first[i]) : (real)0;
-            real b = Rule::states > 1 ? K::load(second[i]) : (real)0;
-            g = K::round(g * mean);
-            g = K::round(g * clip);
-            rule(g, x, a, b, piece.marked);
-            value[i] = K::store(x);
-            if (Rule::states > 0) first[i] = K::store(a);
-            if (Rule::states > 1) second[i] = K::store(b);
+        const int count = (int)(piece.stop - piece.start), step = blockDim.x;
+        const stored *gradients = piece.gradient + piece.start;
+        stored *values = piece.value + piece.start;
+        stored *firsts = piece.first + piece.start, *seconds = piece.second + piece.start;
+        for (int low = threadIdx.x; low < count; low += BATCH * step) {
+            stored gradient[BATCH], value[BATCH], first[BATCH], second[BATCH];
+            // All loads are under way before the first store.
+            UNROLL
+            for (int k = 0; k < BATCH; ++k) {
+                const int i = low + k * step;
+                if (i >= count) continue;
+                gradient[k] = gradients[i];
+                value[k] = values[i];
+                if (Rule::states > 0) first[k] = firsts[i];
+                if (Rule::states > 1) second[k] = seconds[i];
+            }
+            UNROLL
+            for (int k = 0; k < BATCH; ++k) {
+                const int i = low + k * step;
+                if (i >= count) continue;
+                real g = K::load(gradient[k]), x = K::load(value[k]);
+                real a = Rule::states > 0 ? K::load(first[k]) : (real)0;
+                real b = Rule::states > 1 ? K::load(second[k]) : (real)0;
+                g = K::round(g * mean);
+                g = K::round(g * clip);
+                rule(g, x, a, b, piece.marked);
+                values[i] = K::store(x);
+                if (Rule::states > 0) firsts[i] = K::store(a);
+                if (Rule::states > 1) seconds[i] = K::store(b);
+            }
         }
     }
 }
@@ -318,7 +340,7 @@ extern "C" __global__ void look(SPANS, int *found) {
         bool finite = true;
         for (long long i = piece.start + threadIdx.x; i < piece.stop; i += blockDim.x) {
             const real x = K::load(piece.gradient[i]);
-            finite = finite && x - x == 0;
+            finite = finite && x - x == (real)0;
         }
         // Whoever writes, writes the same.
         if (!finite) *found = 1;

@@ -16,7 +16,7 @@ from hpcstrat.device.memory import (
     close_memory,
     memory_handle,
     open_memory,
-    plain_memory,
+    shareable_memory,
 )
 from hpcstrat.device.streams import ForeignMark, Mark
 from hpcstrat.typing import Array
@@ -76,7 +76,7 @@ class Windows:
         """
         if self._spare is None or self._spare.nbytes < nbytes:
             self._spare = None
-            self._spare = plain_memory(nbytes)
+            self._spare = shareable_memory(nbytes)
 
     def described(self) -> tuple[Array, str]:
         """Return what the other ranks need to open the next window.
@@ -188,6 +188,7 @@ class Windows:
 
         Not collective.
         """
-        _abandoned.append((self.memory, self._own))
+        # Another rank may have opened the next window already.
+        _abandoned.append((self.memory, self._spare, self._own))
         self.memory, self._spare = None, None
         self._own, self._others, self.addresses = {}, {}, []

@@ -175,8 +175,10 @@ class DeviceCopies:
     def forget_copies(self) -> None:
         """Leave out the slices that are under way, where all bytes were compared.
 
-        Logically collective over the replicas.
+        Logically collective over the replicas. Waits for them: who gets the page-locked
+        memory next knows nothing of these copies.
         """
+        self.finish()
         count = len(self._under_way)
         self._under_way = deque(_Copied(None, None, []) for _ in range(count))
 

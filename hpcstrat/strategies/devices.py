@@ -10,14 +10,14 @@ from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.device import library, probe
-from hpcstrat.device.binding import Binding, bind
+from hpcstrat.device.binding import Binding, bind, foresee
 from hpcstrat.device.probe_program import library_version
 from hpcstrat.settings import Settings
 from hpcstrat.survival import create
 from hpcstrat.topology import Topology
 from hpcstrat.tracing import get_logger
 
-__all__ = ["Devices", "gpu_numbers", "parse_device", "try_mpi", "use_gpu"]
+__all__ = ["Devices", "gpu_numbers", "parse_device", "prepare_mpi", "use_gpu"]
 
 _NAME = re.compile(r"/?(?:.*/)?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
@@ -106,11 +106,11 @@ def use_gpu(number: int) -> None:
     library.use(gpus[number])
 
 
-def try_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
-    """Try what MPI can do with memory of GPUs, if that will be asked and is not known.
+def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
+    """Take a GPU, and try what MPI can do with its memory, where that will be asked.
 
-    Not collective; does nothing once MPI runs, and on all ranks but the first: the
-    others wait for it in the start of MPI.
+    Not collective; does nothing once MPI runs. The first rank makes the trial, if its
+    outcome is not known; the others wait for it in the start of MPI.
 
     Parameters
     ----------
@@ -121,26 +121,34 @@ def try_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
-    if launched.rank or launched.size == 1 or (mpi and mpi.Is_initialized()):
+    if launched.size == 1 or (mpi and mpi.Is_initialized()):
         return
     try:
         settings = given.resolved()
         named = settings.device == "gpu" or bool(names and gpu_numbers(names))
         asked = named or (settings.device == "auto" and library.is_loaded())
-        if not asked or settings.mpi_reads_gpu != "auto" or library.why_no_gpu():
+        if not asked or library.why_no_gpu():
             return
-        version = library_version()
-        if probe.known(version) is None:
-            get_logger("device").info(
-                "trying what MPI can do with memory of GPUs, once for this kind of node"
-            )
-            trouble = probe.save(probe.probe(version))
-            if trouble:
-                get_logger("device").info("the report could not be kept: %s", trouble)
+        if launched.local_rank is not None:
+            foresee(launched.local_rank)
+        if not launched.rank and settings.mpi_reads_gpu == "auto":
+            _try_mpi()
     except Exception as error:
         # Without an answer MPI is not given such memory, and wrong settings are an
         # error of all ranks, later.
-        get_logger("device").info("MPI could not be tried: %s", error)
+        get_logger("device").info("no GPU, or no trial, before MPI starts: %s", error)
+
+
+def _try_mpi() -> None:
+    version = library_version()
+    if probe.known(version) is not None:
+        return
+    get_logger("device").info(
+        "trying what MPI can do with memory of GPUs, once for this kind of node"
+    )
+    trouble = probe.save(probe.probe(version))
+    if trouble:
+        get_logger("device").info("the report could not be kept: %s", trouble)
 
 
 class Devices:

@@ -16,7 +16,7 @@ from hpcstrat.safety import exits, lateness, recording, watchdog
 from hpcstrat.safety.copies import Copies
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.strategies.devices import Devices, try_mpi
+from hpcstrat.strategies.devices import Devices, prepare_mpi
 from hpcstrat.survival import is_loss
 from hpcstrat.topology import Topology, start_mpi
 from hpcstrat.variables import MirroredVariable
@@ -220,7 +220,7 @@ class MpiStrategy(Strategy):
     ) -> None:
         check_on_error(on_error)
         survives = _survives(on_lost_rank, progress_thread)
-        try_mpi(settings or Settings(), devices)
+        prepare_mpi(settings or Settings(), devices)
         world = start_mpi(threads=progress_thread).COMM_WORLD
         if world.size > 1:
             # An uncaught error ends the job also while its first strategy is formed.

@@ -13,7 +13,7 @@ from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import DistributedValues, Mirrored, PerReplica
-from hpcstrat.variables.plain import ASSIGN, Variable
+from hpcstrat.variables.plain import Variable
 from hpcstrat.variables.scatter import NOT_SUMMABLE
 
 __all__ = [
@@ -82,10 +82,6 @@ class DistributedVariable(Variable, DistributedValues):
         if entry.replica_context is not None:
             return _REPLICA
         return _UPDATE if entry.updating else _CROSS
-
-    def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        ASSIGN[method](self._component, array)
-        return self._component.copy() if read_value else None
 
     def _as_mirrored(self, result: Any) -> Any:
         alone = self._strategy.num_replicas_in_sync == 1

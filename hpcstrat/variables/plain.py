@@ -18,33 +18,16 @@ from hpcstrat.arrays import (
 from hpcstrat.context import current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.values import ArrayOperators, Mirrored, PerReplica
+from hpcstrat.values import ArrayOperators, HostValue, Mirrored, PerReplica
 from hpcstrat.variables.scatter import ScatterMethods
 
-__all__ = ["ASSIGN", "HostValue", "Variable"]
+__all__ = ["HostValue", "Variable"]
 
-ASSIGN: dict[str, Callable[[Array, Array], Any]] = {
+_ASSIGN: dict[str, Callable[[Array, Array], Any]] = {
     "assign": np.copyto,
     "assign_add": lambda component, value: np.add(component, value, out=component),
     "assign_sub": lambda component, value: np.subtract(component, value, out=component),
 }
-
-
-class HostValue:
-    """An initial value that stays in host memory, whatever the setting ``device`` says.
-
-    For counters, which the host reads in each step.
-
-    Parameters
-    ----------
-    array : ndarray
-        The value.
-    """
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
 
 
 class Variable(ScatterMethods, ArrayOperators):
@@ -324,7 +307,10 @@ class Variable(ScatterMethods, ArrayOperators):
 
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         self._require_alone(method)
-        ASSIGN[method](self._component, self._converted(method, value))
+        return self._apply(method, self._converted(method, value), read_value)
+
+    def _apply(self, method: str, array: Array, read_value: bool) -> Any:
+        _ASSIGN[method](self._component, array)
         return self._component.copy() if read_value else None
 
     def _converted(self, method: str, value: Any) -> Array:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.arrays import apply_at, is_device, replace_at, to_device
+from hpcstrat.arrays import is_device, to_device
 from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.row_updates import apply_at, replace_at
 from hpcstrat.typing import Array
 
 __all__ = ["NOT_SUMMABLE", "ScatterMethods"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cupy
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.device import library
 from hpcstrat.device.capabilities import gather
 
 
@@ -90,6 +92,21 @@ def test_same_choice_twice_is_an_error_on_every_rank(alone: Any) -> None:
         assert strategy.topology.gpu.index == 1
         assert strategy.topology.shares_gpu
         assert not gather(strategy.topology).one_gpu_per_rank
+
+
+def test_parts_of_a_gpu_are_one_to_nccl(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alone.size == 1:
+        return
+    whole = library.visible_gpus()[0]
+    part = dataclasses.replace(whole, uuid=f"{whole.uuid}MIG-{alone.rank}")
+    monkeypatch.setattr(library, "visible_gpus", lambda: [part])
+    with hs.MultiWorkerMirroredStrategy(comm=alone) as strategy:
+        assert strategy.topology.gpu == part
+        able = gather(strategy.topology)
+    assert not able.nccl
+    assert "share a GPU" in able.nccl.reason
 
 
 def test_cpu_leaves_gpus_alone(alone: Any) -> None:

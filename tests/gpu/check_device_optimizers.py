@@ -392,6 +392,21 @@ def test_what_is_compared_is_of_one_point_of_the_program(
     strategy.check_divergence()
 
 
+def test_copies_that_are_left_out_are_awaited(made: Any, several: None) -> None:
+    """Whoever gets their page-locked memory next knows nothing of them."""
+    strategy = made()
+    (x, *_) = large(strategy)
+    for _ in range(3):
+        for _ in range(9):
+            x.component[...] += 1
+        strategy.run(lambda: None)
+    lagging = strategy._connection.copies._on_device
+    marks = [copied.mark for copied in lagging._under_way]
+    lagging.forget_copies()
+    assert marks
+    assert all(mark.passed() for mark in marks)
+
+
 def test_full_comparisons_see_all_bytes(made: Any, job: Any, several: None) -> None:
     strategy = made(divergence="full", divergence_interval=5)
     with strategy.scope():

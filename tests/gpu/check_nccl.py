@@ -131,6 +131,29 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     good.close()
 
 
+def test_where_nccl_fails_all_ranks_do_without(
+    crew: Team, job: Any, monkeypatch: Any
+) -> None:
+    """Also in broadcasts and gathers, which nobody can choose."""
+    import cupy
+    from cupy.cuda import nccl
+
+    def _fails(size: int, identity: Any, rank: int) -> Any:
+        del size, identity, rank
+        raise RuntimeError("no space in /dev/shm")
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", _fails)
+    with hs.MultiWorkerMirroredStrategy(comm=job.Dup()) as other:
+        ones = cupy.ones(10, cupy.float32)
+        total = other.reduce("sum", ones, axis=None)
+        assert (cupy.asnumpy(total) == crew.size).all()
+        assert other.gather(ones, 0).shape == (10 * crew.size,)
+        channel: Any = other.collectives.channel
+        group = channel.device_group
+        assert not group.capabilities.nccl
+        assert "no space in /dev/shm" in group.reason
+
+
 @pytest.fixture
 def lane() -> Any:
     """Return a lane on this rank's GPU, also where it is alone."""

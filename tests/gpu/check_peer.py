@@ -238,9 +238,38 @@ def test_windows_grow_and_go(crew: Team) -> None:
         reduction = Reduction([("float32", size)], size, piece_bytes=1 << 23)
         results = reduce_now(crew, transport, reduction)
         reduction.check(crew.topology.replica_comm, results)
+        # A window is in blocks of CUDA's that nothing else of this rank is in.
+        assert transport._windows.memory.data.mem.size % (2 << 20) == 0
     transport.close()
     transport.close()
     assert transport._windows.memory is None
+
+
+def test_windows_are_opened_when_all_work_is_done(
+    crew: Team, transports: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA waits for it there, and CuPy lets no host function of a stream run."""
+    import cupy
+
+    reduction = Reduction([("float32", 1000)], 1)
+    # The kernels are compiled.
+    reduce_now(crew, transports["events"], reduction)
+    ran: list[bool] = []
+    had_run: list[bool] = []
+    open_memory = cupy.cuda.runtime.ipcOpenMemHandle
+
+    def opened(handle: bytes) -> int:
+        had_run.append(bool(ran))
+        return int(open_memory(handle))
+
+    monkeypatch.setattr(cupy.cuda.runtime, "ipcOpenMemHandle", opened)
+    transport = PeerTransport(crew.topology, crew.lane)
+    stream = cupy.cuda.get_current_stream()
+    stream.launch_host_func(lambda _: (time.sleep(0.2), ran.append(True)), None)
+    results = reduce_now(crew, transport, reduction)
+    reduction.check(crew.topology.replica_comm, results)
+    assert had_run == [True] * (crew.size - 1)
+    transport.close()
 
 
 def test_calls_that_fail_in_the_header_leave_the_halves_in_step(

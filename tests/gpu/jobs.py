@@ -15,8 +15,8 @@ from tests.conftest import why_no_gpu
 ROOT = Path(__file__).parents[2]
 
 
-def num_passed(n: int, files: Sequence[str], settings: Mapping[str, str]) -> int:
-    """Run rank tests on n ranks; return how many have passed, and none failed."""
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return settings, and what programs need to find CuPy, or its stand-in."""
     env = {"HPCSTRAT_STANDIN_DELAY": "0.0001", **settings}
     if why_no_gpu():
         paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
@@ -24,6 +24,12 @@ def num_passed(n: int, files: Sequence[str], settings: Mapping[str, str]) -> int
         # What was found out with the stand-in, and its kernels, stay apart.
         cache = f"hpcstrat-standin-{os.getuid()}"
         env["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / cache)
+    return env
+
+
+def num_passed(n: int, files: Sequence[str], settings: Mapping[str, str]) -> int:
+    """Run rank tests on n ranks; return how many have passed, and none failed."""
+    env = environment(settings)
     command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", "-rs", *files]
     finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
     print(finished.stdout)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.device import kernels
+from hpcstrat.device import kernels, tables
 from hpcstrat.device.streams import Lane
 from hpcstrat.packing import Piece, cut, wire_dtype
 
@@ -371,6 +371,36 @@ def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
         found = result.get().reshape(count, stride)
         same(found[::-1, :size].ravel(), rows.ravel())
         assert (found[:, size:] == MARK).all()
+
+
+def test_tables_are_made_when_they_are_reserved(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(np.dtype("f4"), [3] * 20_000, [0])
+    (run,) = case.pieces[0]
+    out = cupy.zeros(run.size, "f4")
+    inner, _ = case.results()
+    kernels.reserve([len(run.spans)] * 2)
+    monkeypatch.setattr(tables, "plain_memory", None)
+    lane.enter()
+    kernels.pack(run.spans, case.sources, out, lane.stream)
+    kernels.unpack(
+        *([(out.data.ptr, 0, out.size)], run.spans, inner, lane.stream), dtype=out.dtype
+    )
+    lane.leave()
+    lane.synchronize()
+
+
+def test_what_is_prepared_is_not_compiled_later(lane: Lane) -> None:
+    kernels.prepare(np.dtype("f2"), np.dtype("f4"))
+    before = kernels._kernel.cache_info().misses
+    source, out = cupy.ones(9, "f2"), cupy.zeros(9, "f4")
+    lane.enter()
+    kernels.pack([(0, 0, 9, 0)], [source], out, lane.stream)
+    kernels.add(out, out, out, lane.stream)
+    lane.leave()
+    assert (out.get() == 2).all()
+    assert kernels._kernel.cache_info().misses == before
 
 
 def test_no_call_waits_for_the_device(lane: Lane) -> None:

@@ -26,6 +26,8 @@ ENVIRONMENT = {
     # To the stand-in, host memory is the device's: any MPI reads it.
     "HPCSTRAT_MPI_READS_GPU": "yes",
     "HPCSTRAT_STANDIN_DELAY": "0.0001",
+    # As it comes with the extras: it can let ranks share a GPU, but was not told to.
+    "HPCSTRAT_STANDIN_NCCL_VERSION": "23203",
     "OMP_NUM_THREADS": "1",
 }
 

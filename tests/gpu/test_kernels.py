@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,12 @@ program = nvrtc.createProgram(sys.stdin.read(), "kernels.cu", [], [])
 try:
     nvrtc.compileProgram(program, sys.argv[1:])
 finally:
-    print(nvrtc.getProgramLog(program).strip("\\0 \\n"))
+    print(nvrtc.getProgramLog(program).strip("\\0 \\n"), file=sys.stderr)
+print(nvrtc.getPTX(program).decode())
 """
+# By CuPy, behind the options that it is given.
+ADDED = "-ftz=true"
+FLUSHES = re.compile(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\S*\.ftz")
 
 
 def environment() -> dict[str, str]:
@@ -77,10 +82,11 @@ def nvrtc_version() -> int:
     return int(found.stdout)
 
 
-def compiled(stored: str, wire: str, architecture: str) -> None:
-    """Compile without warnings, save of the age of an architecture."""
+def compiled(stored: str, wire: str, architecture: str) -> str:
+    """Compile without warnings, save of the age of an architecture; return the PTX."""
+    options = [*kernels.OPTIONS, ADDED, f"-arch={architecture}"]
     finished = subprocess.run(
-        [sys.executable, "-c", COMPILE, *kernels.OPTIONS, f"-arch={architecture}"],
+        [sys.executable, "-c", COMPILE, *options],
         *(),
         input=kernels.source(stored, wire),
         capture_output=True,
@@ -88,9 +94,10 @@ def compiled(stored: str, wire: str, architecture: str) -> None:
         check=False,
         timeout=300,
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    told = [line for line in finished.stdout.splitlines() if line.strip()]
+    assert finished.returncode == 0, finished.stderr
+    told = [line for line in finished.stderr.splitlines() if line.strip()]
     assert not [line for line in told if "Architectures prior to" not in line]
+    return finished.stdout
 
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
@@ -105,4 +112,6 @@ def test_nvrtc_compiles_for(architecture: str, stored: str) -> None:
 def test_nvrtc_compiles_all_types(stored: str, wire: str) -> None:
     nvrtc_version()
     # No further than to PTX, which takes a fraction of the time.
-    compiled(stored, wire, "compute_80")
+    code = compiled(stored, wire, "compute_80")
+    assert not FLUSHES.search(code), "subnormal numbers are taken for zero"
+    assert "st.global.v4" in code, "words of 16 bytes are not stored as such"

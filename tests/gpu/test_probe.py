@@ -71,6 +71,46 @@ with hs.MultiWorkerMirroredStrategy() as strategy:
 """
 
 
+# Tells on which GPU each rank computes when MPI starts, then whether it still does.
+EARLY = """
+import cupy, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import hpcstrat as hs
+early = []
+
+class Watching:
+    def __getattr__(self, name):
+        if name == "Init_thread":
+            early.append(cupy.cuda.Device().id)
+        return getattr(MPI, name)
+
+import sys
+sys.modules["mpi4py"].MPI = Watching()
+with hs.MultiWorkerMirroredStrategy() as strategy:
+    place = early, cupy.cuda.Device().id
+    hs.print_once(strategy.collectives.all_gather_object(place, "test"))
+"""
+
+# Two packages of CuPy, without the headers that its kernels include.
+BROKEN = """
+from hpcstrat.cli import examination, main
+version = examination._version
+examination._version = lambda name: "14.2" if "cupy-" in name else version(name)
+examination._KERNELS = (
+    "raise ValueError('half.cuh(19): catastrophic error: cannot open\\\\nterminated.')"
+)
+main()
+"""
+
+# A device that comes late to what it is told, on rank 1.
+LATE = """
+import os
+from hpcstrat.cluster_resolver import launch_from_environment
+os.environ["HPCSTRAT_STANDIN_DELAY"] = str(launch_from_environment().rank / 2)
+"""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs a command with the stand-in, and its own cache."""
@@ -138,11 +178,30 @@ def test_first_strategy_of_a_job_tries_mpi_before_it_starts(
     assert kept[0].stat().st_mtime_ns == before
 
 
+def test_ranks_have_their_gpus_when_mpi_starts(run: Run) -> None:
+    command = [*launch_command(2), *PYTHON, EARLY]
+    done = run(*command, HPCSTRAT_MPI_READS_GPU="no")
+    assert done.returncode == 0, done.stderr
+    assert "[([0], 0), ([1], 1)]" in done.stdout
+    # What the program has chosen is its own.
+    chosen = "import cupy; cupy.cuda.Device(1).use()\n"
+    done = run(*launch_command(1), *PYTHON, chosen + EARLY)
+    assert done.returncode == 0, done.stderr
+    assert "[([1], 1)]" in done.stdout
+
+
 def test_setting_comes_before_the_trial(run: Run, tmp_path: Path) -> None:
     done = run(*launch_command(2), *PYTHON, STRATEGY, HPCSTRAT_MPI_READS_GPU="no")
     assert done.returncode == 0, done.stderr
     assert "mpi_sendrecv: no, the setting mpi_reads_gpu is 'no'" in done.stdout
     assert not (tmp_path / "cache").exists()
+
+
+def test_ranks_look_at_memory_when_it_was_written(run: Run) -> None:
+    program = LATE + STRATEGY
+    done = run(*launch_command(2), *PYTHON, program, HPCSTRAT_MPI_READS_GPU="no")
+    assert done.returncode == 0, done.stderr
+    assert "peer: yes, CUDA IPC was tried" in done.stdout
 
 
 def test_ranks_that_share_a_gpu_are_refused_or_meant_to(run: Run) -> None:
@@ -196,6 +255,25 @@ def test_doctor_without_a_gpu(run: Run) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "this process has no GPU" in " ".join(done.stdout.split())
     assert "memory of GPUs in calls of MPI" not in done.stdout
+
+
+def test_doctor_with_a_driver_for_an_earlier_cuda(run: Run) -> None:
+    done = run(*DOCTOR, HPCSTRAT_STANDIN_DRIVER="11080")
+    assert done.returncode == 1, done.stdout + done.stderr
+    words = " ".join(done.stdout.split())
+    assert "found a driver for CUDA 11.8, too old for this CuPy" in words
+    done = run(*DOCTOR, HPCSTRAT_STANDIN_DRIVER="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no driver of NVIDIA" in " ".join(done.stdout.split())
+
+
+def test_doctor_finds_what_keeps_cupy_from_computing(run: Run) -> None:
+    done = run(*PYTHON, BROKEN, "doctor")
+    assert done.returncode == 1, done.stdout + done.stderr
+    words = " ".join(done.stdout.split())
+    assert "found cupy-cuda12x and cupy-cuda13x, which overwrite each other" in words
+    assert "half.cuh(19): catastrophic error: cannot open" in words
+    assert "pip install 'cupy-cuda12x[ctk]'" in words
 
 
 def test_doctor_finds_wrong_settings(run: Run) -> None:

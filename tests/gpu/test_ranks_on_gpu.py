@@ -93,6 +93,7 @@ def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
 # their own open, and so take a job each.
 TRANSPORT_TESTS = [
     "results",
+    "borrowing",
     "peer",
     "ring",
     "nccl",

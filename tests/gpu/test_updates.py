@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcstrat.device import update_kernels
-from tests.gpu.test_kernels import environment
+from tests.gpu.test_kernels import ADDED, FLUSHES, environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +41,11 @@ def test_nvrtc_compiles_the_kernels(kind: str, architecture: str) -> None:
     if architecture == "70" and version >= (13, 0):
         pytest.skip("CUDA 13 knows no such GPUs any more")
     program = nvrtc.createProgram(update_kernels.source(kind), "updates.cu", (), ())
-    options = (f"--gpu-architecture=sm_{architecture}", *update_kernels.OPTIONS)
+    options = (*update_kernels.OPTIONS, ADDED, f"--gpu-architecture=sm_{architecture}")
     try:
         nvrtc.compileProgram(program, options)
     except Exception:
         pytest.fail(nvrtc.getProgramLog(program))
     assert len(nvrtc.getCUBIN(program)) > 10_000
+    code = nvrtc.getPTX(program).decode()
+    assert not FLUSHES.search(code), "subnormal numbers are taken for zero"

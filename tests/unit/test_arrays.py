@@ -110,6 +110,21 @@ def test_dlpack_arrays_share_their_memory() -> None:
     assert as_array(_Exports(array), "float32").dtype == np.float32
 
 
+class _Refuses:
+    """An array of another library that does not give its memory away."""
+
+    dtype = "other.float8"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise TypeError("Got unsupported ScalarType Float8")
+
+
+def test_arrays_that_cannot_be_read_are_named() -> None:
+    expected = r"NumPy can read, found .*_Refuses of other\.float8: Got unsupported"
+    with pytest.raises(ValueError, match=expected):
+        as_array(_Refuses())
+
+
 def test_half_types_are_the_two_sixteen_bit_floats() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is from ml_dtypes")
     halves = [np.dtype("f2"), np.dtype(">f2"), np.dtype(ml_dtypes.bfloat16)]

@@ -26,12 +26,6 @@ _OWN_ONLY = "CuPy's concatenate and @ take arrays of its own only"
 NO_MEANING = {
     "check_all_reduce.py::test_matrices_are_arrays_and_threads_have_contexts_of_their"
     "_own": "CuPy has no matrices; see check_instead.py",
-    "check_checkpoint.py::test_every_dtype_comes_back_bit_for_bit[bfloat16]": (
-        "CuPy has no bfloat16"
-    ),
-    "check_checkpoint.py::test_sums_of_unusual_types_come_back[bfloat16]": (
-        "CuPy has no bfloat16"
-    ),
     "check_reductions.py::test_sum_and_mean_agree_with_numpy[big-endian]": (
         "CuPy computes in native byte order only"
     ),

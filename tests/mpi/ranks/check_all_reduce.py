@@ -290,14 +290,17 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
     if job.size == 1:
         return
     with make_strategy(comm=job) as strategy:
+        # The first start with device arrays waits for the others.
+        strategy.reduce("sum", np.ones(2), axis=None)
 
         def step() -> Any:
             context = hs.get_replica_context()
             if job.rank == 0:
-                # The others have started theirs by now.
-                time.sleep(0.2)
+                for other in range(1, job.size):
+                    job.recv(source=other)
                 context.start_all_reduce("sum", np.array(["bad batch"]))
             started = [context.start_all_reduce("sum", np.ones(2)) for _ in range(2)]
+            job.send(None, 0)
             raise outcome(started[1].wait)
 
         error = outcome(strategy.run, step)

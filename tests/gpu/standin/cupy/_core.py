@@ -14,6 +14,9 @@ _IMPLICIT = (
 
 def known(dtype):
     """Return a type that kernels have; others are refused by what computes."""
+    if dtype.name == "bfloat16":
+        # As CuPy 14 does with ml_dtypes.
+        return dtype
     if dtype.char not in "?bhilqBHILQefdFDV" or dtype.num >= 256:
         raise ValueError(f"Unsupported dtype {dtype}")
     return dtype

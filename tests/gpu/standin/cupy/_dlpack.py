@@ -12,6 +12,7 @@ _CUDA = 2
 _CPU = 1
 _KINDS = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _CODES = {code: kind for kind, code in _KINDS.items()}
+_BFLOAT = 4
 
 
 class _Tensor(ctypes.Structure):
@@ -104,7 +105,8 @@ def export(array, given, max_version, dl_device, copy):
     if dl_device is not None and tuple(dl_device) != array.__dlpack_device__():
         # CuPy can copy to the host here (kDLCPU); nothing in these tests needs it.
         raise BufferError(f"unsupported device for export: {dl_device}")
-    if array.dtype.kind not in _KINDS or array.dtype.names:
+    brain = array.dtype.name == "bfloat16"
+    if not brain and (array.dtype.kind not in _KINDS or array.dtype.names):
         raise BufferError("dtype is not supported for dlpack export")
     if copy:
         array = array.copy()
@@ -121,7 +123,7 @@ def export(array, given, max_version, dl_device, copy):
     tensor.data = array.data.ptr
     tensor.device_type, tensor.device_id = _CUDA, array.data.device_id
     tensor.ndim = array.ndim
-    tensor.code = _KINDS[array.dtype.kind]
+    tensor.code = _BFLOAT if brain else _KINDS[array.dtype.kind]
     tensor.bits, tensor.lanes = array.itemsize * 8, 1
     pointer = ctypes.POINTER(ctypes.c_int64)
     tensor.shape = ctypes.cast(numbers, pointer)
@@ -188,6 +190,10 @@ def _extent(shape, strides, dtype):
 def _dtype(tensor):
     if tensor.lanes != 1:
         raise ValueError(f"vector dtypes (lanes={tensor.lanes}) is not supported")
+    if tensor.code == _BFLOAT and tensor.bits == 16:
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
     if tensor.code not in _CODES:
         raise TypeError(f"Unsupported dtype. dtype code: {tensor.code}")
     return np.dtype(f"{_CODES[tensor.code]}{tensor.bits // 8}")

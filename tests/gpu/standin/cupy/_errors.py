@@ -4,6 +4,10 @@ NAMES = {
     0: ("cudaSuccess", "no error"),
     1: ("cudaErrorInvalidValue", "invalid argument"),
     2: ("cudaErrorMemoryAllocation", "out of memory"),
+    35: (
+        "cudaErrorInsufficientDriver",
+        "CUDA driver version is insufficient for CUDA runtime version",
+    ),
     100: ("cudaErrorNoDevice", "no CUDA-capable device is detected"),
     101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
     201: ("cudaErrorDeviceUninitialized", "invalid device context"),
@@ -35,6 +39,7 @@ NAMES = {
 
 INVALID_VALUE = 1
 MEMORY_ALLOCATION = 2
+INSUFFICIENT_DRIVER = 35
 NO_DEVICE = 100
 INVALID_DEVICE = 101
 INVALID_HANDLE = 400

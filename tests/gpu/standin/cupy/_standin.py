@@ -3,7 +3,8 @@
 Tests read ``cupy._standin.counts``. The variables of the environment are read once:
 ``HPCSTRAT_STANDIN_DELAY`` (longest random delay before an operation, in seconds),
 ``HPCSTRAT_STANDIN_SEED`` (of those delays), ``HPCSTRAT_STANDIN_DEVICES`` (number of
-devices of the machine), ``HPCSTRAT_STANDIN_NO_DEVICE`` (1: a machine without any);
+devices of the machine), ``HPCSTRAT_STANDIN_NO_DEVICE`` (1: a machine without any),
+``HPCSTRAT_STANDIN_DRIVER`` (the driver's version, such as 12090; 0: there is none);
 those of NCCL stand in ``cuda/nccl.py``.
 """
 
@@ -103,6 +104,11 @@ def pause():
         seconds = _random.random() * longest_delay
     if seconds > 0:
         time.sleep(seconds)
+
+
+def driver_version():
+    """Return the version of CUDA that the driver is for; 0 without one."""
+    return int(os.environ.get("HPCSTRAT_STANDIN_DRIVER", "12090"))
 
 
 def physical_devices():

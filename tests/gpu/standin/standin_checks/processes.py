@@ -160,7 +160,8 @@ def check_nccl_second():
     _communicate(1, bytes.fromhex(hear(sys.stdin)[0]))
 
 
-VERSIONS = ["22809", "23001"]
+# Of NCCL, and whether it is told to let ranks share a device.
+VERSIONS = [("22809", "1"), ("23001", "0"), ("23001", "1")]
 
 
 def check_nccl_shared_device():
@@ -179,10 +180,11 @@ def check_nccl_shared_guest():
 def _join(ids, rank):
     from cupy.cuda import nccl
 
-    for version, unique_id in zip(VERSIONS, ids, strict=True):
+    for (version, told), unique_id in zip(VERSIONS, ids, strict=True):
         os.environ["HPCSTRAT_STANDIN_NCCL_VERSION"] = version
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = told
         assert nccl.get_version() == int(version)
-        if version == VERSIONS[1]:
+        if (version, told) == VERSIONS[-1]:
             assert nccl.NcclCommunicator(2, unique_id, rank).size() == 2
             continue
         with pytest.raises(nccl.NcclError) as caught:

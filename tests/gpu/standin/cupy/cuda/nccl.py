@@ -43,8 +43,9 @@ _REDUCTIONS = {
     NCCL_MIN: np.minimum,
     NCCL_AVG: np.add,
 }
-# Since 2.30 NCCL lets ranks share a device.
+# Since 2.30 NCCL lets ranks share a device, if it is told to.
 _SHARING = 23000
+_LET_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _group = threading.local()
 
 
@@ -119,7 +120,8 @@ class NcclCommunicator:
             shared = _nccl_shared.Shared(commId, ndev, rank, bus_id, seconds)
         except _nccl_shared.Lost as exc:
             raise NcclError(exc.status) from exc
-        if get_version() < _SHARING and not shared.one_device_each():
+        may_share = get_version() >= _SHARING and os.environ.get(_LET_SHARE) == "1"
+        if not may_share and not shared.one_device_each():
             raise NcclError(5)
         self._shared = shared
         self._changed = threading.Condition()

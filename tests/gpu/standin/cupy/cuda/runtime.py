@@ -37,7 +37,7 @@ _peers = set()
 
 
 def driverGetVersion():
-    return 12090
+    return _standin.driver_version()
 
 
 def runtimeGetVersion():
@@ -214,9 +214,15 @@ def memcpyAsync(dst, src, size, kind, stream):
 
 
 def memcpy(dst, src, size, kind):
+    null = _queues.null_queue(getDevice())
+    if kind == memcpyHostToDevice and _store.find(src) is None:
+        # Returns when pageable memory was read, not when it has arrived.
+        null.drain()
+        memcpyAsync(dst, src, size, kind, 0)
+        return
     memcpyAsync(dst, src, size, kind, 0)
     if kind != memcpyDeviceToDevice:
-        _queues.null_queue(getDevice()).drain()
+        null.drain()
 
 
 def memcpyPeerAsync(dst, dstDevice, src, srcDevice, size, stream):

@@ -1,0 +1,66 @@
+"""Training on GPUs goes on after the loss of a rank, whatever carries the arrays.
+
+Each case is a whole program, launched with a hard limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat.testing import launch_command
+from tests.conftest import why_no_gpu
+from tests.gpu.jobs import environment
+from tests.gpu.test_ranks_on_gpu import TRANSPORTS
+from tests.mpi.programs.started import run_command
+from tests.mpi.test_elastic import ulfm
+
+PROGRAM = Path(__file__).parent / "programs/lost_rank.py"
+# By NCCL, CUDA IPC, the latter and messages, messages alone, and through the host.
+LAYOUTS = [
+    ("nccl", 3, 0),
+    ("peer", 3, 0),
+    ("mpi", 4, 2),
+    ("mpi", 3, 1),
+    ("peer", 3, 1),
+]
+# Here the others have given work to their GPUs that needs the lost one.
+DEEP = ("inside", "behind")
+
+
+def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None:
+    if not why_no_gpu() and transport != "peer":
+        pytest.skip("needs a GPU for each rank")
+    # The lost rank's own part is far behind on its stream.
+    late = {"HPCSTRAT_DEVICE": "gpu", "HPCSTRAT_STANDIN_DELAY": "0.005"}
+    command = [*launch_command(n, fault_tolerant=True), sys.executable, str(PROGRAM)]
+    title = f"{transport}, {n} ranks, {each} each, {spare} spare, {where}"
+    env = environment(late | TRANSPORTS[transport])
+    ended = run_command([*command, where, str(each), str(spare)], title, 150, env)
+    assert ended.returncode == 0, str(ended)
+    assert not ended.survivors, str(ended)
+    assert ended.stdout.count("right") == n - 1, str(ended)
+
+
+@ulfm
+@pytest.mark.parametrize(("transport", "n", "each"), LAYOUTS[:3])
+@pytest.mark.parametrize("where", DEEP)
+def test_training_goes_on(transport: str, n: int, each: int, where: str) -> None:
+    _lose(transport, n, each, where)
+
+
+@ulfm
+def test_spare_rank_takes_the_place_of_a_lost_one() -> None:
+    _lose("nccl", 4, 0, "behind", spare=1)
+
+
+@ulfm
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "n", "each"), LAYOUTS)
+@pytest.mark.parametrize("where", ["between", "commit", *DEEP])
+def test_training_goes_on_wherever_a_rank_dies(
+    transport: str, n: int, each: int, where: str
+) -> None:
+    _lose(transport, n, each, where)
