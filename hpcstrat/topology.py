@@ -125,7 +125,7 @@ class Topology:
                 "expected replicas_per_worker >= 1 or None, found "
                 f"{replicas_per_worker}; pass None for one worker per node"
             )
-        self.mpi = mpi = start_mpi()
+        self.mpi = mpi = start_mpi(survives=survives)
         self.survives = survives
         self._comms: list[Any] = []
         self.closed = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -40,12 +39,7 @@ def _end(pool: Pool, process: int) -> None:
     """Leave MPI_Finalize out, if a rank has died."""
     if os.getpid() != process or not pool.knows_of_losses():
         return
-    libc = ctypes.CDLL(None)
-    if abandon_mpi() and hasattr(libc, "on_exit"):
-        # Called by exit(3) with the exit status, when Python has run all functions of
-        # atexit and has ended; before whatever MPI libraries do at that time.
-        libc.fflush(None)
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+    if abandon_mpi():
         return
     # mpi4py would finalize, as the program has initialized MPI by itself.
     finish_all()

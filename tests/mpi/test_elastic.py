@@ -223,7 +223,8 @@ def test_error_names_the_lost_rank_and_the_others_can_go_on(each: int) -> None:
     ended = _run(4, "lost_rank.py", "go_on", each)
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
-    for text in ("noticed (3,)", "again (3,)", "done"):
+    # MPI_Finalize may wait for the dead for ever.
+    for text in ("noticed (3,)", "again (3,)", "done", "left"):
         assert ended.stdout.count(text) == 3, str(ended)
 
 

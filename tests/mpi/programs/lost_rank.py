@@ -6,6 +6,7 @@ is the number of replicas of a worker, or 0.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -14,6 +15,13 @@ import time
 import numpy as np
 
 import hpcstrat as hs
+
+
+def say_how_mpi_ended() -> None:
+    """Tell whether MPI_Finalize was called, after what hpcstrat does at the end."""
+    from mpi4py import MPI
+
+    print("finalized" if MPI.Is_finalized() else "left", flush=True)
 
 
 def loop(strategy: hs.Strategy, seconds: float) -> None:
@@ -33,6 +41,7 @@ def loop(strategy: hs.Strategy, seconds: float) -> None:
 def main() -> None:
     """Lose a rank."""
     way, each = sys.argv[1], int(sys.argv[2]) or None
+    atexit.register(say_how_mpi_ended)
     strategy = hs.MultiWorkerMirroredStrategy(
         on_lost_rank="raise", replicas_per_worker=each
     )

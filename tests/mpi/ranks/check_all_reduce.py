@@ -547,7 +547,7 @@ def test_memory_stays_flat_over_many_reductions(strategy: Any, job: Any) -> None
         handle.wait()
 
     whole = strategy.topology.num_workers == 1 and job.size <= 2
-    count = 10_000 if whole else 1000
+    count = 3000 if whole else 1000
     reductions(count // 10)
     before = resident()
     reductions(count)
