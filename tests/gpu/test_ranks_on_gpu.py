@@ -71,13 +71,13 @@ def _paths(names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("n", "transport", "names"),
     [
-        (1, "peer", [*REDUCTIONS, *UPDATES]),
+        (1, "peer", [*REDUCTIONS, "optimizers"]),
         (2, "nccl", [*REDUCTIONS, *UPDATES]),
         (2, "mpi", REDUCTIONS[:2]),
         (2, "peer", REST),
-        (3, "peer", ["reductions", "variables"]),
+        (3, "peer", ["reductions"]),
     ],
-    ids=lambda value: value if isinstance(value, int | str) else "-".join(value[:2]),
+    ids=lambda value: value if isinstance(value, int | str) else value[0],
 )
 def test_rank_tests_pass_on_gpus(n: int, transport: str, names: list[str]) -> None:
     assert _passed(n, transport, _paths(names)) >= len(names)
@@ -121,7 +121,7 @@ def _device_paths(names: list[str]) -> list[str]:
         (1, ["binding"]),
         (1, ["device_checkpoints"]),
         *[(2, names) for names in DEVICE_TESTS],
-        (3, ["results", "peer", "staging", "hierarchical"]),
+        (3, ["peer", "hierarchical"]),
         (4, ["hierarchical"]),
     ],
     ids=lambda value: value if isinstance(value, int) else value[0],

@@ -71,8 +71,10 @@ def test_late_rank_is_named_with_what_it_does(
     n: int, late: int, options: tuple[int, ...]
 ) -> None:
     """One worker; one rank per worker; two ranks per worker."""
-    calls = [(n, how, "reduce", late, *options) for how in WAYS]
-    for ended, words in zip(_together(calls), WAYS.values(), strict=True):
+    # Workers change what is said of the others, not what is said of the late one.
+    ways = {"sums": WAYS["sums"], "stop": WAYS["stop"]} if options else WAYS
+    calls = [(n, how, "reduce", late, *options) for how in ways]
+    for ended, words in zip(_together(calls), ways.values(), strict=True):
         report = _check(ended, late, *words)
         waiting = [rank for rank in range(n) if rank != late]
         who = f"ranks {waiting}" if n > 2 else f"rank {waiting[0]}"

@@ -20,6 +20,7 @@ __all__ = [
     "drawing",
     "giving",
     "numpy_itself",
+    "settling",
     "together",
 ]
 
@@ -80,6 +81,18 @@ def giving(module: ModuleType, function: Any) -> Any:
         return on_host(function(*args, **kwargs))
 
     return compute
+
+
+def settling(module: ModuleType, function: Any) -> Any:
+    """Let a helper wait for the GPU at its end, as nothing else does."""
+
+    @functools.wraps(function)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        cupy.cuda.Device().synchronize()
+        return result
+
+    return wait
 
 
 def together(module: ModuleType, function: Any) -> Any:
