@@ -13,6 +13,7 @@ import numpy as np
 import optree
 
 from hpcstrat.borrowing import borrow
+from hpcstrat.errors import HpcstratError
 from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
@@ -147,11 +148,11 @@ def _as_foreign(value: Any) -> Array | None:
     where = getattr(type(value), "__dlpack_device__", None)
     if where is None and getattr(value, "__cuda_array_interface__", None) is None:
         return None
-    if where is not None and where(value)[0] not in _DLPACK_GPU:
-        return None
-    import cupy
-
     try:
+        if where is not None and where(value)[0] not in _DLPACK_GPU:
+            return None
+        import cupy
+
         shared = cupy.asarray(value) if where is None else cupy.from_dlpack(value)
     except _REFUSALS as error:
         raise _unreadable(value, "CuPy", error) from error
@@ -159,7 +160,12 @@ def _as_foreign(value: Any) -> Array | None:
 
 
 def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
-    """Return the error for an array that another library does not give away."""
+    """Return the error for an array that another library does not give away.
+
+    Raises others: of a GPU, and of the ranks, as variables are read together.
+    """
+    if isinstance(error, HpcstratError) or hasattr(error, "status"):
+        raise error
     kind = type(value)
     return ValueError(
         f"expected an array that {reader} can read, found a {kind.__module__}."

@@ -8,6 +8,7 @@ was given to the GPU here is still to read it.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections import deque
 from typing import Any
@@ -19,24 +20,30 @@ __all__ = ["borrow"]
 # What nothing here holds any more, and the end of the work that may read it.
 _returned: deque[tuple[Any, Array]] = deque()
 _giving_back = threading.Lock()
+# Of which nobody knows whether it has been read: the GPU is at fault.
+_never_returned: list[Array] = []
 
 
 class _Loan:
     """What arrays over the memory of another library hold."""
 
-    __slots__ = ("_array", "_event", "_stream")
+    __slots__ = ("_array", "_device", "_event", "_stream")
 
     def __init__(self, array: Array, cuda: Any) -> None:
         self._array = array
+        self._device = cuda.Device()
         self._stream = cuda.get_current_stream()
         self._event = cuda.Event(disable_timing=True)
 
     def __del__(self) -> None:
         """Note where the stream is; any thread may be the one that collects arrays."""
         try:
-            self._event.record(self._stream)
+            # The null stream is that of the thread's device.
+            with self._device:
+                self._event.record(self._stream)
         except Exception:
-            # The driver is going down, and nothing reads the memory any more.
+            if not sys.is_finalizing():
+                _never_returned.append(self._array)
             return
         _returned.append((self._event, self._array))
         _give_back()

@@ -187,6 +187,7 @@ class DeviceRecycler:
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         if len(made) < len(kinds):
             # What is kept here may be what is missing.
+            kept = None
             self.clear()
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         self._kept[key] = list(made)

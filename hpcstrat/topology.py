@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.errors import RankLostError
 from hpcstrat.segment import Segment
-from hpcstrat.starting import start_mpi
+from hpcstrat.starting import expect_losses, start_mpi
 from hpcstrat.survival import GARBLED, create, is_loss, require_survival, revoke
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Topology:
                 "expected replicas_per_worker >= 1 or None, found "
                 f"{replicas_per_worker}; pass None for one worker per node"
             )
-        self.mpi = mpi = start_mpi(survives=survives)
+        self.mpi = mpi = start_mpi()
         self.survives = survives
         self._comms: list[Any] = []
         self.closed = False
@@ -207,6 +207,8 @@ class Topology:
         nodes = self.replica_comm.allreduce(int(node.rank == 0))
         if self.survives:
             require_survival(self.mpi, self.replica_comm, nodes)
+            if self.replica_comm.size > 1:
+                expect_losses()
         cores = node.allgather(os.sched_getaffinity(0))
         # Those of a core share it: it counts by halves, thirds and so on.
         parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])

@@ -119,7 +119,8 @@ class NcclGroup:
             problem = _described(error)
         try:
             yield from self._raise_on_all(problem)
-        except EveryRankError:
+        except BaseException:
+            # A rank may have died meanwhile; nobody else knows the communicator yet.
             self.abandon()
             raise
 

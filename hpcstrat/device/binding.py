@@ -276,7 +276,7 @@ def _look(rank: int, wanted: int | None) -> View:
     return View(rank, gpus, chosen, wanted, reason, _Process.index)
 
 
-def foresee(local_rank: int) -> None:
+def foresee(place: int) -> None:
     """Compute on the GPU that this rank is likely to get, before MPI starts.
 
     Not collective; nothing where the program or a strategy has chosen. Libraries of MPI
@@ -285,12 +285,12 @@ def foresee(local_rank: int) -> None:
 
     Parameters
     ----------
-    local_rank : int
-        Among the ranks of its host.
+    place : int
+        Number of the GPU that was named, or of this rank among those of its host.
     """
     if _Process.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
-        own = gpus[local_rank % len(gpus)]
+        own = gpus[place % len(gpus)]
         library.use(own)
         _Process.index, _Process.foreseen = own.index, True
 

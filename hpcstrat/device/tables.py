@@ -255,7 +255,8 @@ def reserve(counts: Iterable[int]) -> None:
         Number of spans in each launch.
     """
     sizes = [_long_bytes(count) for count in counts if count > _MANY_SPANS]
-    _tables.extendleft([_table_memory(nbytes) for nbytes in sizes])
+    # The first of them is asked for first.
+    _tables.extendleft(reversed([_table_memory(nbytes) for nbytes in sizes]))
 
 
 def _table_memory(nbytes: int) -> Table:

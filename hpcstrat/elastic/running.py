@@ -19,7 +19,9 @@ from hpcstrat.elastic.memory import Memory
 from hpcstrat.elastic.pool import Meeting, Pool
 from hpcstrat.errors import RankLostError
 from hpcstrat.safety import exits
+from hpcstrat.settings import Settings
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
+from hpcstrat.strategies.devices import prepare_mpi
 from hpcstrat.survival import is_loss
 from hpcstrat.topology import Topology, start_mpi
 from hpcstrat.tracing import get_logger
@@ -91,6 +93,7 @@ def run(
                 f"expected options without {name}, which elastic.run chooses, found "
                 f"{strategy_options[name]!r}; leave it out"
             )
+    prepare_mpi(strategy_options.get("settings") or Settings())
     mpi = start_mpi()
     exits.install()
     pool = Pool(mpi, Topology.world(), spare_ranks)

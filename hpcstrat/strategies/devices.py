@@ -125,12 +125,14 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
         return
     try:
         settings = given.resolved()
-        named = settings.device == "gpu" or bool(names and gpu_numbers(names))
+        numbers = gpu_numbers(names or ())
+        named = settings.device == "gpu" or numbers is not None
         asked = named or (settings.device == "auto" and library.is_loaded())
         if not asked or library.why_no_gpu():
             return
-        if launched.local_rank is not None:
-            foresee(launched.local_rank)
+        place = numbers[launched.rank] if numbers else launched.local_rank
+        if place is not None:
+            foresee(place)
         if not launched.rank and settings.mpi_reads_gpu == "auto":
             _try_mpi()
     except Exception as error:

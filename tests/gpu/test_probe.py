@@ -185,9 +185,16 @@ def test_ranks_have_their_gpus_when_mpi_starts(run: Run) -> None:
     assert "[([0], 0), ([1], 1)]" in done.stdout
     # What the program has chosen is its own.
     chosen = "import cupy; cupy.cuda.Device(1).use()\n"
-    done = run(*launch_command(1), *PYTHON, chosen + EARLY)
+    settings = {"HPCSTRAT_MPI_READS_GPU": "no", "HPCSTRAT_SHARE_GPUS": "1"}
+    done = run(*launch_command(2), *PYTHON, chosen + EARLY, **settings)
     assert done.returncode == 0, done.stderr
-    assert "[([1], 1)]" in done.stdout
+    assert "[([1], 1), ([1], 1)]" in done.stdout
+    named = EARLY.replace("MultiWorker", "").replace(
+        "Strategy()", "Strategy(['GPU:1', 'GPU:0'])"
+    )
+    done = run(*launch_command(2), *PYTHON, named, HPCSTRAT_MPI_READS_GPU="no")
+    assert done.returncode == 0, done.stderr
+    assert "[([1], 1), ([0], 0)]" in done.stdout
 
 
 def test_setting_comes_before_the_trial(run: Run, tmp_path: Path) -> None:

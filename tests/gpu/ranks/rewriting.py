@@ -19,6 +19,7 @@ __all__ = [
     "computing",
     "drawing",
     "giving",
+    "longer",
     "numpy_itself",
     "settling",
     "together",
@@ -81,6 +82,19 @@ def giving(module: ModuleType, function: Any) -> Any:
         return on_host(function(*args, **kwargs))
 
     return compute
+
+
+def longer(entries: int) -> Callable[[ModuleType, Any], Any]:
+    """Return what lets a helper give a greater number of entries into ``run``."""
+
+    def change(module: ModuleType, function: Any) -> Any:
+        @functools.wraps(function)
+        def count(*args: Any, **kwargs: Any) -> int:
+            return int(function(*args, **kwargs)) + entries
+
+        return count
+
+    return change
 
 
 def settling(module: ModuleType, function: Any) -> Any:
