@@ -135,3 +135,21 @@ def test_threads_reduce_apart() -> None:
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(alone) for _ in range(6)]
         assert [future.result() for future in found] == [2e5] * 6
+
+
+def test_slices_of_variables_on_gpus_take_every_element_once(strategy: Any) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one copy does not differ")
+    sizes = [0, 1, 3, 5000, 1, 1, 70_000, 2, 0, 12, 300_000]
+    with strategy.scope():
+        variables = [hs.Variable(cupy.zeros(n, cupy.float32)) for n in sizes]
+    copies = strategy._connection.copies
+    assert copies.num_slices > 1
+    for pieces in copies._on_device.slices:
+        assert 0 < sum(piece.array.nbytes for piece in pieces) <= 1 << 20
+        for piece in pieces:
+            part = piece.array
+            part += 1
+    for variable in variables:
+        np.testing.assert_array_equal(variable.numpy(), np.ones(variable.shape))
+        variable.assign(cupy.zeros(variable.shape, cupy.float32))

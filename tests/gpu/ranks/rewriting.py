@@ -11,15 +11,16 @@ import cupy
 import numpy
 import pytest
 
+from hpcstrat.safety import copies, device_copies
 from tests.gpu.ranks.arrays import any_is, has_type, is_device, on_device, on_host
 
 __all__ = [
+    "at_once",
     "at_seam",
     "comparing",
     "computing",
     "drawing",
     "giving",
-    "longer",
     "numpy_itself",
     "settling",
     "together",
@@ -84,17 +85,13 @@ def giving(module: ModuleType, function: Any) -> Any:
     return compute
 
 
-def longer(entries: int) -> Callable[[ModuleType, Any], Any]:
-    """Return what lets a helper give a greater number of entries into ``run``."""
+def at_once(module: ModuleType, function: Any) -> Any:
+    """Compare mirrored variables in the entry in which they were copied.
 
-    def change(module: ModuleType, function: Any) -> Any:
-        @functools.wraps(function)
-        def count(*args: Any, **kwargs: Any) -> int:
-            return int(function(*args, **kwargs)) + entries
-
-        return count
-
-    return change
+    In the whole job: it is a number of the library.
+    """
+    device_copies.LAG = copies.LAG = 0
+    return function
 
 
 def settling(module: ModuleType, function: Any) -> Any:

@@ -35,6 +35,8 @@ class EventState:
         self.time = None
         self.changed = threading.Condition()
         self.shared = fd is not None
+        # Recordings that have been passed, in whatever order their streams came to them.
+        self.passed = set()
         if fd is None:
             self.counters = np.zeros(2, np.int64)
         else:
@@ -61,7 +63,14 @@ class EventState:
     def _complete(self, number):
         with self.changed:
             self.time = time.perf_counter()
-            self.counters[1] = max(number, int(self.counters[1]))
+            if self.shared:
+                # Other processes see the counter only; nobody records it on two streams.
+                self.counters[1] = max(number, int(self.counters[1]))
+            else:
+                self.passed.add(number)
+            while int(self.counters[1]) + 1 in self.passed:
+                self.counters[1] += 1
+                self.passed.discard(int(self.counters[1]))
             self.changed.notify_all()
 
     def recorded(self):
@@ -70,7 +79,7 @@ class EventState:
 
     def reached(self, number):
         """Tell whether recording ``number`` has been passed."""
-        return int(self.counters[1]) >= number
+        return int(self.counters[1]) >= number or number in self.passed
 
     def wait(self, number):
         """Wait until recording ``number`` has been passed."""
