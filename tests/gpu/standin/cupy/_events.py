@@ -35,7 +35,7 @@ class EventState:
         self.time = None
         self.changed = threading.Condition()
         self.shared = fd is not None
-        # Recordings that have been passed, in whatever order their streams came to them.
+        # Recordings that were passed, in whatever order their streams came there.
         self.passed = set()
         if fd is None:
             self.counters = np.zeros(2, np.int64)
@@ -64,7 +64,7 @@ class EventState:
         with self.changed:
             self.time = time.perf_counter()
             if self.shared:
-                # Other processes see the counter only; nobody records it on two streams.
+                # Others see the counter only; it is recorded on one stream.
                 self.counters[1] = max(number, int(self.counters[1]))
             else:
                 self.passed.add(number)
