@@ -75,6 +75,7 @@ def _paths(names: list[str]) -> list[str]:
         (2, "nccl", [*REDUCTIONS, *UPDATES]),
         (2, "mpi", REDUCTIONS[:2]),
         (2, "peer", REST),
+        (2, "nccl", ["divergence"]),
         (3, "peer", ["reductions"]),
     ],
     ids=lambda value: value if isinstance(value, int | str) else value[0],

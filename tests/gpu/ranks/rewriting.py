@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import cupy
@@ -24,6 +24,7 @@ __all__ = [
     "numpy_itself",
     "settling",
     "together",
+    "written_back",
 ]
 
 _NAME = "_numpy_itself"
@@ -116,6 +117,20 @@ def together(module: ModuleType, function: Any) -> Any:
         return function(*args, **kwargs)
 
     return compute
+
+
+def written_back(module: ModuleType, function: Any) -> Any:
+    """Let a helper write into a copy of a variable in host memory, and put it back."""
+    own = numpy_itself(module, function)
+
+    @functools.wraps(own)
+    def write(variable: Any, *args: Any) -> Any:
+        held = SimpleNamespace(component=cupy.asnumpy(variable.component))
+        result = own(held, *args)
+        variable.component[...] = cupy.asarray(held.component)
+        return result
+
+    return write
 
 
 def drawing(module: ModuleType, function: Any) -> Any:
