@@ -94,6 +94,8 @@ class Settings:
         Whether the MPI library may be given the memory of GPUs: ``"auto"``, where a
         trial has shown that it can, see ``hpcstrat doctor``; ``"yes"``, which ends the
         job by a segmentation fault if it cannot; ``"no"``. Default: ``"auto"``.
+    nccl : bool, optional
+        Whether NCCL may carry arrays on GPUs. Default: True.
 
     Raises
     ------
@@ -118,6 +120,7 @@ class Settings:
     device: str | None = _setting("auto", choices=("auto", "cpu", "gpu"))
     share_gpus: bool | None = _setting(False)
     mpi_reads_gpu: str | None = _setting("auto", choices=("auto", "yes", "no"))
+    nccl: bool | None = _setting(True)
 
     def __post_init__(self) -> None:
         """Check the values."""

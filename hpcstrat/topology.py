@@ -90,8 +90,8 @@ class Topology:
         This rank's GPU; None where it computes on the CPU. Set by the strategy.
     shares_gpu : bool
         Whether another rank of this host has the same one.
-    mpi_reads_gpu : str
-        The setting; likewise.
+    mpi_reads_gpu, nccl : str, bool
+        The settings; likewise.
 
     Raises
     ------
@@ -112,6 +112,7 @@ class Topology:
     gpu: Gpu | None = None
     shares_gpu: bool = False
     mpi_reads_gpu: str = "auto"
+    nccl: bool = True
 
     def __init__(
         self,

@@ -2,7 +2,9 @@
 
 Calls go to a lane's stream and return at once; the host waits for nothing but the
 making of a communicator, which is NCCL's own and needs every rank: all agree first that
-they can, and afterwards that it is made.
+they can, and afterwards that it is made. NCCL makes it in a thread, since it returns
+only when all have come: where one cannot, or they do not find each other's network
+addresses, never (NCCL user guide, "Troubleshooting").
 
 Kernels of NCCL wait on the device for those of the other ranks. So they never are in
 flight together with device memory in MPI, whose copies may wait for the device on one
@@ -14,24 +16,28 @@ messages in turn have ended when their generator goes on to its next kernel.
 When a rank dies, the kernels of the others wait for its ones for ever, and so does
 whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
 rank is to be survived, a call therefore does not end before its kernels have: the wait
-for them looks for deaths, and `NcclGroup.abandon` then ends them.
+for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere the program
+may be inside of CUDA when the network fails, and never come out: `nccl_failure` tells
+the watchdog.
 """
 
 from __future__ import annotations
 
-import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.collectives.header import EveryRankError
+from hpcstrat.collectives.nccl_waiting import Ending, Joining, abort_quietly, described
 from hpcstrat.collectives.started import Message
 from hpcstrat.collectives.verdicts import agreed_problem
 from hpcstrat.device import library
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["NcclGroup"]
+__all__ = ["NcclGroup", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
 # NCCL has no complex numbers: each is a pair of floats.
@@ -47,6 +53,9 @@ _TYPES = {
     "u1": ("NCCL_UINT8", 1),
 }
 _ID_NUMBERS = 128
+
+# The groups of this process whose communicators were made.
+_connected: set[weakref.ref[NcclGroup]] = set()
 
 
 class NcclGroup:
@@ -67,6 +76,8 @@ class NcclGroup:
     ----------
     rank, size : int
         Of ``comm``.
+    survives : bool
+        As given.
     """
 
     def __init__(
@@ -75,9 +86,11 @@ class NcclGroup:
         self._mpi = mpi
         self._mpi_comm = comm
         self._lane = lane
-        self._survives = survives
+        self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
+        # NCCL's communicator is not freed while another thread asks about it.
+        self._lock = threading.Lock()
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
@@ -105,24 +118,25 @@ class NcclGroup:
                 identity = self._nccl.get_unique_id()
                 unique[:] = *identity, isinstance(identity, bytes)
         except Exception as error:
-            problem = _described(error)
+            problem = described(error)
         yield from self._raise_on_all(problem)
         if self.size > 1:
             yield Message(self._mpi_comm.Ibcast(unique, 0))
-        problem = ""
+        # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
+        *numbers, plain = unique.tolist()
+        identity = bytes(numbers) if plain else tuple(numbers)
+        make = self._nccl.NcclCommunicator
+        joining = Joining(lambda: make(self.size, identity, self.rank))
         try:
-            # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
-            *numbers, plain = unique.tolist()
-            identity = bytes(numbers) if plain else tuple(numbers)
-            self._comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
-        except Exception as error:
-            problem = _described(error)
-        try:
+            yield joining
+            made, problem = joining.take()
             yield from self._raise_on_all(problem)
         except BaseException:
             # A rank may have died meanwhile; nobody else knows the communicator yet.
-            self.abandon()
+            joining.give_up()
             raise
+        self._comm = made
+        _connected.add(weakref.ref(self, _connected.discard))
 
     @property
     def connected(self) -> bool:
@@ -277,8 +291,8 @@ class NcclGroup:
 
     def _grouped(self, call: Callable[[], None]) -> None:
         """Make calls, which NCCL joins."""
+        self._check()
         try:
-            self._comm.check_async_error()
             self._nccl.groupStart()
             try:
                 call()
@@ -286,8 +300,35 @@ class NcclGroup:
                 self._nccl.groupEnd()
         except Exception as error:
             raise CollectiveError(
-                f"expected NCCL to take a call, found {_described(error)}; {_ADVICE}"
+                f"expected NCCL to take a call, found {described(error)}; {_ADVICE}"
             ) from error
+
+    def _check(self) -> None:
+        """Raise what has failed since calls were taken."""
+        problem = self.failure()
+        if problem:
+            raise CollectiveError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
+
+    def failure(self) -> str:
+        """Say what has failed since calls were taken.
+
+        Not collective; never blocks. For any thread.
+
+        Returns
+        -------
+        str
+            Empty where nothing has.
+        """
+        if not self._lock.acquire(blocking=False):
+            return ""
+        try:
+            if self._comm is not None:
+                self._comm.check_async_error()
+        except Exception as error:
+            return described(error)
+        finally:
+            self._lock.release()
+        return ""
 
     def ended(self) -> Iterator[Any]:
         """Wait for the end of the calls so far, where ranks may be lost.
@@ -299,17 +340,16 @@ class NcclGroup:
         Done
             See `hpcstrat.collectives.work`.
         """
-        if self._survives:
-            yield self._lane.done()
+        if self.survives:
+            yield Ending(self._lane.done(), self._check)
 
     def abandon(self) -> None:
         """Give up what is in flight, and the communicator: ranks have died.
 
         Not collective. A second call does nothing.
         """
-        if self._comm is not None:
-            with contextlib.suppress(Exception):
-                self._comm.abort()
+        with self._lock:
+            abort_quietly(self._comm)
             self._comm = None
 
     def close(self) -> None:
@@ -318,9 +358,27 @@ class NcclGroup:
         Collective over ``comm``, since NCCL may wait for the other ranks. A second call
         does nothing.
         """
-        if self._comm is not None:
-            self._comm.destroy()
-            self._comm = None
+        with self._lock:
+            if self._comm is not None:
+                self._comm.destroy()
+                self._comm = None
+
+
+def nccl_failure() -> str:
+    """Say what has failed in a communicator of this process, whose kernels never end.
+
+    Not collective; never blocks. For any thread.
+
+    Returns
+    -------
+    str
+        Empty where nothing has. Groups that await the end of their calls are left out.
+    """
+    for reference in list(_connected):
+        group = reference()
+        if group is not None and not group.survives and (found := group.failure()):
+            return found
+    return ""
 
 
 def _library() -> Any:
@@ -331,8 +389,3 @@ def _library() -> Any:
             "whichever the driver's CUDA is)"
         )
     return nccl
-
-
-def _described(error: Exception) -> str:
-    # CuPy has no text for some of NCCL's errors, and raises KeyError then.
-    return f"{type(error).__name__}: {error}"

@@ -58,7 +58,7 @@ class ProgressThread:
             gpu = self._channel.topology.gpu
             if gpu is not None:
                 # CUDA knows the current device of each thread.
-                library.use(gpu)
+                library.use(gpu.index)
             while self._channel.started:
                 if self._ended:
                     return

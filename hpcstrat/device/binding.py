@@ -291,7 +291,7 @@ def foresee(place: int) -> None:
     if _Process.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
         own = gpus[place % len(gpus)]
-        library.use(own)
+        library.use(own.index)
         _Process.index, _Process.foreseen = own.index, True
 
 
@@ -388,7 +388,7 @@ def _alone(view: View, device: str) -> str:
 def _take(gpu: Gpu, rank: int) -> str:
     """Compute on a GPU from here on; return what went wrong."""
     try:
-        library.use(gpu)
+        library.use(gpu.index)
     except Exception as error:
         # In exclusive mode, and another process has it; or it has failed.
         return (

@@ -118,7 +118,7 @@ def gather(topology: Topology) -> Capabilities:
     num_gpus = int(topology.replica_comm.allreduce(int(topology.gpu is not None)))
     shares = topology.replica_comm.allreduce(int(topology.shares_gpu))
     own = [
-        _guarded(topology, lambda: _nccl(bool(shares))),
+        _guarded(topology, lambda: _nccl(topology.nccl, bool(shares))),
         _peers(topology),
         _peer_events(topology),
         *_mpi(topology),
@@ -171,8 +171,10 @@ def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
     return abilities
 
 
-def _nccl(shares: bool) -> _Found:
+def _nccl(wanted: bool, shares: bool) -> _Found:
     """Return whether NCCL can be used, as far as this rank knows."""
+    if not wanted:
+        return False, "the setting nccl is off"
     module = library.nccl()
     if module is None:
         return False, (

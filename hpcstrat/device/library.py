@@ -291,7 +291,7 @@ def current_gpu() -> int:
     return int(_cupy().cuda.runtime.getDevice())
 
 
-def use(gpu: Gpu) -> None:
+def use(number: int) -> None:
     """Make the calling thread compute on a GPU, and the process have its context.
 
     Not collective. CUDA keeps this by thread: helper threads that touch arrays call it,
@@ -299,11 +299,11 @@ def use(gpu: Gpu) -> None:
 
     Parameters
     ----------
-    gpu : Gpu
-        One that this process sees.
+    number : int
+        Of a GPU that this process sees.
     """
     module = _cupy()
-    module.cuda.Device(gpu.index).use()
+    module.cuda.Device(number).use()
     # Before CUDA 12 a context comes with the first call that needs it, such as this.
     module.cuda.runtime.free(0)
 

@@ -214,7 +214,7 @@ def _take_gpu() -> tuple[Gpu | None, str]:
         library.load()
         gpus = library.visible_gpus()
         gpu = gpus[(launch_from_environment().local_rank or 0) % len(gpus)]
-        library.use(gpu)
+        library.use(gpu.index)
         plain_memory(max(_SIZES))
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"

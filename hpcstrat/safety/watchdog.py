@@ -5,7 +5,7 @@ calls of the program do nothing for it but to keep in mind what they are. Where 
 has waited longer than ``warn_seconds``, the lowest of those that wait finds out for
 whom (`hpcstrat.safety.inquiry`), and reports it. After ``limit_seconds`` the wait
 itself raises an error; where it cannot, because MPI blocks it, the thread ends the
-process.
+process. So it does where NCCL has failed while the program is inside of CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.nccl_group import nccl_failure
 from hpcstrat.collectives.waiting import Waiting
 from hpcstrat.safety.exchange import Exchange
 from hpcstrat.safety.inquiry import Inquiry
@@ -62,6 +63,8 @@ class _Watchdog:
         self.watched: list[_Watched] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
+        # Since when NCCL has failed.
+        self._failed_at = math.inf
         self._thread = threading.Thread(
             target=self._loop, name="hpcstrat-watchdog", daemon=True
         )
@@ -85,6 +88,21 @@ class _Watchdog:
             self._serve(min(ticks, default=1.0))
             for one in list(self.watched):
                 self._guarded(one, self._turn)
+            self._look_at_nccl()
+
+    def _look_at_nccl(self) -> None:
+        """End the process where NCCL has failed and the main thread does not say so.
+
+        It finds out at its next call. But it may be inside of CUDA, and wait for
+        kernels that never end.
+        """
+        failure, now = nccl_failure(), time.monotonic()
+        self._failed_at = min(self._failed_at, now) if failure else math.inf
+        if now > self._failed_at + _GRACE_SECONDS:
+            _end_process(
+                f"NCCL has failed ({failure}), and a kernel that waits for another "
+                "rank's never ends; set NCCL_DEBUG=INFO to see why"
+            )
 
     def _guarded(self, one: _Watched, act: Callable[[_Watched], None]) -> None:
         """Do something for a watch, without harm to the program where that fails."""
@@ -143,7 +161,7 @@ class _Watchdog:
         if now >= one.exchange.held_until and self._is_due(watch, waiting, now):
             self._inquire(one, waiting)
         if _is_over(watch, waiting, time.monotonic()):
-            _end_process(watch, waiting)
+            _end_process(_endless(watch, waiting))
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
         """Whether it is time for an inquiry, and for this rank to make it."""
@@ -215,15 +233,19 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
     return watch.waiting() is waiting and now > end + (0 if blocked else _GRACE_SECONDS)
 
 
-def _end_process(watch: Watch, waiting: Waiting) -> None:
+def _endless(watch: Watch, waiting: Waiting) -> str:
+    """Say what this rank waits for, and why that has to end its process."""
     seconds = time.monotonic() - waiting.start
     late = some_ranks(waiting.late) if waiting.late else "other ranks"
-    text = (
-        f"hpcstrat: {place()} ends the job: it has waited {seconds:.0f} s in "
-        f"{waiting.call.text} (call {watch.channel.num_calls}) for {late}, and cannot "
-        "raise an error, because a call of MPI, or other C code, does not return"
+    return (
+        f"it has waited {seconds:.0f} s in {waiting.call.text} (call "
+        f"{watch.channel.num_calls}) for {late}, and cannot raise an error, because a "
+        "call of MPI, or other C code, does not return"
     )
-    os.write(2, f"{text}\n".encode())
+
+
+def _end_process(reason: str) -> None:
+    os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     # The main thread may hold a lock of these files.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()

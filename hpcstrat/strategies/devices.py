@@ -103,7 +103,7 @@ def use_gpu(number: int) -> None:
             f"expected GPU:0 to GPU:{len(gpus) - 1}, which this process sees, found "
             f"GPU:{number}; name one of these, or change CUDA_VISIBLE_DEVICES"
         )
-    library.use(gpus[number])
+    library.use(gpus[number].index)
 
 
 def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
@@ -208,6 +208,7 @@ class Devices:
                 return tuple(f"CPU:{i}" for i in range(topology.worker_comm.size))
             topology.gpu, topology.shares_gpu = binding.gpu, binding.shared
             topology.mpi_reads_gpu = self._settings.mpi_reads_gpu or "auto"
+            topology.nccl = bool(self._settings.nccl)
             own = f"GPU:{binding.number}"
             self._names = tuple(topology.worker_comm.allgather(own))
         if names is not None and tuple(names) != self._names:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import hpcstrat as hs
 from hpcstrat.collectives.device_reduction import reduce_on_device
 from hpcstrat.collectives.header import EveryRankError
 from hpcstrat.collectives.nccl import NcclTransport, NcclWorker
-from hpcstrat.collectives.nccl_group import NcclGroup
+from hpcstrat.collectives.nccl_group import NcclGroup, nccl_failure
 from hpcstrat.device.streams import Lane
 from tests.gpu.driving import (
     KINDS,
@@ -131,19 +133,10 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     good.close()
 
 
-def test_where_nccl_fails_all_ranks_do_without(
-    crew: Team, job: Any, monkeypatch: Any
-) -> None:
-    """Also in broadcasts and gathers, which nobody can choose."""
+def _goes_without_nccl(crew: Team, comm: Any, why: str, **options: Any) -> None:
     import cupy
-    from cupy.cuda import nccl
 
-    def _fails(size: int, identity: Any, rank: int) -> Any:
-        del size, identity, rank
-        raise RuntimeError("no space in /dev/shm")
-
-    monkeypatch.setattr(nccl, "NcclCommunicator", _fails)
-    with hs.MultiWorkerMirroredStrategy(comm=job.Dup()) as other:
+    with hs.MultiWorkerMirroredStrategy(comm=comm, **options) as other:
         ones = cupy.ones(10, cupy.float32)
         total = other.reduce("sum", ones, axis=None)
         assert (cupy.asnumpy(total) == crew.size).all()
@@ -151,7 +144,56 @@ def test_where_nccl_fails_all_ranks_do_without(
         channel: Any = other.collectives.channel
         group = channel.device_group
         assert not group.capabilities.nccl
-        assert "no space in /dev/shm" in group.reason
+        assert why in group.reason
+
+
+def test_where_nccl_fails_all_ranks_do_without(
+    crew: Team, job: Any, monkeypatch: Any
+) -> None:
+    """Also in broadcasts and gathers, which nobody can choose."""
+    from cupy.cuda import nccl
+
+    def _fails(size: int, identity: Any, rank: int) -> Any:
+        del size, identity, rank
+        raise RuntimeError("no space in /dev/shm")
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", _fails)
+    _goes_without_nccl(crew, job.Dup(), "no space in /dev/shm")
+
+
+def test_where_nccl_does_not_return_all_ranks_do_without(
+    crew: Team, job: Any, monkeypatch: Any
+) -> None:
+    """One of them, or all; what comes of it later is thrown away."""
+    from cupy.cuda import nccl
+
+    from hpcstrat.collectives import nccl_waiting
+
+    goes_on, aborted, late = threading.Event(), threading.Event(), threading.Event()
+
+    class _Late:
+        def __init__(self, size: int, identity: Any, rank: int) -> None:
+            del size, identity
+            if rank == 0:
+                late.set()
+                goes_on.wait(30)
+
+        def abort(self) -> None:
+            aborted.set()
+
+    monkeypatch.setattr(nccl_waiting, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(nccl, "NcclCommunicator", _Late)
+    _goes_without_nccl(crew, job.Dup(), "within 0.2 s (see NCCL_SOCKET_IFNAME")
+    assert late.is_set() == (crew.rank == 0)
+    goes_on.set()
+    assert aborted.wait(30)
+
+
+def test_nccl_can_be_left_out(crew: Team, job: Any) -> None:
+    """By a setting, where it is there and works."""
+    without = hs.Settings(nccl=False)
+    why = "the setting nccl is off"
+    _goes_without_nccl(crew, job.Dup(), why, settings=without)
 
 
 @pytest.fixture
@@ -164,18 +206,16 @@ def lane() -> Any:
     return Lane()
 
 
+def _alone(steps: Iterator[Any]) -> None:
+    for awaited in steps:
+        while awaited is not None and not awaited.agreed():
+            time.sleep(1e-4)
+
+
 def test_an_error_of_nccl_says_what_to_do(lane: Lane) -> None:
     """Found at the next call, on the rank that has it."""
     group = NcclGroup(None, None, lane)
-    for _ in group.connect():
-        raise AssertionError("one rank waits for nobody")
-
-    class _Failed:
-        def check_async_error(self) -> None:
-            raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled")
-
-        def abort(self) -> None:
-            pass
+    _alone(group.connect())
 
     group.abandon()
     group._comm = _Failed()
@@ -183,6 +223,39 @@ def test_an_error_of_nccl_says_what_to_do(lane: Lane) -> None:
         group.all_reduce([])
     group.abandon()
     assert not group.connected
+
+
+class _Failed:
+    """A communicator whose calls have failed."""
+
+    def check_async_error(self) -> None:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled")
+
+    def abort(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_an_error_of_nccl_is_found_while_calls_do_not_end(
+    lane: Lane, survives: bool
+) -> None:
+    """By the rank itself, where it awaits their end; else the watchdog is told."""
+    group = NcclGroup(None, None, lane, survives=survives)
+    _alone(group.connect())
+    assert nccl_failure() == ""
+    group.abandon()
+    group._comm = _Failed()
+    never_ends = threading.Event()
+    lane.stream.launch_host_func(lambda _: never_ends.wait(30), None)
+    awaited = list(group.ended())
+    assert len(awaited) == int(survives)
+    for one in awaited:
+        with pytest.raises(hs.CollectiveError, match=r"SYSTEM_ERROR.*NCCL_DEBUG=INFO"):
+            one.missing()
+    assert ("SYSTEM_ERROR" in nccl_failure()) == (not survives)
+    never_ends.set()
+    group.abandon()
+    assert nccl_failure() == ""
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -194,8 +267,7 @@ def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
     sources, results = reduction.arrays(0)
     work = reduction.work(1, sources, results, waits=True)
     channel: Any = None
-    for awaited in reduce_on_device(work, channel, transport):
-        assert awaited is None
+    _alone(reduce_on_device(work, channel, transport))
     from mpi4py import MPI
 
     reduction.check(MPI.COMM_SELF, results)
