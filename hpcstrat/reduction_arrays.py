@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ __all__ = [
     "copied_where_overwritten",
     "is_plain",
     "list_structure",
-    "misfit",
+    "require_fitting",
 ]
 
 
@@ -141,29 +142,41 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
     return outs
 
 
-def misfit(
-    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
-) -> ValueError:
-    """Return the error for an array that cannot take a result.
+def require_fitting(
+    outs: list[Any],
+    results: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+    on_gpu: bool,
+) -> None:
+    """Demand arrays that can take results.
 
     Not collective.
 
     Parameters
     ----------
-    out : object
+    outs : list
         What was given.
-    shape : tuple of int
-        Of the result.
-    dtype : dtype
-        Of the result.
+    results : sequence of (tuple of int, dtype)
+        Shape and type of each result.
     on_gpu : bool
         Whether the values are on a GPU.
 
-    Returns
-    -------
+    Raises
+    ------
     ValueError
-        To be raised.
+        If one cannot.
     """
+    for out, result in zip(outs, results, strict=True):
+        if (
+            (not is_device(out) if on_gpu else type(out) is not np.ndarray)
+            or (out.shape, out.dtype) != result
+            or not (on_gpu or out.flags.writeable)
+        ):
+            raise ValueError(_misfit(out, *result, on_gpu))
+
+
+def _misfit(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
+) -> str:
     kind = f"a {type(out).__name__}"
     if isinstance(out, np.ndarray):
         locked = "" if out.flags.writeable else "read-only "
@@ -171,7 +184,7 @@ def misfit(
     elif is_device(out):
         kind = f"a cupy.ndarray {out.dtype}{list(out.shape)}"
     library = "cupy" if on_gpu else "numpy"
-    return ValueError(
+    return (
         f"expected a writable {library}.ndarray {dtype}{list(shape)} as out, found "
         f"{kind}; make it with {library}.empty"
     )

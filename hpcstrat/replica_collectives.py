@@ -24,7 +24,7 @@ from hpcstrat.reduction_arrays import (
     copied_where_overwritten,
     is_plain,
     list_structure,
-    misfit,
+    require_fitting,
 )
 from hpcstrat.reduction_plan import ReductionPlan, marked, plan_reduction
 from hpcstrat.timeline import active
@@ -247,15 +247,11 @@ class Collectives(Gathers):
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None:
             return planned, self._fresh(planned, arrays)
-        for out, result in zip(outs, planned.results, strict=True):
-            if (
-                (not is_device(out) if on_gpu else type(out) is not np.ndarray)
-                or (out.shape, out.dtype) != result
-                or not (on_gpu or out.flags.writeable)
-            ):
-                error = misfit(out, *result, on_gpu)
-                self.fail(request[1], error)
-                raise error
+        try:
+            require_fitting(outs, planned.results, on_gpu)
+        except ValueError as error:
+            self.fail(request[1], error)
+            raise
         return planned, outs
 
     def _fresh(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:

@@ -26,7 +26,7 @@ standin = getattr(cupy, "_standin", None)
 
 counted = pytest.mark.skipif(standin is None, reason="only the stand-in counts")
 
-# CuPy has no arrays of bfloat16 so far; their kernels have a test of their own.
+# CuPy before 14 has no arrays of bfloat16; their kernels have a test of their own.
 DTYPES = ["f", "d", "e"]
 # More than one chunk, and sizes around its end.
 SHAPES = [(), (0,), (1,), (3, 5), (8191,), (8192,), (8193,), (70, 300), (2, 0, 3)]
