@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcstrat.device import kernels
+from tests.gpu.jobs import environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -21,7 +22,6 @@ PAIRS = [
     *[("complex128", "complex128"), ("int8", "int32"), ("uint16", "int32")],
     *[("int32", "int32"), ("uint64", "uint64"), ("int64", "float64")],
 ]
-HAS_GPU = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
 COMPILE = """
 import sys
 from cupy_backends.cuda.libs import nvrtc
@@ -38,18 +38,6 @@ ADDED = "-ftz=true"
 FLUSHES = re.compile(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\S*\.ftz")
 
 
-def environment() -> dict[str, str]:
-    """Return the variables for a process with a GPU, or with the stand-in."""
-    found = subprocess.run(
-        [sys.executable, "-c", HAS_GPU], capture_output=True, check=False, timeout=120
-    )
-    paths = [str(ROOT)] if found.returncode == 0 else [str(HERE / "standin"), str(ROOT)]
-    before = os.environ.get("PYTHONPATH")
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([*paths, before] if before else paths)
-    }
-
-
 def test_kernels_agree_with_numpy() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     cases = str(HERE / "kernel_cases.py")
@@ -57,7 +45,7 @@ def test_kernels_agree_with_numpy() -> None:
         [*command, "--color=no", cases],
         *(),
         cwd=ROOT,
-        env=environment(),
+        env=os.environ | environment({}),
         capture_output=True,
         text=True,
         check=False,

@@ -27,6 +27,7 @@ from hpcstrat.collectives import records, select, slots
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.segment import Segment
 from tests.mpi.ranks.check_reductions import assert_usable, lock, outcome
+from tests.mpi.ranks.effort import examples
 
 try:
     import ml_dtypes
@@ -38,7 +39,7 @@ if ml_dtypes is not None:
     DTYPES.append(np.dtype(ml_dtypes.bfloat16))
 in_step = settings(
     *(),
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     derandomize=True,
     database=None,
@@ -212,7 +213,7 @@ def test_all_algorithms_give_the_exact_sum(strategy: Any, job: Any) -> None:
     tests=st.lists(st.integers(0, 3), max_size=4),
     blocking=st.integers(0, 4),
 )
-@settings(in_step, max_examples=15)
+@settings(in_step, max_examples=examples(15))
 def _started_end_in_order(
     strategy: Any, job: Any, *, sizes: Any, waits: Any, tests: Any, blocking: int
 ) -> None:

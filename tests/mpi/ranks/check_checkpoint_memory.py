@@ -22,6 +22,7 @@ from hpcstrat.checkpoint import blocks, image, restoring, under_way, writing
 from hpcstrat.checkpoint.image import Memory
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
+from tests.mpi.ranks.effort import examples
 
 _LIMIT_SECONDS = 40.0
 
@@ -39,7 +40,7 @@ def _save_when_not_busy(manager: hs.CheckpointManager, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_saves_and_restores_in_any_order(
     seed: int, strategy: Any, folder: Path, job: Any
 ) -> None:

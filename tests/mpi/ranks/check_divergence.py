@@ -21,6 +21,7 @@ from hpcstrat.safety import divergence
 from hpcstrat.safety.comparison import octets
 from tests.mpi.ranks.check_all_reduce import DTYPES, exchanged, in_step
 from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.effort import examples
 
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4), (3000,), (70, 90)]
 
@@ -92,7 +93,7 @@ def flip(variable: Any, place: int, bit: int) -> tuple[int, ...]:
     seed=st.integers(0, 10**6),
     before=st.integers(0, 3),
 )
-@settings(in_step, max_examples=20)
+@settings(in_step, max_examples=examples(20))
 def _a_flipped_bit_is_found(
     strategy: Any, job: Any, *, kinds: Any, seed: int, before: int
 ) -> None:
@@ -579,7 +580,7 @@ def test_right_programs_are_never_stopped(
 ) -> None:
     strategy = watched(on_error)
     program = _Program(strategy, job, job.bcast(str(tmp_path)))
-    for _ in range(150):
+    for _ in range(examples(150)):
         program.go_on()
     strategy.check_divergence()
     if job.size == 1:
@@ -650,7 +651,7 @@ def test_long_names_and_many_variables(watched: Any, job: Any, several: None) ->
     part=st.integers(8, 100),
     where=st.integers(0, 10**6),
 )
-@settings(in_step, max_examples=20)
+@settings(in_step, max_examples=examples(20))
 def _one_part_in_turn_finds_it(
     strategy: Any, job: Any, *, sizes: list[int], part: int, where: int
 ) -> None:
