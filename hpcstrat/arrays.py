@@ -197,7 +197,11 @@ def _from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
     except ValueError as error:
         raise TypeError(str(error)) from error
     if dtype is not None:
-        if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
+        # Whether an integer fits an unsigned type, its value says.
+        unsigned = array.dtype.kind in "iu" and dtype.kind == "u"
+        if array.size and not (
+            unsigned or np.can_cast(array.dtype, dtype, "same_kind")
+        ):
             raise TypeError(f"{array.dtype} is not cast to {dtype}")
         return np.asarray(value, dtype=dtype)
     if array.dtype.kind not in "iufO":

@@ -160,10 +160,11 @@ class CrossReplicaMethods:
         Returns
         -------
         tuple
-            One value, or structure, per replica; ``(value,)`` for a plain one.
+            One value, or structure, per replica; ``(value,)`` for a plain one that is
+            no structure.
         """
         leaves, structure = flatten(value)
-        distributed = any(isinstance(leaf, DistributedValues) for leaf in leaves)
+        distributed = not structure.is_leaf() or isinstance(value, DistributedValues)
         own = unflatten(structure, [_local(leaf) for leaf in leaves])
         return self._local_results(value, own, distributed)
 

@@ -170,30 +170,35 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return super()._scatter(method, rows)
         if mode is _CROSS:
             with self._strategy.all_or_none(self, method):
+                self._require_meaning(method)
                 result = super()._scatter(method, rows)
             return self._as_mirrored(result)
         if self._strategy.num_replicas_in_sync > 1:
             rows = self._aggregated_rows(method, rows)
+        self._require_meaning(method)
         return super()._scatter(method, rows)
+
+    def _require_meaning(self, method: str) -> None:
+        """Refuse what has none for SUM and MEAN; in every context, on any replicas."""
+        if self.aggregation in (_SUM, _MEAN) and method in NOT_SUMMABLE:
+            raise NotImplementedError(
+                f"expected aggregation NONE or ONLY_FIRST_REPLICA for {method} of "
+                f"variable {self.name!r}, found {self.aggregation.name}, which has no "
+                "meaning for it; create it with the other aggregation"
+            )
 
     def _aggregated_rows(self, method: str, rows: IndexedSlices) -> IndexedSlices:
         collectives = self._strategy.collectives
         what = f"{method} of variable {self.name!r}"
         try:
             self._require_aggregation(method)
-            summed = self.aggregation in (_SUM, _MEAN)
-            if summed and method in NOT_SUMMABLE:
-                raise NotImplementedError(
-                    f"expected aggregation ONLY_FIRST_REPLICA for {method} of variable "
-                    f"{self.name!r} in replica context, found {self.aggregation.name}, "
-                    "which has no meaning for it; create it with the other aggregation"
-                )
+            self._require_meaning(method)
             own = IndexedSlices(self._rows(rows), rows.indices, self.shape)
         except Exception as error:
             collectives.fail(what, error)
             raise
         combined: IndexedSlices
-        if summed:
+        if self.aggregation in (_SUM, _MEAN):
             op = ReduceOp.from_variable_aggregation(self.aggregation)
             combined = collectives.batch_reduce(op, own, what)
             return combined

@@ -53,15 +53,15 @@ class Variable(ScatterMethods, ArrayOperators):
     dtype : dtype, optional
         Type of the value.
     synchronization : VariableSynchronization or str
-        ``AUTO``, ``ON_WRITE`` or ``ON_READ``.
+        ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables pass it over.
     aggregation : VariableAggregation or str
         How replicas' values are combined.
 
     Raises
     ------
     ValueError
-        For synchronization ``NONE``, for ``MEAN`` of a type that is not floating, and
-        for a value that is no array.
+        In a scope for synchronization ``NONE``, and for ``MEAN`` of a type that is not
+        floating; for a value that is no array.
     """
 
     _strategy: Any = None
@@ -94,7 +94,8 @@ class Variable(ScatterMethods, ArrayOperators):
         self.name = name or "Variable"
         self.aggregation = VariableAggregation.parse(aggregation)
         self.synchronization = VariableSynchronization.parse(synchronization)
-        if self.synchronization is VariableSynchronization.NONE:
+        distributed = self._strategy is not None
+        if distributed and self.synchronization is VariableSynchronization.NONE:
             raise ValueError(
                 f"expected synchronization AUTO, ON_WRITE or ON_READ for variable "
                 f"{self.name!r}, found NONE; leave it out for the default"

@@ -157,7 +157,7 @@ class ScatterMethods:
         Raises
         ------
         NotImplementedError
-            With aggregation ``SUM`` or ``MEAN`` in replica context.
+            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_min", sparse_delta)
 
@@ -179,7 +179,7 @@ class ScatterMethods:
         Raises
         ------
         NotImplementedError
-            With aggregation ``SUM`` or ``MEAN`` in replica context.
+            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_max", sparse_delta)
 
@@ -201,6 +201,6 @@ class ScatterMethods:
         Raises
         ------
         NotImplementedError
-            With aggregation ``SUM`` or ``MEAN`` in replica context.
+            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_update", sparse_delta)

@@ -29,6 +29,9 @@ def _manager(session: Session, variables: Mapping[str, Any], *, saves: bool) -> 
 def _op_save(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     variables = {name: session.variables[name] for name in step["vars"]}
     _manager(session, variables, saves=True).save()
+    if all(variable_kind(variable) == "plain" for variable in variables.values()):
+        # The others look into the first rank's folder.
+        session.strategy.barrier()
 
 
 def _op_restore(session: Session, frame: Frame, step: dict[str, Any]) -> Any:

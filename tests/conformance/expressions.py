@@ -33,8 +33,14 @@ def as_tensor(value: Any) -> Any:
     if isinstance(value, list | tuple) and not any(
         isinstance(item, hs.DistributedValues) for item in value
     ):
-        return np.stack([as_tensor(item) for item in value])
-    return np.asarray(value)
+        parts = [as_tensor(part) for part in value]
+        typed = [p for p, v in zip(parts, value, strict=True) if hasattr(v, "dtype")]
+        dtype = typed[0].dtype if typed else None
+        return np.stack(parts, dtype=dtype) if parts else np.zeros(0, np.float32)
+    array = np.asarray(value)
+    if array.dtype.kind == "O":
+        raise ValueError(f"{value!r} is no tensor")
+    return array
 
 
 def indexed_slices(spec: dict[str, Any]) -> Any:
@@ -147,10 +153,10 @@ _EVALUATORS: dict[str, _Evaluator] = {
     "per_replica": _eval_per_replica,
     "per_replica_py": _eval_per_replica_py,
     "mirrored": _eval_mirrored,
-    "arg": lambda session, frame, expr: frame.args[expr["arg"]],
-    "kwarg": lambda session, frame, expr: frame.kwargs[expr["kwarg"]],
-    "uarg": lambda session, frame, expr: frame.args[expr["uarg"]],
-    "ukwarg": lambda session, frame, expr: frame.kwargs[expr["ukwarg"]],
+    "arg": lambda session, frame, expr: item(frame.args, expr["arg"]),
+    "kwarg": lambda session, frame, expr: item(frame.kwargs, expr["kwarg"]),
+    "uarg": lambda session, frame, expr: item(frame.args, expr["uarg"]),
+    "ukwarg": lambda session, frame, expr: item(frame.kwargs, expr["ukwarg"]),
     "self": lambda session, frame, expr: np.array(frame.component),
     "replica_id": _eval_replica_id,
     "num_replicas": lambda session, frame, expr: replica_context().num_replicas_in_sync,

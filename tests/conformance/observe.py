@@ -90,7 +90,7 @@ def encode(value: Any, names: Mapping[int, str]) -> Any:
         slices = {
             "values": encode_tensor(value.values),
             "indices": encode_tensor(value.indices),
-            "dense_shape": [int(n) for n in np.asarray(value.dense_shape)],
+            "dense_shape": value.dense_shape and [int(n) for n in value.dense_shape],
         }
         return {"indexed_slices": slices}
     if isinstance(value, Mapping | list | tuple):

@@ -129,7 +129,9 @@ class Pipeline:
         for spec in self._transforms:
             self._stage = _transform(self._stage, spec)
         batches = [spec for spec in self._transforms if "batch" in spec]
-        self.batch_size: int | None = batches[-1]["batch"] if batches else None
+        sized = [spec for spec in self._transforms if {"batch", "map_mul"} & set(spec)]
+        # Of what a map makes of batches TensorFlow does not know the size.
+        self.batch_size: int | None = sized[-1].get("batch") if sized else None
         self.drop_remainder = (
             bool(batches[-1].get("drop_remainder", False))
             if batches

@@ -20,7 +20,14 @@ from tests.conformance.session import (
     variable_kind,
 )
 
-__all__ = ["context_of", "keyword_values", "op_run", "op_update", "values_of"]
+__all__ = [
+    "context_of",
+    "keyword_values",
+    "op_run",
+    "op_update",
+    "raise_error",
+    "values_of",
+]
 
 _ASSIGNS = ("assign", "assign_add", "assign_sub")
 

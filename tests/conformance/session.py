@@ -29,6 +29,7 @@ __all__ = [
 # from any other line of this package is a mistake of the interpreter.
 _PROGRAM_FUNCTIONS = {
     "arithmetic",
+    "as_tensor",
     "attribute",
     "check_dtypes",
     "item",

@@ -16,7 +16,7 @@ from tests.conformance.expressions import (
     indexed_slices,
 )
 from tests.conformance.observe import dtype_of, encode_tensor, own, own_component
-from tests.conformance.replica import context_of, op_run, op_update
+from tests.conformance.replica import context_of, op_run, op_update, raise_error
 from tests.conformance.session import (
     Frame,
     NotBuiltError,
@@ -79,7 +79,8 @@ def _op_variable(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     if "replica_id_callable" in special:
         init = counter
     elif "worker_id_callable" in special:
-        worker = session.strategy.topology.worker_id
+        alone = session.kind in ("default", "one_device")
+        worker = 0 if alone else session.strategy.topology.worker_id
         init = lambda: constant(10.0 + worker)  # noqa: E731
     elif special:
         init = evaluate(session, frame, init)
@@ -239,6 +240,9 @@ def _op_other_strategy(session: Session, frame: Frame, step: dict[str, Any]) -> 
 def _op_enter_scope_of(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     other = session.strategies[step["name"]]
     if other is None:
+        # As on the ranks that are in it.
+        if hs.has_strategy():
+            raise_error("RuntimeError")
         return
     inner = Frame(frame.mode, frame.names, nested=True)
     with other.scope():

@@ -51,7 +51,7 @@ def _run_case(
     comms: dict[int, MPI.Comm | None],
     log: _Log,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Run one program; return its record and the strategies that it made."""
+    """Run one program; return its record and the strategies that it left open."""
     case = job["cases"][index]
     directory = Path(job["directory"]) / f"case{index}"
     opened: list[Any] = []
@@ -63,26 +63,27 @@ def _run_case(
         session = Session(case, comms, directory, opened, agree)
         record = run_program(session, lambda step: log.write(step=step))
     except Exception as error:
-        record = {"steps": [], "broken": describe_error(error)}
-    return record, opened
+        return {"steps": [], "broken": describe_error(error)}, opened
+    return record, _close_early(record, opened, session.strategy)
 
 
-def _close_early(record: dict[str, Any], opened: list[Any]) -> list[Any]:
-    """Close the strategies where the program ran to its end; return the open ones.
+def _close_early(record: dict[str, Any], opened: list[Any], last: Any) -> list[Any]:
+    """Close the last strategy where the program ran to its end; return the open ones.
 
     A replica that failed waits in its announcement for the next call of the others:
-    closing is one.
+    closing is one. Ranks outside of that strategy do not know how the program ended.
     """
     seen = record["steps"][-1].get("seen") if record["steps"] else None
-    if "broken" in record or (isinstance(seen, dict) and "error" in seen):
+    if isinstance(seen, dict) and "error" in seen:
+        return opened
+    if last not in opened:
         return opened
     try:
-        for strategy in reversed(opened):
-            strategy.close()
+        last.close()
     except RuntimeError as error:
         record["late"] = describe_error(error)
         return opened
-    return []
+    return [strategy for strategy in opened if strategy is not last]
 
 
 def _close_late(comm: MPI.Intracomm, opened: list[Any]) -> None:
@@ -113,7 +114,6 @@ def main() -> None:
             comm.Barrier()
             log.write(begin=index)
             record, opened = _run_case(job, index, comm, comms, log)
-            opened = _close_early(record, opened)
             log.write(end=index, record=record)
             _close_late(comm, opened)
         comm.Barrier()

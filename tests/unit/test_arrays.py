@@ -31,6 +31,20 @@ def test_integers_that_do_not_fit_are_an_error_that_names_dtype(value: int) -> N
         assert as_array(value, "int64") == value
 
 
+@given(st.integers(-(2**65), 2**65), st.sampled_from("bBhHiIqQ"))
+def test_python_integers_take_any_type_that_holds_them(value: int, code: str) -> None:
+    dtype = np.dtype(code)
+    fits = np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+    for nest in (value, [value], [[0], [value]]):
+        if fits:
+            array = as_array(nest, dtype)
+            assert array.dtype == dtype
+            assert int(array.ravel()[-1]) == value
+        else:
+            with pytest.raises(ValueError, match="another dtype"):
+                as_array(nest, dtype)
+
+
 @given(st.floats(width=32))
 def test_python_floats_become_float32(value: float) -> None:
     for array in (as_array(value), as_array([value, value])[0], as_array([[value]])):

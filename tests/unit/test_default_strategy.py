@@ -45,6 +45,12 @@ def test_values_pass_through(strategy: Any) -> None:
     assert made == 1
 
 
+def test_synchronization_is_for_variables_that_are_distributed() -> None:
+    plain = hs.Variable(1.0, synchronization="none", aggregation="mean")
+    plain.assign_add(2.0)
+    assert plain.numpy() == 3
+
+
 def test_axes_are_reduced(strategy: Any) -> None:
     array = np.arange(6).reshape(2, 3)
     np.testing.assert_array_equal(strategy.reduce("sum", array, axis=0), [3, 5, 7])

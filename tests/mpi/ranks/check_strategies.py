@@ -343,6 +343,10 @@ def test_local_results_are_those_of_this_worker(strategy: Any, job: Any) -> None
     if job.size > 1:
         assert found == (all_of_them if mirrored else ({"rank": job.rank},))
     assert strategy.experimental_local_results(5) == (5,)
+    # A structure counts as one that each replica has, whatever is in it.
+    times = job.size if mirrored else 1
+    for nest in ([1, "two"], {"a": (None,)}, []):
+        assert strategy.experimental_local_results(nest) == (nest,) * times
 
 
 def test_strategies_of_one_process_do_not_disturb_each_other(

@@ -262,16 +262,21 @@ def test_scattered_rows_are_combined_like_numpy(strategy: Any, job: Any) -> None
     for aggregation, method in itertools.product(AGGREGATIONS[1:], SCATTER):
         variable = make(strategy, aggregation=aggregation)
         expected = START.copy()
-        SCATTER[method](expected, indices[0], rows[0])
-        getattr(variable, method)(hs.IndexedSlices(rows[0], indices[0]))
-        np.testing.assert_array_equal(variable, expected)
+        scatter = getattr(variable, method)
         own = hs.IndexedSlices(rows[job.rank], indices[job.rank])
-        first = aggregation == "only_first_replica" or job.size == 1
+        first = aggregation == "only_first_replica"
         if not first and method in ("scatter_min", "scatter_max", "scatter_update"):
-            error = outcome(strategy.run, getattr(variable, method), (own,))
+            # In each context, and for any number of replicas.
+            error = outcome(scatter, hs.IndexedSlices(rows[0], indices[0]))
             assert isinstance(error, NotImplementedError)
+            error = outcome(strategy.run, scatter, (own,))
+            assert isinstance(error, NotImplementedError)
+            np.testing.assert_array_equal(variable, START)
             continue
-        strategy.run(getattr(variable, method), args=(own,))
+        SCATTER[method](expected, indices[0], rows[0])
+        scatter(hs.IndexedSlices(rows[0], indices[0]))
+        np.testing.assert_array_equal(variable, expected)
+        strategy.run(scatter, args=(own,))
         factor = job.size if aggregation == "mean" else 1
         for rank in range(1 if first else job.size):
             SCATTER[method](expected, indices[rank], rows[rank] / factor)
