@@ -249,8 +249,7 @@ class SyncOnReadVariable(DistributedVariable):
             array = self._assign_share(method, value)
         if not read_value:
             return None
-        adds = method != "assign"
-        return self._as_mirrored(self.read_value() if adds else array.copy())
+        return array.copy() if method == "assign" else self.read_value()
 
     def _assign_share(self, method: str, value: Any) -> Array:
         """Give this replica its share of a value that all of them are given."""

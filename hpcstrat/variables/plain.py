@@ -227,8 +227,8 @@ class Variable(ScatterMethods, ArrayOperators):
         Returns
         -------
         ndarray, Mirrored or None
-            The new value: an array in replica context, Mirrored in cross-replica
-            context of several replicas.
+            The new value: an array; for a mirrored variable in cross-replica context of
+            several replicas, Mirrored.
 
         Raises
         ------

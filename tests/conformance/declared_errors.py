@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.compare import error_matches
-from tests.conformance.model import has_word
+from tests.conformance.compare import error_matches, local
+from tests.conformance.model import array_of, flat_leaves, has_word
 from tests.conformance.rules import NONE, Memory, fact, raises
 from tests.conformance.views import View
 
@@ -17,7 +17,9 @@ __all__ = [
     "assign_on_read",
     "checkpoint_none",
     "mismatch",
+    "no_sum",
     "none_assign",
+    "not_gathered",
     "one_fails",
     "per_replica_assign",
     "single_process",
@@ -48,7 +50,7 @@ def none_assign(view: View, memory: Memory) -> str | None:
 
 def per_replica_assign(view: View, memory: Memory) -> str | None:
     """A value for each replica does not fit a variable that is equal on all."""
-    if view.size < 2 or not raises(view, "ValueError"):
+    if not raises(view, "ValueError"):
         return None
     for events in view.events("cross_assign"):
         if not events or not has_word(events[-1]["value"], "per_replica"):
@@ -92,6 +94,33 @@ def checkpoint_none(view: View, memory: Memory) -> str | None:
     facts = [fact(view, 0, name) for name in view.spec["vars"]]
     none = any(f["class"] == "sync_on_read" and f["aggregation"] == NONE for f in facts)
     return "checkpoint-none" if none else None
+
+
+def not_gathered(view: View, memory: Memory) -> str | None:
+    """What several replicas could not gather is refused on one, and where it is one."""
+    events = [found[-1] for found in view.events("gather", "all_gather") if found]
+    if len(events) != view.size or view.expected_error() is not None:
+        return None
+    if raises(view, "NotImplementedError"):
+        rows = all(has_word(event["value"], "indexed_slices") for event in events)
+        return "gather-refuses" if rows else None
+    shared = not any(has_word(event["value"], "per_replica") for event in events)
+    refused = (view.size == 1 or shared) and raises(view, "ValueError")
+    return "gather-refuses" if refused else None
+
+
+def no_sum(view: View, memory: Memory) -> str | None:
+    """Truth values and texts have no sum, whether something is to be added or not."""
+    if not raises(view, "ValueError"):
+        return None
+    for events in view.events("reduce", "all_reduce"):
+        leaves = flat_leaves(local(events[-1]["value"])) if events else []
+        arrays = [array_of(leaf) for leaf in leaves]
+        texts = any(isinstance(leaf.get("py"), str) for leaf in leaves)
+        kinds = {array.dtype.kind for array in arrays if array is not None}
+        if not (texts or kinds & set("bUS")):
+            return None
+    return "no-sum"
 
 
 def _shape_of_calls(record: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -33,6 +33,7 @@ from tests.conformance.rules import (
 from tests.conformance.views import View
 
 __all__ = [
+    "attributes",
     "captured",
     "component_values",
     "container",
@@ -43,6 +44,7 @@ __all__ = [
     "run_result",
     "static_tail",
     "structure",
+    "update_on_read",
 ]
 
 
@@ -95,6 +97,13 @@ def _wanted_reductions(events: Sequence[dict[str, Any]]) -> list[Any] | None:
 def _row_of_contributions(view: View, value: Any) -> str | None:
     """Return the row for a value whose combination differs from TensorFlow's."""
     error = view.expected_error() is not None
+    reduces = [event["reduce_op"].upper() for event in view.events("reduce")[0]]
+    if set(reduces) == {"MEAN"} and _only_types_differ(view):
+        return "mean-of-integers"
+    if error and view.size == 1 and has_word(value, "variable"):
+        return "sum-of-mirrored" if set(reduces) == {SUM} else None
+    if error and "per_replica" in value and has_word(value, "py"):
+        return "python-numbers"
     if any(word in value for word in ("list", "tuple", "dict")):
         stacked = view.per_worker and "tensor" in view.expected_of(0)
         first = not view.per_worker and view.spec["op"] == "gather"
@@ -109,7 +118,7 @@ def _row_of_contributions(view: View, value: Any) -> str | None:
 def contributions(view: View, memory: Memory) -> str | None:
     """Plain values are contributions, structures are combined leaf by leaf."""
     rounds = view.events("reduce", "gather")
-    if view.size < 2 or not view.complete or not rounds[0]:
+    if not view.complete or not rounds[0]:
         return None
     if len({len(events) for events in rounds}) != 1:
         return None
@@ -138,7 +147,7 @@ def _sums(view: View) -> bool:
 def objects(view: View, memory: Memory) -> str | None:
     """Python numbers and shared objects are contributions like any other."""
     rounds = view.events("all_reduce", "replica_assign")
-    if view.size < 2 or not view.complete or not rounds[0] or view.per_worker:
+    if not view.complete or not rounds[0] or view.per_worker:
         return None
     if not reductions_follow_rule(view):
         return None
@@ -146,9 +155,57 @@ def objects(view: View, memory: Memory) -> str | None:
         return None
     if "identity" in view.tags:
         return "same-object" if _sums(view) else None
-    numbers = any(has_word(event["value"], "py") for event in rounds[0])
+    if _only_types_differ(view) and all(
+        event["reduce_op"].upper() == "MEAN" for event in view.events("all_reduce")[0]
+    ):
+        return "mean-of-integers"
     refused = view.expected_error() is not None
+    if (
+        refused
+        and _sums(view)
+        and any(has_word(e["value"], "variable") for e in rounds[0])
+    ):
+        return "same-object"
+    numbers = any(has_word(event["value"], "py") for event in rounds[0])
     return "python-numbers" if numbers and refused else None
+
+
+def _numbers(value: Any) -> Any:
+    """Return an observation without the types of its tensors."""
+    if isinstance(value, dict):
+        return {k: _numbers(part) for k, part in value.items() if k != "dtype"}
+    return [_numbers(part) for part in value] if isinstance(value, list) else value
+
+
+def _only_types_differ(view: View) -> bool:
+    """Return whether every rank saw the numbers that are expected, in other types."""
+    return view.expected_error() is None and all(
+        _numbers(view.expected_of(rank)) == _numbers(view.seen(rank))
+        for rank in range(view.size)
+    )
+
+
+def update_on_read(view: View, memory: Memory) -> str | None:
+    """What an update makes of copies that may differ is a PerReplica."""
+    if view.spec["op"] != "update" or not view.complete or view.per_worker:
+        return None
+    if fact(view, 0, view.spec["var"]).get("class") != "sync_on_read":
+        return None
+    wanted = {"per_replica": view.expected.get("mirrored")}
+    same = difference(wanted, join([record["seen"] for record in view.present]))
+    return "update-on-read" if same is None else None
+
+
+def attributes(view: View, memory: Memory) -> str | None:
+    """Names and shapes are Python's own."""
+    if view.spec["op"] != "attr" or not view.complete:
+        return None
+    seen, name = view.seen(0), view.spec["name"]
+    if name == "name":
+        same = view.expected_of(0) == {"py": f"{seen.get('py')}:0"}
+        return "variable-attributes" if same else None
+    shape = name == "shape" and view.expected_of(0) == {"object": "TensorShape"}
+    return "variable-attributes" if shape and "tuple" in seen else None
 
 
 def _with_component_values(view: View, expected: Any, rank: int) -> Any:
@@ -176,11 +233,15 @@ def component_values(view: View, memory: Memory) -> str | None:
     ]
     if not view.complete or not (means or has_word(view.expected, "component")):
         return None
+    local_results = view.spec["op"] == "local_results"
+    if view.spec["op"] == "attr" and not view.per_worker:
+        wanted = _with_component_values(view, view.expected, 0)
+        seen = join([record["seen"] for record in view.present])
+        return "component-objects" if difference(wanted, seen) is None else None
     for rank in range(view.size):
         wanted = _with_component_values(view, view.expected_of(rank), rank)
         if difference(wanted, view.seen(rank)) is not None:
             return None
-    local_results = view.spec["op"] == "local_results"
     return "component-objects" if local_results else "mean-of-variable"
 
 
