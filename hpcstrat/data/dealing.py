@@ -17,6 +17,7 @@ from hpcstrat.data.placing import Placer, packed
 from hpcstrat.data.splitting import (
     as_batch,
     deal_elements,
+    deal_pieces,
     empty_like,
     pour_slots,
     split_pieces,
@@ -135,18 +136,13 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
             )
         source = dataset.shard_files(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
-    if policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE) and batch_size:
-        return Steps(
-            source,
-            lambda batches: pour_slots(
-                batches, batch_size, place.num_replicas, place.replicas
-            ),
-        )
-    return Steps(
-        source,
-        lambda batches: split_pieces(batches, place.num_replicas, place.replicas),
-        shared=source is dataset,
-    )
+    count, own = place.num_replicas, place.replicas
+    apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
+    if apart and batch_size:
+        return Steps(source, lambda batches: pour_slots(batches, batch_size, count, own))
+    if apart and place.num_workers > 1:
+        return Steps(source, lambda batches: deal_pieces(batches, count, len(own)))
+    return Steps(source, lambda batches: split_pieces(batches, count, own), shared=True)
 
 
 def function_steps(

@@ -1,6 +1,8 @@
 """How global batches are cut for replicas: the two rules of tf.distribute.
 
 *Pieces*: every batch is cut by itself, into pieces of ``ceil(length / replicas)`` rows.
+Where all workers read the same batches, each takes the pieces of its own replicas;
+where each reads its own, it gives all pieces to its replicas, one after the other.
 *Slots*: the declared batch size gives each replica a slot, the first ones a row more
 where it does not divide; all rows are one stream that is poured into the slots.
 
@@ -23,6 +25,7 @@ from hpcstrat.typing import Array, Tree
 __all__ = [
     "as_batch",
     "deal_elements",
+    "deal_pieces",
     "empty_like",
     "piece",
     "pour_slots",
@@ -210,8 +213,9 @@ class _Slots:
     def __next__(self) -> list[Tree]:
         slots = range(self._slot, self._slot + self._count)
         sizes = [self._sizes[slot % len(self._sizes)] for slot in slots]
-        # After an error the rows that have come are still there for the next step.
-        if not self._stream.fill(max(1, sum(sizes))):
+        # After an error the rows that have come are still there for the next step. Slots
+        # without rows ask for none, so that a last step may be empty on all workers.
+        if not self._stream.fill(sum(sizes)):
             raise StopIteration
         self._slot += self._count
         return [self._stream.take(size) for size in sizes]
@@ -227,8 +231,12 @@ class _Stream:
         self._num_rows = 0
 
     def fill(self, count: int) -> bool:
-        """Have as many rows to take, if there are; return whether there are any."""
-        while self._num_rows < count:
+        """Have as many rows to take, if there are; return whether to go on.
+
+        That is where there are any, or none are wanted and their form is known.
+        """
+        wanted = count if self._last is not None else max(1, count)
+        while self._num_rows < wanted:
             element = next(self._batches, _END)
             if element is _END:
                 break
@@ -239,7 +247,7 @@ class _Stream:
             if length:
                 self._parts.append((batch, 0, length))
                 self._num_rows += length
-        return self._num_rows > 0
+        return self._num_rows > 0 or wanted == 0
 
     def take(self, count: int) -> Tree:
         """Take up to ``count`` rows; fewer only at the end."""
@@ -292,6 +300,47 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
         without rows, and left out where elements are scalars.
     """
     return _Deal(elements, count)
+
+
+def deal_pieces(
+    batches: Iterable[Tree], num_replicas: int, count: int
+) -> Iterator[list[Tree]]:
+    """Cut every batch by itself, and give successive pieces to successive replicas.
+
+    Not collective.
+
+    Parameters
+    ----------
+    batches : iterable of tree of array_like, each of shape (n, ...)
+        Batches of one worker.
+    num_replicas : int
+        Number of pieces of each batch: replicas of all workers.
+    count : int
+        Replicas of the worker.
+
+    Returns
+    -------
+    iterator of list of tree of ndarray
+        For each step, one piece per replica of the worker, as from `deal_elements`. It
+        raises ValueError for scalars, and arrays of different lengths.
+    """
+    return _Deal(_Pieces(batches, num_replicas), count)
+
+
+class _Pieces:
+    """All pieces of all batches, one behind the other."""
+
+    def __init__(self, batches: Iterable[Tree], num_replicas: int) -> None:
+        self._steps = split_pieces(batches, num_replicas, range(num_replicas))
+        self._ready: deque[Tree] = deque()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tree:
+        if not self._ready:
+            self._ready.extend(next(self._steps))
+        return self._ready.popleft()
 
 
 class _Deal:

@@ -130,8 +130,14 @@ class Pipeline:
             self._stage = _transform(self._stage, spec)
         batches = [spec for spec in self._transforms if "batch" in spec]
         sized = [spec for spec in self._transforms if {"batch", "map_mul"} & set(spec)]
-        # Of what a map makes of batches TensorFlow does not know the size.
-        self.batch_size: int | None = sized[-1].get("batch") if sized else None
+        self.batch_size: int | None = None
+        if batches:
+            # Of what a map makes of batches of several sizes TensorFlow knows no size.
+            known = "batch" in sized[-1] or batches[-1].get("drop_remainder")
+            self.batch_size = batches[-1]["batch"] if known else None
+        elif "elements" in source:
+            # All have one shape.
+            self.batch_size = next((len(row) for row in source["elements"][:1]), None)
         self.drop_remainder = (
             bool(batches[-1].get("drop_remainder", False))
             if batches

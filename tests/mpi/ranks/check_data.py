@@ -280,6 +280,56 @@ def test_rows_of_iterables_are_neither_lost_nor_repeated(
             assert sorted(flat(steps)) == list(range(20))
 
 
+class _Files:
+    """Rows of files in batches of one size; the last of each file may be smaller."""
+
+    def __init__(self, policy: str, files: list[list[int]], batch: int) -> None:
+        self.auto_shard_policy, self.files, self.batch = policy, files, batch
+
+    def shard_files(self, num_shards: int, index: int) -> Any:
+        part = self.files[index::num_shards]
+        return type(self)(self.auto_shard_policy, part, self.batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows in map(np.array, self.files):
+            for start in range(0, len(rows), self.batch):
+                own = rows[start : start + self.batch]
+                yield {"x": np.stack([own, -own], axis=1), "y": (own * 0.5,)}
+
+
+class _SizedFiles(_Files):
+    """Tells the size of its batches."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch
+
+
+@pytest.mark.parametrize("kind", [_Files, _SizedFiles])
+@pytest.mark.parametrize("policy", ["off", "file", "auto"])
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_give_all_rows_that_they_read_in_their_order(
+    strategy: Any, job: Any, kind: Any, policy: str, seed: int
+) -> None:
+    """Whether the size of a batch is known or not, and smaller than the replicas."""
+    drawn = np.random.default_rng(seed)
+    topology = strategy.topology
+    count = topology.num_workers + int(drawn.integers(3))
+    ends = np.cumsum(drawn.integers(1, 9, count)).tolist()
+    starts = [0, *ends[:-1]]
+    files = [[*range(*pair)] for pair in zip(starts, ends, strict=True)]
+    source = kind(policy, files, int(drawn.integers(1, 7)))
+    distributed = strategy.experimental_distribute_dataset(source)
+    for _ in range(2):
+        steps = epoch_rows(strategy, distributed, job)
+        place, workers = topology.worker_id, topology.num_workers
+        own = files if policy == "off" else files[place::workers]
+        given = [
+            row for step in steps for r in topology.worker_replicas for row in step[r]
+        ]
+        assert given == [row for rows in own for row in rows]
+
+
 def test_functions_make_one_pipeline_per_worker(strategy: Any, job: Any) -> None:
     seen = []
 
