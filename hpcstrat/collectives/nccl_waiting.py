@@ -36,7 +36,11 @@ class Joining:
         self._thread = threading.Thread(
             target=self._run, name="hpcstrat-nccl", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # The others must be told.
+            self._problem = described(error)
 
     def _run(self) -> None:
         made: Any = None

@@ -139,7 +139,9 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
     count, own = place.num_replicas, place.replicas
     apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
-        return Steps(source, lambda batches: pour_slots(batches, batch_size, count, own))
+        return Steps(
+            source, lambda batches: pour_slots(batches, batch_size, count, own)
+        )
     if apart and place.num_workers > 1:
         return Steps(source, lambda batches: deal_pieces(batches, count, len(own)))
     return Steps(source, lambda batches: split_pieces(batches, count, own), shared=True)

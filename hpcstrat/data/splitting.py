@@ -213,8 +213,8 @@ class _Slots:
     def __next__(self) -> list[Tree]:
         slots = range(self._slot, self._slot + self._count)
         sizes = [self._sizes[slot % len(self._sizes)] for slot in slots]
-        # After an error the rows that have come are still there for the next step. Slots
-        # without rows ask for none, so that a last step may be empty on all workers.
+        # After an error the rows that have come are still there for the next step.
+        # Slots without rows ask for none: a last step may be empty on all workers.
         if not self._stream.fill(sum(sizes)):
             raise StopIteration
         self._slot += self._count

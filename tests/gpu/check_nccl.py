@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from hpcstrat.collectives import nccl_waiting
 from hpcstrat.collectives.device_reduction import reduce_on_device
 from hpcstrat.collectives.header import EveryRankError
 from hpcstrat.collectives.nccl import NcclTransport, NcclWorker
@@ -94,13 +95,18 @@ def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
     reduction.check(crew.topology.replica_comm, results)
 
 
+class _NoThread(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
 def _awaited(crew: Team, steps: Iterator[Any], call: Any) -> None:
     for awaited in steps:
         crew.channel.wait(awaited, call)
 
 
 @pytest.mark.parametrize("make", [NcclTransport, NcclWorker])
-@pytest.mark.parametrize("where", ["library", "communicator"])
+@pytest.mark.parametrize("where", ["library", "communicator", "thread"])
 def test_what_one_rank_cannot_do_is_an_error_on_all(
     crew: Team, monkeypatch: Any, make: Any, where: str
 ) -> None:
@@ -110,9 +116,15 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     from hpcstrat.device import library
 
     last = crew.rank == crew.size - 1
+    found = "no route"
     if where == "library":
+        found = "no NCCL library"
         monkeypatch.setattr(library, "nccl", lambda: None if last else nccl)
     else:
+        if where == "thread" and last:
+            found = "can't start new thread"
+            monkeypatch.setattr(nccl_waiting.threading, "Thread", _NoThread)
+
         # One that fails takes the others with it in NCCL, in one way or another.
         def _fails(size: int, identity: Any, rank: int) -> Any:
             del size, identity, rank
@@ -123,7 +135,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     reduction = Reduction([("float32", 10)], 1)
     work = reduction.work(crew.size, *reduction.arrays(crew.rank), waits=True)
     steps = transport.connect(work, crew.channel)
-    found = "no NCCL library" if where == "library" else "no route"
+    found = crew.topology.replica_comm.bcast(found, root=crew.size - 1)
     with pytest.raises(EveryRankError, match=rf"{found}.*NCCL_DEBUG=INFO"):
         _awaited(crew, steps, work.call)
     monkeypatch.undo()
@@ -166,8 +178,6 @@ def test_where_nccl_does_not_return_all_ranks_do_without(
 ) -> None:
     """One of them, or all; what comes of it later is thrown away."""
     from cupy.cuda import nccl
-
-    from hpcstrat.collectives import nccl_waiting
 
     goes_on, aborted, late = threading.Event(), threading.Event(), threading.Event()
 
