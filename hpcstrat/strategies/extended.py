@@ -273,9 +273,17 @@ class StrategyExtended(ExtendedV1):
 
         Raises
         ------
+        RuntimeError
+            Outside of the strategy's scope, where new variables are plain ones.
         ValueError
             If it is not a variable of this strategy.
         """
+        entry, own = current(), self._strategy
+        if not own.is_default and (entry is None or entry.strategy is not own):
+            raise RuntimeError(
+                f"expected colocate_vars_with inside of the scope of {own!r}, found "
+                "it outside; enter strategy.scope() before"
+            )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
                 f"expected a variable of {self._strategy!r} to colocate with, found "

@@ -230,6 +230,19 @@ def test_training_by_steps_is_that_of_one_process(strategy: Any, job: Any) -> No
     assert found == pytest.approx(loss, rel=1e-12)
 
 
+def test_variables_are_colocated_in_their_scope_only(strategy: Any, job: Any) -> None:
+    with strategy.scope():
+        near = hs.Variable(1.0, name="near")
+        with strategy.extended.colocate_vars_with(near):
+            assert strategy.extended.variable_created_in_scope(hs.Variable(2.0))
+        foreign = strategy.extended.colocate_vars_with(5)
+        with pytest.raises(ValueError, match="create it in the strategy's"), foreign:
+            pass
+    outside = strategy.extended.colocate_vars_with(near)
+    with pytest.raises(RuntimeError, match="inside of the scope"), outside:
+        pass
+
+
 def test_plain_outputs_are_local_results(strategy: Any, job: Any) -> None:
     def step_fn(context: Any, batch: Any) -> None:
         context.set_non_tensor_output("cross", {"kind": "batch"})
