@@ -15,12 +15,13 @@ __all__ = ["CHECKPOINT_STEPS"]
 def _manager(session: Session, variables: Mapping[str, Any], *, saves: bool) -> Any:
     """Return a manager over the program's folder of checkpoints.
 
-    Plain variables belong to their rank alone. Each rank then saves into a folder of
-    its own, of which the first rank's is the one that is read later.
+    Plain variables outside of every scope belong to their rank alone. Each rank then
+    saves into a folder of its own, of which the first rank's is the one that is read
+    later. In a scope its strategy saves, with one folder for all ranks.
     """
     plain = all(variable_kind(variable) == "plain" for variable in variables.values())
     folder = "checkpoints"
-    if plain and saves and session.rank:
+    if plain and saves and session.rank and not hs.has_strategy():
         folder += f"-rank{session.rank}"
     directory = str(session.directory / folder)
     return hs.CheckpointManager(directory, independent=plain, **variables)

@@ -6,24 +6,30 @@ the difference, or None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests.conformance.compare import error_matches, local
 from tests.conformance.model import array_of, flat_leaves, has_word
-from tests.conformance.rules import NONE, Memory, fact, raises
+from tests.conformance.rules import NONE, SUM, Memory, fact, raises
 from tests.conformance.views import View
 
 __all__ = [
     "assign_on_read",
     "checkpoint_none",
+    "error_class",
     "mismatch",
     "no_sum",
     "none_assign",
     "not_gathered",
     "one_fails",
+    "over_axis",
     "per_replica_assign",
+    "plain_aggregation",
     "single_process",
+    "summed_mirrored",
     "update_per_replica",
+    "wrong_type",
 ]
 
 
@@ -49,13 +55,13 @@ def none_assign(view: View, memory: Memory) -> str | None:
 
 
 def per_replica_assign(view: View, memory: Memory) -> str | None:
-    """A value for each replica does not fit a variable that is equal on all."""
-    if not raises(view, "ValueError"):
-        return None
+    """A value for each replica is no value of the variable as a whole."""
+    errors = {"mirrored": "ValueError", "sync_on_read": "TypeError"}
     for events in view.events("cross_assign"):
         if not events or not has_word(events[-1]["value"], "per_replica"):
             return None
-        if fact(view, 0, events[-1]["var"]).get("class") != "mirrored":
+        kind = fact(view, 0, events[-1]["var"]).get("class")
+        if kind not in errors or not raises(view, errors[kind]):
             return None
     return "per-replica-assign"
 
@@ -105,22 +111,112 @@ def not_gathered(view: View, memory: Memory) -> str | None:
         rows = all(has_word(event["value"], "indexed_slices") for event in events)
         return "gather-refuses" if rows else None
     shared = not any(has_word(event["value"], "per_replica") for event in events)
-    refused = (view.size == 1 or shared) and raises(view, "ValueError")
-    return "gather-refuses" if refused else None
+    none = all(event["axis"] is None for event in events)
+    refused = raises(view, "TypeError" if none else "ValueError")
+    return "gather-refuses" if refused and (view.size == 1 or shared) else None
 
 
 def no_sum(view: View, memory: Memory) -> str | None:
-    """Truth values and texts have no sum, whether something is to be added or not."""
+    """What is no number has no sum, whether something is to be added or not."""
     if not raises(view, "ValueError"):
         return None
     for events in view.events("reduce", "all_reduce"):
         leaves = flat_leaves(local(events[-1]["value"])) if events else []
         arrays = [array_of(leaf) for leaf in leaves]
-        texts = any(isinstance(leaf.get("py"), str) for leaf in leaves)
+        texts = any(
+            "py" in leaf and isinstance(leaf["py"], str | None) for leaf in leaves
+        )
         kinds = {array.dtype.kind for array in arrays if array is not None}
         if not (texts or kinds & set("bUS")):
             return None
     return "no-sum"
+
+
+def summed_mirrored(view: View, memory: Memory) -> str | None:
+    """What is equal on all replicas is summed by mistake."""
+    if view.size < 2 or not raises(view, "ValueError"):
+        return None
+    for events in view.events("reduce"):
+        sums = [e["part"] for e in events if str(e["reduce_op"]).upper() == SUM]
+        if not any(has_word(part, "mirrored") for part in sums):
+            return None
+    return "sum-of-mirrored"
+
+
+def over_axis(view: View, memory: Memory) -> str | None:
+    """A reduction over an axis takes one array of each replica."""
+    events = [found[-1] for found in view.events("reduce") if found]
+    if len(events) != view.size or any(event["axis"] is None for event in events):
+        return None
+    if all(has_word(event["value"], "indexed_slices") for event in events):
+        return "gather-refuses" if raises(view, "ValueError") else None
+    nested = all(
+        any(word in event["value"] for word in ("list", "tuple", "dict"))
+        for event in events
+    )
+    return "nested-values" if nested and raises(view, "TypeError") else None
+
+
+def plain_aggregation(view: View, memory: Memory) -> str | None:
+    """The aggregation of a variable that was made outside of the scope is lost."""
+    if view.size < 2 or not raises(view, "ValueError"):
+        return None
+    for rank, events in enumerate(view.events("replica_assign")):
+        held = fact(view, rank, events[-1]["var"]) if events else {}
+        if held.get("class") != "plain" or held.get("aggregation") == NONE:
+            return None
+    return "plain-aggregation"
+
+
+def _assigned_value(view: View, rank: int) -> tuple[Any, Mapping[str, Any]]:
+    """Return the value that a rank could not assign, and the variable's facts."""
+    events = view.events("cross_assign", "replica_assign")[rank]
+    if not events or "done" in events[-1]:
+        return {}, {}
+    return events[-1]["value"], fact(view, rank, events[-1]["var"])
+
+
+def wrong_type(view: View, memory: Memory) -> str | None:
+    """An ON_READ variable takes arrays of its own type, as all variables do."""
+    if view.expected_error() is not None or not raises(view, "ValueError"):
+        return None
+    for rank in range(view.size):
+        value, held = _assigned_value(view, rank)
+        if held.get("class") != "sync_on_read" or held.get("aggregation") != SUM:
+            return None
+        if "tensor" not in value or value["dtype"] == held["dtype"]:
+            return None
+    return "on-read-types"
+
+
+def _float_into_integers(view: View) -> bool:
+    """Return whether each rank assigned a Python float to an integer variable."""
+    for rank in range(view.size):
+        value, held = _assigned_value(view, rank)
+        if not isinstance(value.get("py"), float):
+            return False
+        if not held["dtype"].startswith(("int", "uint")):
+            return False
+    return True
+
+
+def _no_axis(view: View) -> bool:
+    """Return whether each rank gathered along the axis None."""
+    rounds = view.events("gather", "all_gather")
+    return all(found and found[-1]["axis"] is None for found in rounds)
+
+
+def error_class(view: View, memory: Memory) -> str | None:
+    """Python's own class for a mistake, where TensorFlow has another one."""
+    expected = view.expected_error()
+    foreign = view.spec["op"] == "colocated_variable"
+    if expected == "TypeError" and raises(view, "ValueError"):
+        return "error-class" if _float_into_integers(view) else None
+    if expected == "ValueError" and raises(view, "TypeError"):
+        return "error-class" if _no_axis(view) else None
+    if expected == "RuntimeError" and raises(view, "ValueError"):
+        return "error-class" if foreign else None
+    return None
 
 
 def _shape_of_calls(record: dict[str, Any]) -> list[tuple[Any, ...]]:

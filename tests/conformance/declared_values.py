@@ -6,29 +6,29 @@ the difference, or None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tests.conformance.compare import difference, join, local
 from tests.conformance.model import (
-    aggregate,
     array_of,
     flat_leaves,
     has_word,
     same_tensor,
 )
+from tests.conformance.observe import dtype_of
 from tests.conformance.rules import (
     FIRST,
     SUM,
     Memory,
     assign_follows_rule,
     assigned,
+    combinations_follow_rule,
     equal_on_all,
     fact,
     own_assign_follows_rule,
-    reductions_follow_rule,
 )
 from tests.conformance.views import View
 
@@ -40,12 +40,22 @@ __all__ = [
     "contributions",
     "empty_batch",
     "first_of_all",
+    "initial_cast",
+    "more_types",
     "objects",
     "run_result",
-    "static_tail",
     "structure",
     "update_on_read",
 ]
+
+
+# Steps that give a value, which in TensorFlow is at times a variable.
+_VALUES = ("reduce", "reduce_to", "batch_reduce_to", "gather")
+# What TensorFlow's collectives add.
+_TYPES_OF_COLLECTIVES = {
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int32", "int64", "complex64", "complex128"),
+}
 
 
 def _wrapped(seen: Any) -> bool:
@@ -73,35 +83,44 @@ def run_result(view: View, memory: Memory) -> str | None:
     if view.spec["op"] in ("run", "recall"):
         wrapped = all(_wrapped(record["seen"]) for record in view.present)
         return "run-result" if wrapped else None
-    shared = view.spec["op"] == "update" and "identity" in view.tags
+    ungrouped = not view.spec.get("group", True)
+    shared = view.spec["op"] == "update" and ("identity" in view.tags or ungrouped)
     return "identity" if shared else None
 
 
-def _wanted_reductions(events: Sequence[dict[str, Any]]) -> list[Any] | None:
-    """Return the leaves that a reduction or gathering of all ranks' values gives."""
-    leaves = [flat_leaves(local(event["value"])) for event in events]
-    wanted = []
-    for i in range(len(leaves[0])):
-        arrays = [array_of(part[i]) for part in leaves if i < len(part)]
-        parts = [part for part in arrays if part is not None]
-        if len(parts) != len(events):
-            return None
-        if events[0]["kind"] == "gather":
-            wanted.append(np.concatenate(parts, events[0]["axis"]))
-        else:
-            how, axis = events[0]["reduce_op"], events[0]["axis"]
-            wanted.append(aggregate(how, parts, axis))
-    return wanted
+def _refused_types(events: Sequence[dict[str, Any]]) -> bool:
+    """Return whether calls combine types that TensorFlow's collectives refuse."""
+    types: dict[str, set[str]] = {}
+    for event in events:
+        arrays = [array_of(leaf) for leaf in flat_leaves(local(event["part"]))]
+        names = {array.dtype.name for array in arrays if array is not None}
+        types.setdefault(event["kind"], set()).update(names)
+    reduced, gathered = types.get("all_reduce", set()), types.get("gather", set())
+    gathered |= types.get("all_gather", set())
+    mixed = len(types.get("reduce", set())) > 1
+    return mixed or "bool" in gathered or bool(reduced - _TYPES_OF_COLLECTIVES)
+
+
+def more_types(view: View, memory: Memory) -> str | None:
+    """All types of numbers are combined, also several in one call."""
+    kinds = ("reduce", "all_reduce", "gather", "all_gather")
+    rounds = view.events(*kinds)
+    if not view.complete or view.expected_error() is None or not rounds[0]:
+        return None
+    if not _refused_types(rounds[0]) or not combinations_follow_rule(view, *kinds):
+        return None
+    return "more-types"
 
 
 def _row_of_contributions(view: View, value: Any) -> str | None:
     """Return the row for a value whose combination differs from TensorFlow's."""
     error = view.expected_error() is not None
-    reduces = [event["reduce_op"].upper() for event in view.events("reduce")[0]]
-    if set(reduces) == {"MEAN"} and _only_types_differ(view):
+    reduces = {str(event["reduce_op"]).upper() for event in view.events("reduce")[0]}
+    if reduces == {"MEAN"} and _only_types_differ(view):
         return "mean-of-integers"
-    if error and view.size == 1 and has_word(value, "variable"):
-        return "sum-of-mirrored" if set(reduces) == {SUM} else None
+    mirrored = has_word(value, "variable") or has_word(view.spec, "mirrored")
+    if error and view.size == 1 and mirrored and SUM in reduces:
+        return "sum-of-mirrored"
     if error and "per_replica" in value and has_word(value, "py"):
         return "python-numbers"
     if any(word in value for word in ("list", "tuple", "dict")):
@@ -109,7 +128,8 @@ def _row_of_contributions(view: View, value: Any) -> str | None:
         first = not view.per_worker and view.spec["op"] == "gather"
         return "nested-values" if error or stacked or first else None
     # Several workers of TensorFlow have our rule; one gives the value back, or raises.
-    if view.per_worker or not ("tensor" in value or "py" in value):
+    plain = any(word in value for word in ("tensor", "py", "indexed_slices"))
+    if view.per_worker or not plain:
         return None
     back = error or difference(view.expected_of(0), value) is None
     return "plain-contribution" if back else None
@@ -120,68 +140,60 @@ def contributions(view: View, memory: Memory) -> str | None:
     rounds = view.events("reduce", "gather")
     if not view.complete or not rounds[0]:
         return None
-    if len({len(events) for events in rounds}) != 1:
+    if not combinations_follow_rule(view, "reduce", "gather"):
         return None
-    row = None
-    for events in zip(*rounds, strict=True):
-        wanted = _wanted_reductions(events)
-        if wanted is None:
-            continue
-        for event in events:
-            seen = flat_leaves(local(event["result"]))
-            if len(seen) != len(wanted):
-                return None
-            if not all(same_tensor(*pair) for pair in zip(wanted, seen, strict=True)):
-                return None
-        row = row or _row_of_contributions(view, events[0]["value"])
-    return row
+    rows = (_row_of_contributions(view, event["value"]) for event in rounds[0])
+    return next((row for row in rows if row is not None), None)
 
 
 def _sums(view: View) -> bool:
     """Return whether the step sums what the replicas contribute."""
     reduces = [event["reduce_op"] for event in view.events("all_reduce")[0]]
     held = [fact(view, 0, name).get("aggregation") for name in assigned(view)]
-    return SUM in [word.upper() for word in reduces] + held
+    return SUM in [str(word).upper() for word in reduces] + held
 
 
 def objects(view: View, memory: Memory) -> str | None:
     """Python numbers and shared objects are contributions like any other."""
     rounds = view.events("all_reduce", "replica_assign")
-    if not view.complete or not rounds[0] or view.per_worker:
+    refused = view.expected_error() is not None
+    if not view.complete or not rounds[0] or (view.per_worker and not refused):
         return None
-    if not reductions_follow_rule(view):
+    if not combinations_follow_rule(view, "all_reduce"):
         return None
     if not all(assign_follows_rule(view, name) for name in assigned(view)):
         return None
-    if "identity" in view.tags:
-        return "same-object" if _sums(view) else None
+    if "identity" in view.tags and _sums(view) and not view.per_worker:
+        return "same-object"
     if _only_types_differ(view) and all(
-        event["reduce_op"].upper() == "MEAN" for event in view.events("all_reduce")[0]
+        str(event["reduce_op"]).upper() == "MEAN"
+        for event in view.events("all_reduce")[0]
     ):
         return "mean-of-integers"
-    refused = view.expected_error() is not None
-    if (
-        refused
-        and _sums(view)
-        and any(has_word(e["value"], "variable") for e in rounds[0])
-    ):
+    values = [event["value"] for event in rounds[0]]
+    if refused and _sums(view) and has_word(values, "variable"):
         return "same-object"
-    numbers = any(has_word(event["value"], "py") for event in rounds[0])
+    if refused and all(flat_leaves(local(value)) == [] for value in values):
+        return "empty-batch-reduce"
+    numbers = has_word(values, "py") or has_word(view.spec, "numpy")
     return "python-numbers" if numbers and refused else None
 
 
 def _numbers(value: Any) -> Any:
-    """Return an observation without the types of its tensors."""
+    """Return an observation in which all tensors are of the same type, float32."""
     if isinstance(value, dict):
-        return {k: _numbers(part) for k, part in value.items() if k != "dtype"}
+        same = {"dtype": "float32"} if "tensor" in value else {}
+        return {k: _numbers(part) for k, part in value.items()} | same
     return [_numbers(part) for part in value] if isinstance(value, list) else value
 
 
 def _only_types_differ(view: View) -> bool:
     """Return whether every rank saw the numbers that are expected, in other types."""
-    return view.expected_error() is None and all(
-        _numbers(view.expected_of(rank)) == _numbers(view.seen(rank))
-        for rank in range(view.size)
+    pairs = [(view.expected_of(rank), view.seen(rank)) for rank in range(view.size)]
+    return (
+        view.expected_error() is None
+        and all(difference(_numbers(a), _numbers(b)) is None for a, b in pairs)
+        and any(difference(a, b) is not None for a, b in pairs)
     )
 
 
@@ -211,8 +223,12 @@ def attributes(view: View, memory: Memory) -> str | None:
 def _with_component_values(view: View, expected: Any, rank: int) -> Any:
     """Put the values of copies in the place of the copies."""
     if isinstance(expected, dict):
+        if set(expected) == {"variable"} and view.spec["op"] in _VALUES:
+            return fact(view, rank, expected["variable"]).get("value")
         if set(expected) == {"component"}:
             spec = expected["component"]
+            if view.spec["op"] == "update":
+                return {"variable": spec["var"]}
             owner = rank if view.per_worker else spec["replica"]
             return fact(view, owner, spec["var"]).get("value")
         return {
@@ -229,9 +245,12 @@ def component_values(view: View, memory: Memory) -> str | None:
     means = [
         event
         for event in view.events("reduce")[0]
-        if event["reduce_op"].upper() == "MEAN" and has_word(event["value"], "mirrored")
+        if str(event["reduce_op"]).upper() == "MEAN"
+        and has_word(event["value"], "mirrored")
     ]
-    if not view.complete or not (means or has_word(view.expected, "component")):
+    handles = view.spec["op"] in _VALUES and has_word(view.expected, "variable")
+    copies = handles or has_word(view.expected, "component")
+    if not view.complete or not (means or copies):
         return None
     local_results = view.spec["op"] == "local_results"
     if view.spec["op"] == "attr" and not view.per_worker:
@@ -242,7 +261,8 @@ def component_values(view: View, memory: Memory) -> str | None:
         wanted = _with_component_values(view, view.expected_of(rank), rank)
         if difference(wanted, view.seen(rank)) is not None:
             return None
-    return "component-objects" if local_results else "mean-of-variable"
+    objects_there = local_results or view.spec["op"] == "update"
+    return "component-objects" if objects_there else "mean-of-variable"
 
 
 def container(view: View, memory: Memory) -> str | None:
@@ -263,8 +283,26 @@ def empty_batch(view: View, memory: Memory) -> str | None:
     return equal_on_all(view, [{"list": []}] * view.size, "empty-batch-reduce")
 
 
+def _own_arithmetic(view: View) -> bool:
+    """Return whether all arithmetic was with the own parts of captured PerReplicas."""
+    rounds = view.events("arithmetic")
+    for events in rounds:
+        for event in events:
+            left, right = map(array_of, local(event["part"])["list"])
+            if left is None or right is None or "result" not in event:
+                return False
+            wanted = left + right if event["op"] == "add" else left * right
+            if not same_tensor(np.asarray(wanted), local(event["result"])):
+                return False
+    return all(has_word(events, "per_replica") for events in rounds)
+
+
 def captured(view: View, memory: Memory) -> str | None:
     """A PerReplica captured by a replica function stands for the own part."""
+    refused = view.expected_error() is not None
+    if view.spec["op"] == "run" and view.complete and refused and _own_arithmetic(view):
+        returned = [events[-1]["value"] for events in view.events("return")]
+        return equal_on_all(view, returned, "captured-per-replica")
     names = {
         event["var"]
         for events in view.events("replica_assign")
@@ -308,44 +346,26 @@ def first_of_all(view: View, memory: Memory) -> str | None:
     names = assigned(view)
     if not (view.per_worker and view.complete and names) or view.expected_error():
         return None
-    if {fact(view, 0, name).get("aggregation") for name in names} != {FIRST}:
-        return None
-    if not all(assign_follows_rule(view, name) for name in names):
-        return None
+    for name in names:
+        held = fact(view, 0, name)
+        own = held.get("class") == "sync_on_read"
+        follows = own_assign_follows_rule if own else assign_follows_rule
+        if held.get("aggregation") != FIRST or not follows(view, name):
+            return None
     first = view.expected_of(0)
     same = all(difference(first, view.seen(rank)) is None for rank in range(view.size))
     return "only-first-replica" if same else None
 
 
-def _one_shape(spec: Mapping[str, Any]) -> bool:
-    """Return whether all elements of a step's data set have one shape."""
-    if "per_replica_batch_of" in spec or "ragged_batches" in spec["source"]:
-        return False
-    batches = [part for part in spec.get("transforms", []) if "batch" in part]
-    return not batches or bool(batches[-1].get("drop_remainder"))
-
-
-def _has_one_step_more(expected: Any, seen: Any) -> bool:
-    """Return whether a data set has one more step than expected, and is else equal."""
-    steps = expected["elements"]
-    if not steps or steps[-1] != "end":
-        return False
-    known = {**expected, "elements": steps[:-1]}
-    found = {**seen, "elements": seen["elements"][: len(steps) - 1]}
-    rest = seen["elements"][len(steps) - 1 :]
-    one_more = bool(rest) and rest[0] != "end" and rest[1:] in ([], ["end"])
-    return one_more and difference(known, found) is None
-
-
-def static_tail(view: View, memory: Memory) -> str | None:
-    """The last step is given to the replicas that there are batches for."""
-    if view.spec["op"] != "dataset_from_function" or not _one_shape(view.spec):
+def initial_cast(view: View, memory: Memory) -> str | None:
+    """An array is cast to the type that the new variable is to have."""
+    spec, const = view.spec, view.spec.get("init")
+    if spec["op"] != "variable" or not isinstance(const, dict) or "const" not in const:
         return None
-    if not view.complete or view.expected_error() is not None:
+    dtype = spec.get("dtype", "float32")
+    if view.expected_error() is None or dtype == const.get("dtype", "float32"):
         return None
-    seen = [record["seen"] for record in view.present]
-    pairs = [(view.expected, join(seen))]
-    if view.per_worker:
-        pairs = [(view.expected_of(r), view.seen(r)) for r in range(view.size)]
-    declared = all(_has_one_step_more(*pair) for pair in pairs)
-    return "dataset-fn-static-tail" if declared else None
+    wanted = np.array(const["const"], dtype_of(dtype))
+    held = [after[spec["name"]]["value"] for after in view.after if view.complete]
+    same = bool(held) and all(same_tensor(wanted, value) for value in held)
+    return "initial-cast" if same else None

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.conformance import declared_errors, declared_values
+from tests.conformance import declared_errors, declared_inputs, declared_values
 from tests.conformance.rules import Memory
-from tests.conformance.taints import explain_state
+from tests.conformance.taints import explain_assignment, explain_state
 from tests.conformance.views import View
 
 __all__ = ["EXPLAIN", "ROWS", "TABLE", "check_rows", "documented_rows"]
@@ -31,6 +31,7 @@ Explain = Callable[[View, Memory], str | None]
 # Asked in this order, of a step that differs from TensorFlow's; the first row counts.
 EXPLAIN: Sequence[Explain] = (
     explain_state,
+    explain_assignment,
     declared_values.run_result,
     declared_values.component_values,
     declared_values.container,
@@ -42,15 +43,23 @@ EXPLAIN: Sequence[Explain] = (
     declared_values.empty_batch,
     declared_values.captured,
     declared_values.objects,
+    declared_values.more_types,
     declared_values.first_of_all,
     declared_values.update_on_read,
     declared_values.attributes,
     declared_errors.not_gathered,
     declared_errors.no_sum,
+    declared_errors.over_axis,
+    declared_errors.summed_mirrored,
+    declared_errors.plain_aggregation,
+    declared_errors.wrong_type,
+    declared_errors.error_class,
     declared_errors.checkpoint_none,
     declared_errors.mismatch,
     declared_values.structure,
-    declared_values.static_tail,
+    declared_values.initial_cast,
+    declared_inputs.static_tail,
+    declared_inputs.pipeline_per_replica,
     declared_errors.one_fails,
     declared_errors.single_process,
 )
@@ -64,18 +73,24 @@ ROWS = {
     "component-objects",
     "dataset-fn-static-tail",
     "empty-batch-reduce",
+    "error-class",
     "error-on-one-replica",
     "gather-refuses",
     "identity",
+    "initial-cast",
     "int-sum-shares",
     "mean-of-integers",
     "mean-of-variable",
     "merge-mismatch",
     "mirrored-none-assign",
+    "more-types",
     "nested-values",
     "no-sum",
+    "on-read-types",
     "only-first-replica",
     "per-replica-assign",
+    "pipeline-per-replica",
+    "plain-aggregation",
     "plain-contribution",
     "plain-variable-per-rank",
     "python-numbers",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from tests.conformance.observe import Opaque, dtype_of
+from tests.conformance.observe import Opaque, dtype_of, own_component
 from tests.conformance.session import (
     Frame,
     InvalidArgumentError,
@@ -21,8 +21,14 @@ __all__ = ["as_tensor", "constant", "evaluate", "indexed_slices", "lookup"]
 
 
 def constant(value: Any, dtype: str | None = None) -> np.ndarray[Any, Any]:
-    """Return a new array; numbers are float32 unless ``dtype`` says otherwise."""
-    return np.array(value, dtype_of(dtype or "float32"))
+    """Return a new array; numbers are float32 unless ``dtype`` says otherwise.
+
+    Floats do not fit integers, as in TensorFlow.
+    """
+    array = np.array(value, dtype_of(dtype or "float32"))
+    if array.size and array.dtype.kind in "iu" and np.asarray(value).dtype.kind == "f":
+        raise TypeError(f"{value!r} does not fit {dtype}")
+    return array
 
 
 def as_tensor(value: Any) -> Any:
@@ -61,12 +67,19 @@ def lookup(session: Session, frame: Frame, name: str) -> Any:
     raise VocabularyError(f"nothing was saved under the name {name!r}")
 
 
+def _dtype(value: Any) -> np.dtype[Any] | None:
+    """Return the type of a tensor, variable or Mirrored; None for anything else."""
+    if isinstance(value, hs.Mirrored) and not isinstance(value, hs.Variable):
+        value = own_component(value)
+    typed = isinstance(value, np.ndarray | np.generic | hs.Variable)
+    return np.dtype(value.dtype) if typed else None
+
+
 def check_dtypes(left: Any, right: Any) -> None:
     """Refuse what TensorFlow refuses: arithmetic on tensors of two types."""
-    tensor = np.ndarray | np.generic
-    both = isinstance(left, tensor) and isinstance(right, tensor)
-    if both and left.dtype != right.dtype:
-        raise InvalidArgumentError(f"types {left.dtype} and {right.dtype}")
+    types = [_dtype(left), _dtype(right)]
+    if None not in types and types[0] != types[1]:
+        raise InvalidArgumentError(f"types {types[0]} and {types[1]}")
 
 
 def arithmetic(op: str, left: Any, right: Any) -> Any:
@@ -126,7 +139,10 @@ def _eval_replica_id(session: Session, frame: Frame, expr: dict[str, Any]) -> An
 def _eval_arithmetic(session: Session, frame: Frame, expr: dict[str, Any]) -> Any:
     op = "add" if "add" in expr else "mul"
     left, right = (evaluate(session, frame, part) for part in expr[op])
-    return arithmetic(op, left, right)
+    event = session.log("arithmetic", op=op, value=[left, right])
+    result = arithmetic(op, left, right)
+    event["result"] = session.encode(result)
+    return result
 
 
 def _eval_slices(session: Session, frame: Frame, expr: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from tests.conformance.observe import UNION, encode_tensor, own
 from tests.conformance.pipeline import Pipeline
 from tests.conformance.session import Frame, NotBuiltError, Session, VocabularyError
 
-__all__ = ["INPUT_STEPS", "PLAIN_INPUT_STEPS"]
+__all__ = ["INPUT_STEPS", "PLAIN_INPUT_STEPS", "function_pipeline", "plain_element"]
 
 # A program without `pull` on an endless data set would never end.
 _MOST_STEPS = 10_000
@@ -38,18 +38,18 @@ def _distributed(session: Session, step: dict[str, Any]) -> Any:
     return _distribute(session, _pipeline(step), _options(step))
 
 
-def _plain(value: Any) -> Any:
+def plain_element(value: Any) -> Any:
     """Write this replica's part of an element down; dicts stay dicts."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain_element(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain_element(part) for part in value]
     return encode_tensor(value)
 
 
 def _element(session: Session, element: Any) -> list[Any]:
     """Return the observation of one step of a data set."""
-    return [own(_plain(session.strategy.local_value(element)))]
+    return [own(plain_element(session.strategy.local_value(element)))]
 
 
 def _pull(session: Session, iterator: Iterator[Any], pull: int | None) -> list[Any]:
@@ -72,28 +72,40 @@ def _op_dataset(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     return _pull(session, session.iterator, step.get("pull"))
 
 
+def function_pipeline(
+    step: dict[str, Any], num_pipelines: int, pipeline_id: int, num_replicas: int
+) -> tuple[Pipeline, dict[str, int]]:
+    """Return the data set that an input function makes, and what it saw."""
+    context = hs.InputContext(num_pipelines, pipeline_id, num_replicas)
+    seen = {
+        "num_input_pipelines": num_pipelines,
+        "input_pipeline_id": pipeline_id,
+        "num_replicas_in_sync": num_replicas,
+    }
+    transforms = list(step.get("transforms", []))
+    if step.get("shard"):
+        transforms.insert(0, {"shard": [num_pipelines, pipeline_id]})
+    if step.get("per_replica_batch_of") is not None:
+        size = context.get_per_replica_batch_size(step["per_replica_batch_of"])
+        seen["per_replica_batch"] = size
+        transforms.append({"batch": size})
+    return Pipeline(step["source"], transforms, step.get("autoshard")), seen
+
+
 def _op_dataset_from_function(
     session: Session, frame: Frame, step: dict[str, Any]
 ) -> Any:
     contexts: list[dict[str, int]] = []
-    batch_of = step.get("per_replica_batch_of")
 
     def make_dataset(context: Any) -> Pipeline:
-        seen = {
-            "num_input_pipelines": context.num_input_pipelines,
-            "input_pipeline_id": context.input_pipeline_id,
-            "num_replicas_in_sync": context.num_replicas_in_sync,
-        }
-        transforms = list(step.get("transforms", []))
-        if step.get("shard"):
-            place = [context.num_input_pipelines, context.input_pipeline_id]
-            transforms.insert(0, {"shard": place})
-        if batch_of is not None:
-            size = context.get_per_replica_batch_size(batch_of)
-            seen["per_replica_batch"] = size
-            transforms.append({"batch": size})
+        pipeline, seen = function_pipeline(
+            step,
+            context.num_input_pipelines,
+            context.input_pipeline_id,
+            context.num_replicas_in_sync,
+        )
         contexts.append(seen)
-        return Pipeline(step["source"], transforms, step.get("autoshard"))
+        return pipeline
 
     dataset = session.strategy.distribute_datasets_from_function(
         make_dataset, _options(step)

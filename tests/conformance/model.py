@@ -73,7 +73,7 @@ def _sum(arrays: Sequence[Array]) -> Array:
 
 def aggregate(how: str, arrays: Sequence[Array], axis: Any = None) -> Array:
     """Reduce the parts of all replicas: SUM, MEAN or ONLY_FIRST_REPLICA."""
-    how = how.upper()
+    how = str(how).upper()
     if how == "ONLY_FIRST_REPLICA":
         return arrays[0]
     dtype = arrays[0].dtype

@@ -137,7 +137,8 @@ class Pipeline:
             self.batch_size = batches[-1]["batch"] if known else None
         elif "elements" in source:
             # All have one shape.
-            self.batch_size = next((len(row) for row in source["elements"][:1]), None)
+            first = np.array(source["elements"][:1], np.float32)
+            self.batch_size = first.shape[1] if first.ndim > 1 else None
         self.drop_remainder = (
             bool(batches[-1].get("drop_remainder", False))
             if batches

@@ -74,9 +74,7 @@ def keyword_values(session: Session, frame: Frame, exprs: Any) -> dict[str, Any]
 def _do_assign(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
     variable = session.variables[do["var"]]
     value = evaluate(session, frame, do["value"])
-    event = session.log(
-        "replica_assign", method=do["do"], var=do["var"], value=session.encode(value)
-    )
+    event = session.log("replica_assign", method=do["do"], var=do["var"], value=value)
     result = getattr(variable, do["do"])(value)
     event["done"] = True
     return result
@@ -84,9 +82,7 @@ def _do_assign(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
 
 def _do_all_reduce(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
     value = evaluate(session, frame, do["value"])
-    event = session.log(
-        "all_reduce", reduce_op=do["reduce_op"], value=session.encode(value)
-    )
+    event = session.log("all_reduce", reduce_op=do["reduce_op"], value=value)
     result = replica_context().all_reduce(do["reduce_op"], value)
     event["result"] = session.encode(result)
     return result
@@ -94,8 +90,10 @@ def _do_all_reduce(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
 
 def _do_all_gather(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
     value = evaluate(session, frame, do["value"])
-    session.log("all_gather", value=session.encode(value))
-    return replica_context().all_gather(value, do["axis"])
+    event = session.log("all_gather", axis=do["axis"], value=value)
+    result = replica_context().all_gather(value, do["axis"])
+    event["result"] = session.encode(result)
+    return result
 
 
 def _do_merge_call(session: Session, frame: Frame, do: dict[str, Any]) -> Any:
@@ -182,7 +180,7 @@ def op_run(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
         inner = Frame("replica", dict(frame.names), args, kwargs, nested=True)
         run_body(session, inner, step.get("body", []))
         result = evaluate(session, inner, step["return"]) if "return" in step else None
-        session.log("return", value=session.encode(result))
+        session.log("return", value=result)
         return result
 
     args = values_of(session, frame, step.get("args"))
@@ -236,7 +234,8 @@ def op_update(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
         mode=frame.mode,
         var=step["var"],
         target=variable_kind(variable),
-        args=[session.encode(arg) for arg in (*args, *kwargs.values())],
+        # What is no tuple is refused by the call itself.
+        args=[session.encode(arg) for arg in (args, *kwargs.values())],
     )
     return session.strategy.extended.update(
         variable, update, args=args, kwargs=kwargs, group=step.get("group", True)

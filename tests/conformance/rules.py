@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tests.conformance.compare import difference, local
 from tests.conformance.model import (
     aggregate,
@@ -14,6 +16,7 @@ from tests.conformance.model import (
     flat_leaves,
     same_tensor,
 )
+from tests.conformance.observe import encode_tensor
 from tests.conformance.views import View
 
 __all__ = [
@@ -23,11 +26,12 @@ __all__ = [
     "Memory",
     "assign_follows_rule",
     "assigned",
+    "combinations_follow_rule",
+    "combined",
     "equal_on_all",
     "fact",
     "own_assign_follows_rule",
     "raises",
-    "reductions_follow_rule",
 ]
 
 SUM, NONE, FIRST = "SUM", "NONE", "ONLY_FIRST_REPLICA"
@@ -83,7 +87,7 @@ def assign_follows_rule(view: View, name: str) -> bool:
     if value is None or how == NONE:
         return False
     for events in zip(*sequences, strict=True):
-        arrays = [array_of(local(event["value"])) for event in events]
+        arrays = [array_of(local(event["part"])) for event in events]
         parts = [part.astype(value.dtype) for part in arrays if part is not None]
         if len(parts) != view.size:
             return False
@@ -96,7 +100,7 @@ def own_assign_follows_rule(view: View, name: str) -> bool:
     for rank, events in enumerate(_sequence(view, name)):
         value = array_of(fact(view, rank, name).get("value"))
         for event in events:
-            part = array_of(local(event["value"]))
+            part = array_of(local(event["part"]))
             if value is None or part is None:
                 return False
             value = apply_assign(value, event["method"], part)
@@ -105,30 +109,69 @@ def own_assign_follows_rule(view: View, name: str) -> bool:
     return True
 
 
-def reductions_follow_rule(view: View) -> bool:
-    """Return whether every all_reduce gave the reduction of all contributions."""
-    rounds = view.events("all_reduce")
+def _combined_leaf(event: Mapping[str, Any], leaves: Sequence[Any]) -> Any:
+    """Return what the replicas' parts of one leaf give together, or None."""
+    slices = [leaf.get("indexed_slices") for leaf in leaves]
+    if all(slices) and event["kind"] == "reduce":
+        return _combined_slices(event["reduce_op"], slices)
+    arrays = [array_of(leaf) for leaf in leaves]
+    parts = [array for array in arrays if array is not None]
+    if len(parts) != len(leaves):
+        return None
+    if event["kind"] in ("gather", "all_gather"):
+        return encode_tensor(np.concatenate(parts, event["axis"]))
+    return encode_tensor(aggregate(event["reduce_op"], parts, event.get("axis")))
+
+
+def _combined_slices(how: str, slices: Sequence[Mapping[str, Any]]) -> Any:
+    """Return all replicas' sparse rows, one after the other."""
+    columns = [
+        [array_of(part[key]) for part in slices] for key in ("values", "indices")
+    ]
+    values, indices = (
+        np.concatenate([array for array in column if array is not None])
+        for column in columns
+    )
+    if str(how).upper() == "MEAN":
+        values = np.asarray(values / values.dtype.type(len(slices)))
+    rows = {
+        "values": encode_tensor(values),
+        "indices": encode_tensor(indices),
+        "dense_shape": slices[0]["dense_shape"],
+    }
+    return {"indexed_slices": rows}
+
+
+def combined(events: Sequence[dict[str, Any]]) -> list[Any] | None:
+    """Return the leaves that a reduction or gathering of all ranks' values gives.
+
+    None if the model knows no combination of a leaf.
+    """
+    leaves = [flat_leaves(local(event["part"])) for event in events]
+    if len({len(part) for part in leaves}) != 1:
+        return None
+    wanted = [_combined_leaf(events[0], parts) for parts in zip(*leaves, strict=True)]
+    return None if None in wanted else wanted
+
+
+def combinations_follow_rule(view: View, *kinds: str) -> bool:
+    """Return whether every call of these kinds combined all contributions."""
+    rounds = view.events(*kinds)
     if len({len(events) for events in rounds}) != 1:
         return False
-    return all(
-        "result" in events[0] and _reduction_follows_rule(view, events)
-        for events in zip(*rounds, strict=True)
-    )
-
-
-def _reduction_follows_rule(view: View, events: Sequence[dict[str, Any]]) -> bool:
-    """Return whether one all_reduce gave the reduction of all contributions."""
-    leaves = [flat_leaves(event["value"]) for event in events]
-    results = [flat_leaves(local(event["result"])) for event in events]
-    for i in range(len(leaves[0])):
-        arrays = [array_of(local(part[i])) for part in leaves]
-        parts = [part for part in arrays if part is not None]
-        if len(parts) != view.size:
+    for events in zip(*rounds, strict=True):
+        if not all("result" in event for event in events):
             return False
-        wanted = aggregate(events[0]["reduce_op"], parts)
-        if not all(same_tensor(wanted, part[i]) for part in results):
-            return False
+        wanted = combined(events)
+        for event in events:
+            if wanted is None or difference(wanted, _leaves(event["result"])):
+                return False
     return True
+
+
+def _leaves(result: Any) -> list[Any]:
+    """Return the leaves of what one rank got from a combination."""
+    return flat_leaves(local(result))
 
 
 def equal_on_all(view: View, wanted: Sequence[Any], row: str | None) -> str | None:

@@ -32,6 +32,7 @@ _PROGRAM_FUNCTIONS = {
     "as_tensor",
     "attribute",
     "check_dtypes",
+    "constant",
     "item",
     "raise_error",
     "replica_context",
@@ -182,8 +183,15 @@ class Session:
         return encode(value, self.variable_names)
 
     def log(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Note an event of the current step, for the declared differences."""
+        """Note an event of the current step, for the declared differences.
+
+        What is combined or assigned is also noted as this rank's part alone, in which
+        variables are their values.
+        """
         event = {"kind": kind, **fields}
+        if "value" in fields:
+            event["part"] = encode(fields["value"], {})
+            event["value"] = self.encode(fields["value"])
         self.events.append(event)
         return event
 

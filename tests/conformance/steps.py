@@ -97,7 +97,7 @@ def _op_variable(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     if "replica_id_callable" in special:
         calls = counter.calls
         # Only the replica whose value all take needs to call at all.
-        replica = getattr(session.strategy.topology, "replica_id", 0)
+        replica = session.strategy.replica_id
         return {"init_calls": max(calls, 1) if replica else calls}
     if "worker_id_callable" in special:
         return {"created": True}
@@ -107,9 +107,7 @@ def _op_variable(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 def _op_reduce(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     value = evaluate(session, frame, step["value"])
     axis = _axis(step.get("axis"))
-    event = session.log(
-        "reduce", reduce_op=step["reduce_op"], axis=axis, value=session.encode(value)
-    )
+    event = session.log("reduce", reduce_op=step["reduce_op"], axis=axis, value=value)
     result = session.strategy.reduce(_reduce_op(step), value, axis=axis)
     event["result"] = session.encode(result)
     return result
@@ -122,9 +120,7 @@ def _destination(session: Session, frame: Frame, spec: Any) -> Any:
 def _op_reduce_to(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     value = evaluate(session, frame, step["value"])
     to = _destination(session, frame, step["destinations"])
-    event = session.log(
-        "reduce", reduce_op=step["reduce_op"], axis=None, value=session.encode(value)
-    )
+    event = session.log("reduce", reduce_op=step["reduce_op"], axis=None, value=value)
     result = session.strategy.extended.reduce_to(_reduce_op(step), value, to)
     event["result"] = session.encode(result)
     return result
@@ -136,9 +132,7 @@ def _op_batch_reduce_to(session: Session, frame: Frame, step: dict[str, Any]) ->
         for value, to in step["pairs"]
     ]
     events = [
-        session.log(
-            "reduce", reduce_op=step["reduce_op"], axis=None, value=session.encode(v)
-        )
+        session.log("reduce", reduce_op=step["reduce_op"], axis=None, value=v)
         for v, _ in pairs
     ]
     results = session.strategy.extended.batch_reduce_to(_reduce_op(step), pairs)
@@ -151,9 +145,7 @@ def _op_assign(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     variable = session.variables[step["var"]]
     value = evaluate(session, frame, step["value"])
     kind = "replica_assign" if frame.mode == "replica" else "cross_assign"
-    event = session.log(
-        kind, method=step["op"], var=step["var"], value=session.encode(value)
-    )
+    event = session.log(kind, method=step["op"], var=step["var"], value=value)
     options = {"read_value": step["read_value"]} if "read_value" in step else {}
     result = getattr(variable, step["op"])(value, **options)
     event["done"] = True
@@ -192,7 +184,7 @@ def _op_local_results(session: Session, frame: Frame, step: dict[str, Any]) -> A
 
 def _op_gather(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     value = evaluate(session, frame, step["value"])
-    event = session.log("gather", axis=step["axis"], value=session.encode(value))
+    event = session.log("gather", axis=step["axis"], value=value)
     result = session.strategy.gather(value, step["axis"])
     event["result"] = session.encode(result)
     return result
@@ -292,7 +284,7 @@ def _op_scatter(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
         "replica_assign" if frame.mode == "replica" else "cross_assign",
         method=step["method"],
         var=step["var"],
-        value=session.encode(rows),
+        value=rows,
     )
     return getattr(variable, step["method"])(rows)
 

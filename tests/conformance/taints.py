@@ -35,7 +35,7 @@ from tests.conformance.rules import (
 )
 from tests.conformance.views import View
 
-__all__ = ["TAINT", "explain_state", "rows_complaint"]
+__all__ = ["TAINT", "explain_assignment", "explain_state", "rows_complaint"]
 
 
 def _on_read_source(view: View, memory: Memory) -> dict[str, str]:
@@ -64,7 +64,13 @@ def _totals(view: View, memory: Memory) -> dict[str, Any]:
     totals: dict[str, Any] = {}
     for event in view.events("cross_assign")[0]:
         if event["method"] == "assign" and "done" in event:
-            totals[event["var"]] = array_of(local(event["value"]))
+            source = event["value"].get("variable")
+            shared = fact(view, 0, source).get("class") == "sync_on_read"
+            totals[event["var"]] = (
+                logical_value(view.before, source)
+                if shared
+                else array_of(local(event["part"]))
+            )
     if view.spec["op"] == "restore":
         for name, variable in view.spec["map"].items():
             totals[variable] = array_of(memory.saved.get(name))
@@ -107,7 +113,7 @@ def _first_of_all(view: View, memory: Memory) -> dict[str, str]:
             differ = _differ([after[name]["value"] for after in view.after])
         else:
             values = [
-                [local(event["value"]) for event in events if event["var"] == name]
+                [local(event["part"]) for event in events if event["var"] == name]
                 for events in view.events("replica_assign")
             ]
             differ = _differ(values) and assign_follows_rule(view, name)
@@ -203,6 +209,20 @@ def explain_state(view: View, memory: Memory) -> str | None:
             held = [encode_tensor(logical)] * view.size
         return equal_on_all(view, held, row)
     return None
+
+
+def explain_assignment(view: View, memory: Memory) -> str | None:
+    """The result of an assignment is the declared value that it gives."""
+    assigns = ("assign", "assign_add", "assign_sub")
+    if view.spec["op"] not in assigns or not view.complete:
+        return None
+    name = view.spec["var"]
+    wanted = [after[name]["value"] for after in view.after]
+    total = logical_value(view.after, name)
+    if fact(view, 0, name).get("class") == "sync_on_read" and total is not None:
+        wanted = [encode_tensor(total)] * view.size
+    tainted = {**_exact_shares(view, memory), **_on_read_source(view, memory)}
+    return equal_on_all(view, wanted, tainted.get(name))
 
 
 def _rows_seen(view: View, rows: list[Any]) -> bool:

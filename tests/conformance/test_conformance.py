@@ -15,7 +15,7 @@ from tests.conformance.compare import difference, error_matches, join, local
 from tests.conformance.divergences import check_rows
 from tests.conformance.observe import own
 
-CASES = Path(__file__).parent / "tf_distribute_cases.json"
+CASES = ("tf_distribute_cases.json", "neighbour_cases.json")
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,10 +44,10 @@ RUN_RETURNS = {"op": "run", "return": {"per_replica": [1.0, 2.0]}}
 RUN_RAISES = {"op": "run", "body": [{"do": "raise", "error": "ValueError"}]}
 
 
-@pytest.mark.slow
-def test_the_captured_programs_replay_without_a_failure() -> None:
+@pytest.mark.parametrize("cases", CASES)
+def test_the_captured_programs_replay_without_a_failure(cases: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.conformance", str(CASES)],
+        [sys.executable, "-m", "tests.conformance", f"tests/conformance/{cases}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
