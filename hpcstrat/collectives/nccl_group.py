@@ -91,6 +91,8 @@ class NcclGroup:
         self._comm: Any = None
         # NCCL's communicator is not freed while another thread asks about it.
         self._lock = threading.Lock()
+        # Whether the program knows that it has failed.
+        self._told = False
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
@@ -299,6 +301,7 @@ class NcclGroup:
             finally:
                 self._nccl.groupEnd()
         except Exception as error:
+            self._told = True
             raise CollectiveError(
                 f"expected NCCL to take a call, found {described(error)}; {_ADVICE}"
             ) from error
@@ -307,6 +310,7 @@ class NcclGroup:
         """Raise what has failed since calls were taken."""
         problem = self.failure()
         if problem:
+            self._told = True
             raise CollectiveError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
@@ -372,13 +376,12 @@ def nccl_failure() -> str:
     Returns
     -------
     str
-        Empty where nothing has. Groups that await the end of their calls are left out.
+        Empty where nothing has, or the program has been told; groups that await the end
+        of their calls tell it themselves.
     """
-    for reference in list(_connected):
-        group = reference()
-        if group is not None and not group.survives and (found := group.failure()):
-            return found
-    return ""
+    groups = [reference() for reference in list(_connected)]
+    unaware = [g for g in groups if g is not None and not (g.survives or g._told)]
+    return next(filter(None, (group.failure() for group in unaware)), "")
 
 
 def _library() -> Any:

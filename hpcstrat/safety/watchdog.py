@@ -40,6 +40,8 @@ _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
 # By then the main thread has raised an error, if it can.
 _GRACE_SECONDS = 20.0
+# It may also do something of its own meanwhile, such as to save.
+_NCCL_GRACE_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
 _MOST_FAILURES = 3
@@ -91,14 +93,14 @@ class _Watchdog:
             self._look_at_nccl()
 
     def _look_at_nccl(self) -> None:
-        """End the process where NCCL has failed and the main thread does not say so.
+        """End the process where NCCL has failed and the main thread does not find out.
 
-        It finds out at its next call. But it may be inside of CUDA, and wait for
-        kernels that never end.
+        It does at its next call. But it may be inside of CUDA, and wait for kernels
+        that never end.
         """
         failure, now = nccl_failure(), time.monotonic()
         self._failed_at = min(self._failed_at, now) if failure else math.inf
-        if now > self._failed_at + _GRACE_SECONDS:
+        if now > self._failed_at + _NCCL_GRACE_SECONDS:
             _end_process(
                 f"NCCL has failed ({failure}), and a kernel that waits for another "
                 "rank's never ends; set NCCL_DEBUG=INFO to see why"

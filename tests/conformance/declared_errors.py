@@ -209,13 +209,10 @@ def _no_axis(view: View) -> bool:
 def error_class(view: View, memory: Memory) -> str | None:
     """Python's own class for a mistake, where TensorFlow has another one."""
     expected = view.expected_error()
-    foreign = view.spec["op"] == "colocated_variable"
     if expected == "TypeError" and raises(view, "ValueError"):
         return "error-class" if _float_into_integers(view) else None
     if expected == "ValueError" and raises(view, "TypeError"):
         return "error-class" if _no_axis(view) else None
-    if expected == "RuntimeError" and raises(view, "ValueError"):
-        return "error-class" if foreign else None
     return None
 
 

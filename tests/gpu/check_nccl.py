@@ -263,9 +263,12 @@ def test_an_error_of_nccl_is_found_while_calls_do_not_end(
         with pytest.raises(hs.CollectiveError, match=r"SYSTEM_ERROR.*NCCL_DEBUG=INFO"):
             one.missing()
     assert ("SYSTEM_ERROR" in nccl_failure()) == (not survives)
+    with pytest.raises(hs.CollectiveError, match="SYSTEM_ERROR"):
+        group.all_reduce([])
+    # From here on the program knows.
+    assert nccl_failure() == ""
     never_ends.set()
     group.abandon()
-    assert nccl_failure() == ""
 
 
 @pytest.mark.parametrize("mean", [False, True])
