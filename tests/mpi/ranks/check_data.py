@@ -16,6 +16,7 @@ from tests.mpi.ranks.check_reductions import (
     assert_usable,
     outcome,
 )
+from tests.mpi.ranks.effort import examples
 
 Columns = dict[str, Any]
 
@@ -307,7 +308,7 @@ class _SizedFiles(_Files):
 
 @pytest.mark.parametrize("kind", [_Files, _SizedFiles])
 @pytest.mark.parametrize("policy", ["off", "file", "auto"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_workers_give_all_rows_that_they_read_in_their_order(
     strategy: Any, job: Any, kind: Any, policy: str, seed: int
 ) -> None:
