@@ -2,9 +2,8 @@
 
 Calls go to a lane's stream and return at once; the host waits for nothing but the
 making of a communicator, which is NCCL's own and needs every rank: all agree first that
-they can, and afterwards that it is made. NCCL makes it in a thread, since it returns
-only when all have come: where one cannot, or they do not find each other's network
-addresses, never (NCCL user guide, "Troubleshooting").
+they can, and afterwards that it is made. NCCL makes it in a thread, since it may not
+return before all have come: a rank that cannot must not keep the others waiting.
 
 Kernels of NCCL wait on the device for those of the other ranks. So they never are in
 flight together with device memory in MPI, whose copies may wait for the device on one

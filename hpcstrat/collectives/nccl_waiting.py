@@ -26,8 +26,8 @@ class Joining:
     """
 
     def __init__(self, join: Callable[[], Any]) -> None:
-        self._device = library.current_gpu()
         self._join = join
+        self._device = 0
         self._made: Any = None
         self._problem = ""
         self._given_up = False
@@ -37,9 +37,10 @@ class Joining:
             target=self._run, name="hpcstrat-nccl", daemon=True
         )
         try:
+            self._device = library.current_gpu()
             self._thread.start()
-        except RuntimeError as error:
-            # The others must be told.
+        except Exception as error:
+            # The others, which may be waiting in NCCL, are told by `take`.
             self._problem = described(error)
 
     def _run(self) -> None:

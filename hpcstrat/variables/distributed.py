@@ -175,7 +175,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return self._as_mirrored(result)
         if self._strategy.num_replicas_in_sync > 1:
             rows = self._aggregated_rows(method, rows)
-        self._require_meaning(method)
+        else:
+            self._require_meaning(method)
         return super()._scatter(method, rows)
 
     def _require_meaning(self, method: str) -> None:
