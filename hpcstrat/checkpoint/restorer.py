@@ -87,6 +87,8 @@ class Restorer:
             On every rank, before any variable changes.
         """
         began = time.perf_counter()
+        if self._collectives.channel is not None:
+            self._collectives.channel.meet()
         passed_over: list[str] = []
         while True:
             file, passed_over = on_first(

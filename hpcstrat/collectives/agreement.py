@@ -41,6 +41,10 @@ from hpcstrat.typing import CopyCheck
 __all__ = ["Agreement", "EveryRankError"]
 
 _FAILING = describe_call("failure")
+_MEETING = describe_call("meeting after ranks had made different numbers of steps")
+# How far next() moves what headers carry: no number of runs is a multiple of it.
+_NEXT = 0x1E3779B97F4A7C15
+_MASK = (1 << 63) - 1
 _ANNOUNCED = "_hpcstrat_announced"
 
 
@@ -63,9 +67,12 @@ class Agreement(ABC):
     run_index : int
         How often this rank has entered ``run``; part of every header, so that a call
         left out in one step is noticed in the next.
+    next_index : int
+        How often it has asked for a batch of any data set that all replicas share;
+        likewise, so that a step left out on one rank is noticed.
     run_mark : int
-        What headers carry in its place: ``run_index`` and what `copy_check` makes of
-        it. Calls that are started carry ``run_index`` alone: when their headers are
+        What headers carry in their place: both, and what `copy_check` makes of
+        them. Calls that are started carry `step_mark` alone: when their headers are
         compared, ranks may be at different points of the program.
     copy_check : CopyCheck or None
         Looks at the copies of variables at each entry into ``run``.
@@ -92,7 +99,10 @@ class Agreement(ABC):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.run_index = 0
+        self.next_index = 0
         self.run_mark = 0
+        # Ranks have told each other different numbers of steps.
+        self._apart = False
         self.copy_check: CopyCheck | None = None
         self.broken = ""
         self.closed = False
@@ -175,8 +185,54 @@ class Agreement(ABC):
             On every rank, where copies of variables are compared here, and differ.
         """
         self.run_index = index = self.run_index + 1
-        check = self.copy_check
-        self.run_mark = index if check is None else check.mark(index, self.run_mark)
+        check, mark = self.copy_check, self.run_mark
+        self.run_mark = mark + 1 & _MASK if check is None else check.mark(index, mark)
+
+    def enter_next(self) -> None:
+        """Take note that this rank asks for a batch.
+
+        Logically collective over ``topology.replica_comm``.
+        """
+        self.next_index += 1
+        self.run_mark = self.run_mark + _NEXT & _MASK
+
+    @property
+    def step_mark(self) -> int:
+        """Stands for the steps that this rank has made: ``run`` and ``next()``."""
+        return self.run_index + self.next_index * _NEXT & _MASK
+
+    def set_steps(self, run_index: int, next_index: int) -> None:
+        """Set how many steps this rank has made; all ranks are at the same call.
+
+        Logically collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        run_index : int
+            Entries into ``run``.
+        next_index : int
+            Batches.
+        """
+        self.run_index, self.next_index = run_index, next_index
+        self.run_mark = self.step_mark
+
+    def meet(self) -> None:
+        """Let ranks that are apart count their steps from 0 again.
+
+        Collective over ``topology.replica_comm`` after an error that told different
+        numbers of steps, else not collective. For restores and strategies that begin
+        or end, which put all ranks at the same point of the program.
+        """
+        if not self._apart:
+            return
+        found = self.run_index, self.next_index
+        self.set_steps(0, 0)
+        try:
+            self.agree(_MEETING)
+        except BaseException:
+            self.set_steps(*found)
+            raise
+        self._apart = False
 
     def fail(
         self, what: str, error: BaseException, *, leaves: bool = False
@@ -361,6 +417,7 @@ class Agreement(ABC):
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         announcement.site = announcement.site or call_site()
         announcement.run_index = self.run_index
+        announcement.next_index = self.next_index
         announcement.depth = self.scopes.depth
         announcement.pending = len(self.started)
         announcements: list[Announcement]
@@ -369,9 +426,10 @@ class Agreement(ABC):
         except Exception as error:
             self.look_for_death(error, announcement.text)
             raise
-        # From here on all ranks are at the same point again.
-        self.run_index = max(a.run_index for a in announcements)
-        self.run_mark = self.run_index
+        # Hashes begin anew. The steps stay what they are: ranks that have not made
+        # equally many are not at the same point, whatever the program catches.
+        self._apart = len({(a.run_index, a.next_index) for a in announcements}) > 1
+        self.run_mark = self.step_mark
         return announcements
 
     def _conclude(

@@ -78,6 +78,12 @@ class ClosedChannel:
         Not collective.
         """
 
+    def enter_next(self) -> None:
+        """Take note of nothing.
+
+        Not collective.
+        """
+
     def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Surround nothing: there is no call.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
 
@@ -22,6 +22,8 @@ __all__ = [
     "only_marks_differ",
     "origin",
 ]
+
+_Key = TypeVar("_Key")
 
 LEFT = 1
 FAILED = 2
@@ -65,7 +67,9 @@ class Announcement:
     digest : int
         Of the call; with `run_mark`, of a call that waits.
     run_mark : int
-        What stands for ``run_index``, and for the copies of variables, in the record.
+        What stands for its steps, and for the copies of variables, in the record.
+    next_index : int
+        How often the rank has asked for a batch.
     """
 
     rank: int
@@ -80,6 +84,7 @@ class Announcement:
     depth: int = 0
     digest: int = 0
     run_mark: int = 0
+    next_index: int = 0
 
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
@@ -169,7 +174,9 @@ def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
     bool
         False where the calls themselves differ.
     """
-    calls = {(a.flags, a.text, a.digest, a.run_index) for a in announcements}
+    calls = {
+        (a.flags, a.text, a.digest, a.run_index, a.next_index) for a in announcements
+    }
     marks = {a.run_mark for a in announcements}
     return len(calls) == 1 and len(marks) > 1 and not announcements[0].flags
 
@@ -206,26 +213,26 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
     if left:
         return CollectiveError(
             f"expected all ranks in one call, found that {calls}, while "
-            f"{_ranks(left)} had left the program; make the same calls on every rank "
-            "until the end",
+            f"{_ranks(left)} had left the program{_steps(announcements)}; make the "
+            "same calls on every rank until the end",
             [a.rank for a in left],
         )
+    steps = _steps(announcements)
     if len({a.text for a in announcements}) == 1:
-        if len({a.run_index for a in announcements}) == 1:
+        if not steps:
             return CollectiveError(
                 "expected all ranks at the same point of the program, found that "
                 f"{calls}, but that a rank was interrupted in an earlier call, or "
                 "left it out; make the same calls on every rank"
             )
-        runs = ", ".join(f"rank {a.rank}: {a.run_index}" for a in announcements)
         return CollectiveError(
-            f"expected all ranks at the same point of the program, found that {calls}, "
-            f"but not after the same number of calls of run ({runs}); a rank has left "
-            "out a call, or made one too many"
+            f"expected all ranks at the same point of the program, found that {calls}"
+            f"{steps}; a rank has left out a step, or made one too many: end the "
+            "program, restore a checkpoint or make a new strategy, on every rank"
         )
     return CollectiveError(
-        f"expected all ranks in one call, found that {calls}; make the same calls with "
-        "the same shapes and dtypes, in the same order, on every rank"
+        f"expected all ranks in one call, found that {calls}{steps}; make the same "
+        "calls with the same shapes and dtypes, in the same order, on every rank"
     )
 
 
@@ -312,9 +319,26 @@ def _ranks(announcements: Sequence[Announcement]) -> str:
 
 def _group(announcements: Sequence[Announcement]) -> str:
     """Name each different call once, with the ranks that made it."""
-    groups: dict[str, list[Announcement]] = {}
-    for announcement in announcements:
-        groups.setdefault(announcement.text + _at(announcement), []).append(
-            announcement
-        )
+    groups = _grouped((a.text + _at(a), a) for a in announcements)
     return " and ".join(f"{_ranks(g)} called {text}" for text, g in groups.items())
+
+
+def _steps(announcements: Sequence[Announcement]) -> str:
+    """Tell the ranks' steps where they differ."""
+    groups = _grouped(((a.run_index, a.next_index), a) for a in announcements)
+    if len(groups) == 1:
+        return ""
+    told = "; ".join(
+        f"{_ranks(group)}: {runs} of run, {nexts} of next()"
+        for (runs, nexts), group in groups.items()
+    )
+    return f", not after equally many steps ({told})"
+
+
+def _grouped(
+    keyed: Iterable[tuple[_Key, Announcement]],
+) -> dict[_Key, list[Announcement]]:
+    groups: dict[_Key, list[Announcement]] = {}
+    for key, announcement in keyed:
+        groups.setdefault(key, []).append(announcement)
+    return groups

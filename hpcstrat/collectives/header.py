@@ -224,7 +224,7 @@ class Channel(Agreement):
         call : Call
             Which call.
         run : int
-            ``run_index`` when it was started.
+            ``step_mark`` when it was started.
         """
         self._refuse_if_broken(call)
         self._sequence += 1

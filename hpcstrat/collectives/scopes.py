@@ -139,7 +139,7 @@ class Scope:
         How long its end waits for late ranks.
     """
 
-    __slots__ = ("_channel", "_timeout_seconds", "_what")
+    __slots__ = ("_channel", "_steps", "_timeout_seconds", "_what")
 
     def __init__(
         self, channel: Any, what: str, timeout_seconds: float | None = None
@@ -147,10 +147,13 @@ class Scope:
         self._channel = channel
         self._what = what
         self._timeout_seconds = timeout_seconds
+        self._steps = (0, 0)
 
     def __enter__(self) -> None:
         """Go into the scope; not collective."""
-        self._channel.scopes.depth += 1
+        channel = self._channel
+        channel.scopes.depth += 1
+        self._steps = channel.run_index, channel.next_index
 
     def __exit__(
         self,
@@ -170,16 +173,23 @@ class Scope:
         failure: Failure | None = scopes.failure
         if failure is not None and failure.level > scopes.depth:
             scopes.failure = None
+            # Steps made within count no longer: ranks leave from different points.
+            channel.set_steps(*self._steps)
             # A call that was refused meanwhile may have taken a place.
             channel.slots.restart()
         if not tells:
             return
         if failure is None and error is None:
             call = describe_call(f"end of {self._what}")
-            channel.agree(call, self._timeout_seconds)
+            try:
+                channel.agree(call, self._timeout_seconds)
+            except CollectiveError:
+                channel.set_steps(*self._steps)
+                raise
             return
         if failure is None:
             assert error is not None
+            channel.set_steps(*self._steps)
             failure = channel.fail(self._what, error, leaves=True)
         if failure is None:
             return

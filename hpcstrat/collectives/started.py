@@ -77,7 +77,7 @@ class Started:
         self._steps = steps
         self._result = result
         self._timeout_seconds = timeout_seconds
-        self._run = 0 if channel is None else channel.run_index
+        self._run = 0 if channel is None else channel.step_mark
         self._advance = self._post
         self._awaited: Any = None
         self._done = channel is None

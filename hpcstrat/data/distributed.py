@@ -35,10 +35,11 @@ class DistributedDataset(ReducibleDataset):
     """Per-replica batches; made by `Strategy.experimental_distribute_dataset`.
 
     Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
-    ``next()`` is not collective, unless the strategy was made with
-    ``on_error="raise"``: a batch that cannot be read on one replica is then skipped by
-    all. Elements have PerReplica leaves, bare arrays where there is one replica; an
-    array may have no rows.
+    ``next()`` is logically collective: all replicas must call it, and where one does
+    not, the next collective call says so. With ``on_error="raise"`` it is collective: a
+    batch that cannot be read on one replica is then skipped by all. Elements have
+    PerReplica leaves, bare arrays where there is one replica; an array may have no
+    rows.
 
     Parameters
     ----------
@@ -196,6 +197,8 @@ class _Batches:
 
     def __next__(self) -> Tree:
         place, dataset, strategy = self.place, self._dataset, self._strategy
+        if strategy.collectives.channel is not None:
+            strategy.collectives.channel.enter_next()
         if self._ended:
             raise StopIteration
         if place.position >= self._end:

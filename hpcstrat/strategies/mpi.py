@@ -152,6 +152,7 @@ def _agree_on_creation(kind: str) -> None:
     """Notice a rank that makes a strategy alone, while there is a way to."""
     for connection in _connections.values():
         if connection.channel is not None and connection.topology.spans_job:
+            connection.channel.meet()
             connection.channel.agree(describe_call(f"creation of {kind}"))
             return
 
@@ -388,6 +389,8 @@ class MpiStrategy(Strategy):
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:
+            if self._connection.channel is not None:
+                self._connection.channel.meet()
             self.collectives.barrier("close")
             self._closed = True
             self.collectives.close()

@@ -60,6 +60,7 @@ def test_variables_are_suspected_only_in_the_same_call() -> None:
     assert announced()
     assert not announced(run_mark=7)
     assert not announced(run_index=4)
+    assert not announced(next_index=1)
     assert not announced(digest=6)
     failed = [Announcement(r, FAILED, "reduce", run_mark=r) for r in range(2)]
     assert not only_marks_differ(failed)

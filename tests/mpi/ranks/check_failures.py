@@ -420,15 +420,81 @@ def test_an_error_caught_on_one_rank_only_is_noticed(
             raise BadBatch("bad")
         return hs.get_replica_context().all_reduce("sum", np.ones(2))
 
-    with make_strategy() as strategy:
-        for rank in range(job.size):
+    for rank in range(job.size):
+        with make_strategy() as strategy:
             error = outcome(strategy.run, step, (job.rank == rank,))
             if job.rank == rank:
                 assert type(error) is BadBatch
                 # The program goes on here, while the others are in the first step.
                 error = outcome(strategy.run, step, (False,))
+            for _ in range(3):
+                assert type(error) is hs.CollectiveError
+                assert f"rank {rank}: " in str(error) or job.size > 2
+                # This rank stays a step ahead, whatever the program catches.
+                error = outcome(strategy.run, step, (False,))
+    with make_strategy() as strategy:
+        assert_usable(strategy, job)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_left_out_on_one_rank_is_noticed(
+    make_strategy: Any, job: Any, late: bool
+) -> None:
+    """The calls of the ranks are equal, and so is the number of runs."""
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+    rows = np.arange(12.0)
+
+    def step(batch: Any) -> Any:
+        return hs.get_replica_context().all_reduce("sum", batch.sum())
+
+    def train(strategy: Any, sums: list[float]) -> None:
+        batches = hs.Dataset(rows, batch_size=2)
+        steps = strategy.experimental_distribute_dataset(batches)
+        for number, batch in enumerate(steps):
+            if number == 2 and (job.rank == 1) is not late:
+                continue
+            sums.append(float(strategy.local_value(strategy.run(step, (batch,)))))
+
+    with make_strategy() as strategy:
+        sums: list[float] = []
+        for _ in range(3):
+            error = outcome(train, strategy, sums)
             assert type(error) is hs.CollectiveError
-            assert_usable(strategy, job)
+            # What was summed is of the same step.
+            assert sums == [1.0, 5.0]
+        assert "of run, 4 of next()" in str(error)
+    with make_strategy() as strategy:
+        assert_usable(strategy, job)
+
+
+def test_ranks_that_are_apart_meet_in_a_restore(
+    make_strategy: Any, job: Any, folder: str
+) -> None:
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+
+    def step() -> Any:
+        return hs.get_replica_context().all_reduce("sum", np.ones(2))
+
+    with make_strategy() as strategy:
+        with strategy.scope():
+            x = hs.Variable(3.0, name="x")
+        manager = hs.CheckpointManager(folder, x=x)
+        manager.save(1)
+        if job.rank == 0:
+            strategy.run(lambda: None)
+        for _ in range(2):
+            assert type(outcome(strategy.run, step)) is hs.CollectiveError
+        if job.rank == 1:
+            # Alone it meets nobody.
+            assert type(outcome(manager.restore)) is hs.CollectiveError
+        else:
+            assert type(outcome(strategy.barrier)) is hs.CollectiveError
+        assert type(outcome(strategy.barrier)) is hs.CollectiveError
+        assert manager.restore() == 1
+        assert_usable(strategy, job)
+        manager.close()
 
 
 @pytest.mark.parametrize("on_error", ["abort", "raise"])

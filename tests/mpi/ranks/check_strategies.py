@@ -122,29 +122,31 @@ def test_swapped_calls_are_an_error_on_every_rank(strategy: Any, job: Any) -> No
 
 
 def test_a_call_left_out_inside_run_is_an_error_on_every_rank(
-    strategy: Any, job: Any
+    strategy: Any, make_strategy: Any, job: Any
 ) -> None:
     def step(lazy: bool) -> Any:
         context = hs.get_replica_context()
         first = context.all_reduce("sum", np.ones(3))
         return first if lazy else context.all_reduce("sum", np.ones(3))
 
-    def program() -> None:
+    def program(strategy: Any) -> None:
         for index in range(3):
             strategy.run(step, args=(index == 1 and job.rank == 0,))
         strategy.reduce("mean", 1.0, axis=None)
 
-    for _ in range(2):
-        error = outcome(program)
-        kind = hs.CollectiveError if job.size > 1 else type(None)
-        assert type(error) is kind
-        if error is not None:
-            assert "all_reduce(SUM)" in str(error)
-            assert "left out a call" in str(error)
+    with make_strategy() as short_lived:
+        for _ in range(2):
+            error = outcome(program, short_lived)
+            kind = hs.CollectiveError if job.size > 1 else type(None)
+            assert type(error) is kind
+            if error is not None:
+                assert "all_reduce(SUM)" in str(error)
+                assert "left out a step" in str(error)
     assert_usable(strategy, job)
 
 
 def test_a_call_left_out_at_the_end_of_run_is_named(strategy: Any, job: Any) -> None:
+    # Other calls in equally many runs: the strategy stays usable.
     def step() -> Any:
         if job.rank:
             return hs.get_replica_context().all_reduce("sum", np.ones(3))
@@ -161,13 +163,15 @@ def test_a_call_left_out_at_the_end_of_run_is_named(strategy: Any, job: Any) -> 
     assert_usable(strategy, job)
 
 
-def test_a_run_too_many_on_one_rank_does_not_spoil_the_strategy(
-    strategy: Any, job: Any
+def test_a_run_too_many_on_one_rank_is_told_until_all_begin_anew(
+    strategy: Any, make_strategy: Any, job: Any
 ) -> None:
-    for _ in range(3 if job.rank == 0 else 2):
-        strategy.run(lambda: None)
-    error = outcome(all_reduce, strategy, "sum", 1.0)
-    assert (type(error) is hs.CollectiveError) == (job.size > 1)
+    with make_strategy() as short_lived:
+        for _ in range(3 if job.rank == 0 else 2):
+            short_lived.run(lambda: None)
+        for _ in range(3):
+            error = outcome(short_lived.reduce, "sum", 1.0)
+            assert (type(error) is hs.CollectiveError) == (job.size > 1)
     assert_usable(strategy, job)
 
 
