@@ -266,6 +266,19 @@ class InputOptions:
     independent : bool
         Allow a strategy of one replica in a job of several ranks: each rank then goes
         through the whole data set by itself.
+    single_pipeline : bool
+        Whether replica 0 alone runs the iterable, or the input function, and deals to
+        the replicas of all workers. For data that are small, or drawn at random.
+    compare_every : int
+        Every how many batches of an iterable the workers compare what they have read,
+        beginning with the first; 0: never. A hash of the batch travels with what they
+        tell each other in each step anyway.
+
+    Raises
+    ------
+    ValueError
+        For one pipeline in all that is one per replica, too, and if ``compare_every``
+        is negative.
     """
 
     experimental_fetch_to_device: bool = True
@@ -275,11 +288,23 @@ class InputOptions:
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
     independent: bool = False
+    single_pipeline: bool = False
+    compare_every: int = 1
 
     def __post_init__(self) -> None:
         """Check the values."""
         parsed = InputReplicationMode.parse(self.experimental_replication_mode)
         object.__setattr__(self, "experimental_replication_mode", parsed)
+        if self.single_pipeline and parsed is InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "expected one pipeline for all replicas or one for each, found "
+                "single_pipeline with PER_REPLICA; leave one of them out"
+            )
+        if self.compare_every < 0:
+            raise ValueError(
+                f"expected compare_every >= 0, found {self.compare_every}; pass 0 to "
+                "compare no batches"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,30 @@
 """Iterables of batches: one rank per worker runs the pipeline and deals the parts.
 
 Ranks that each ran a pipeline of their own would lose and repeat examples as soon as
-its order is random.
+its order is random. So do workers, which therefore compare the batches that they are to
+share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
-from hpcstrat.data.placing import Placer, packed
-from hpcstrat.data.splitting import (
-    as_batch,
-    deal_elements,
-    deal_pieces,
-    empty_like,
-    pour_slots,
-    split_pieces,
+from hpcstrat.data.batches import empty_like, pieces_of
+from hpcstrat.data.comparing import (
+    END,
+    Sighting,
+    digest,
+    explain_difference,
+    show,
 )
-from hpcstrat.options import AutoShardPolicy, InputContext, InputOptions
+from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.data.pipelines import Place, Steps
+from hpcstrat.data.placing import Placer, packed
+from hpcstrat.errors import CollectiveError
+from hpcstrat.options import InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import PerReplica
@@ -30,160 +32,14 @@ from hpcstrat.values import PerReplica
 if TYPE_CHECKING:
     from hpcstrat.strategies.base import Strategy
 
-__all__ = ["DealtDataset", "Place", "Steps", "function_steps", "iterable_steps"]
+__all__ = ["DealtDataset"]
 
 # What a replica says of a step: no batch on any replica any more, no batch and none
 # before, none any more, a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
 _NEXT = "next of a data set"
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What makes the steps of a worker.
-
-    Parameters
-    ----------
-    source : iterable
-        The program's pipeline.
-    cut : callable
-        Takes an iterable, and returns an iterator of lists of parts.
-    shared : bool
-        Whether all workers read the same elements: one that fails on any of them is
-        then left out on all.
-    """
-
-    source: Iterable[Any]
-    cut: Callable[[Iterable[Any]], Iterator[list[Tree]]]
-    shared: bool = False
-
-    def start(self) -> Iterator[list[Tree]]:
-        """Start the pipeline.
-
-        Not collective.
-
-        Returns
-        -------
-        iterator of list of tree
-            For each step, the parts of the worker's replicas.
-        """
-        return self.cut(self.source)
-
-
-class Place:
-    """Where this replica stands among the workers.
-
-    Not collective.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Any strategy.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.num_replicas = strategy.num_replicas_in_sync
-        self.replica_id = strategy.replica_id
-        self.worker_comm: Any = None
-        self.num_workers, self.worker_id = 1, 0
-        self.replicas = [self.replica_id]
-        if self.num_replicas > 1:
-            topology = strategy.topology
-            self.worker_comm = topology.worker_comm
-            self.num_workers, self.worker_id = topology.num_workers, topology.worker_id
-            self.replicas = topology.worker_replicas
-        self.leads = self.replica_id == self.replicas[0]
-
-
-def iterable_steps(dataset: Any, place: Place) -> Steps:
-    """Return what makes a worker's steps from global batches.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dataset : iterable of tree of array_like, each of shape (n, ...)
-        Global batches. It may have ``batch_size`` (int or None), ``auto_shard_policy``,
-        ``files`` (None without files) and ``shard_files(num_shards, index)``.
-    place : Place
-        This replica's.
-
-    Returns
-    -------
-    Steps
-        To be started by each iteration.
-
-    Raises
-    ------
-    ValueError
-        For policy ``FILE`` without files, or with fewer files than workers.
-    """
-    if place.num_replicas == 1:
-        return Steps(dataset, _alone)
-    policy = AutoShardPolicy.parse(
-        getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
-    )
-    files = getattr(dataset, "files", None)
-    if policy is AutoShardPolicy.AUTO:
-        policy = AutoShardPolicy.DATA if files is None else AutoShardPolicy.FILE
-    source = dataset
-    if policy is AutoShardPolicy.FILE and place.num_workers > 1:
-        count = 0 if files is None else len(files)
-        if count < place.num_workers:
-            raise ValueError(
-                f"expected at least one file for each of {place.num_workers} workers "
-                f"with auto-shard policy FILE, found {count}; use policy DATA"
-            )
-        source = dataset.shard_files(place.num_workers, place.worker_id)
-    batch_size = getattr(dataset, "batch_size", None)
-    count, own = place.num_replicas, place.replicas
-    apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
-    if apart and batch_size:
-        return Steps(
-            source, lambda batches: pour_slots(batches, batch_size, count, own)
-        )
-    if apart and place.num_workers > 1:
-        return Steps(source, lambda batches: deal_pieces(batches, count, len(own)))
-    return Steps(source, lambda batches: split_pieces(batches, count, own), shared=True)
-
-
-def function_steps(
-    dataset_fn: Callable[[InputContext], Any], place: Place, *, per_replica: bool
-) -> Steps:
-    """Return what makes a worker's steps from an input function.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dataset_fn : callable
-        Takes an InputContext; called once, here, on the rank that runs the pipeline.
-    place : Place
-        This replica's.
-    per_replica : bool
-        Whether each replica runs a pipeline of its own.
-
-    Returns
-    -------
-    Steps
-        To be started by each iteration.
-    """
-    count = place.num_replicas
-    if per_replica:
-        context = InputContext(count, place.replica_id, count)
-        dataset = dataset_fn(context)
-        return Steps(dataset, _alone)
-    dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
-    return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
-
-
-def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:
-    # No generator, which an error would end.
-    return map(_alone_with, elements)
-
-
-def _alone_with(element: Any) -> list[Tree]:
-    return [as_batch(element)]
+# In the place of the hash of a batch: this replica has none to compare.
+_UNSEEN = np.iinfo(np.int64).min
 
 
 class DealtDataset(ReducibleDataset):
@@ -203,10 +59,9 @@ class DealtDataset(ReducibleDataset):
         This replica's.
     make_steps : callable
         Returns the steps; called on ranks that run a pipeline.
-    options : InputOptions, optional
-        Whether batches are put on the replica's GPU.
-    alone : bool
-        Whether each replica runs a pipeline of its own.
+    options : InputOptions
+        Who runs a pipeline, which batches are compared, and whether they are put on
+        the replica's GPU.
     """
 
     def __init__(
@@ -214,16 +69,24 @@ class DealtDataset(ReducibleDataset):
         strategy: Strategy,
         place: Place,
         make_steps: Callable[[], Steps],
-        options: InputOptions | None = None,
-        *,
-        alone: bool = False,
+        options: InputOptions,
     ) -> None:
         self._strategy = strategy
         self._place = place
-        self._placer = Placer(strategy, options or InputOptions())
-        self._alone = alone or place.num_replicas == 1
+        self._placer = Placer(strategy, options)
+        per_replica = (
+            options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+        )
+        self._alone = per_replica or place.num_replicas == 1
+        self._every = options.compare_every if place.num_workers > 1 else 0
+        self._num_iterations = 0
         self._steps: Steps | None = None
-        what, collectives = "creation of a distributed data set", strategy.collectives
+        # Ranks that meant different things by it would wait for one another.
+        pipelines = "one pipeline for all" if options.single_pipeline else "one per "
+        if not options.single_pipeline:
+            pipelines += "replica" if per_replica else "worker"
+        what = f"creation of a distributed data set, {pipelines}"
+        collectives = strategy.collectives
         if self._alone or place.leads:
             try:
                 self._steps = make_steps()
@@ -235,8 +98,13 @@ class DealtDataset(ReducibleDataset):
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
         elements = _Elements(
-            *(self._strategy, self._place, self._placer), self._steps, self._alone
+            *(self._strategy, self._place, self._placer),
+            steps=self._steps,
+            alone=self._alone,
+            every=self._every,
+            iteration=self._num_iterations,
         )
+        self._num_iterations += 1
         return DistributedIterator(elements)
 
 
@@ -248,14 +116,23 @@ class _Elements:
         strategy: Strategy,
         place: Place,
         placer: Placer,
+        *,
         steps: Steps | None,
         alone: bool,
+        every: int,
+        iteration: int,
     ) -> None:
         self._strategy = strategy
         self._place = place
         self._placer = placer
         self._steps = steps
         self._alone = alone
+        self._every = every
+        self._iteration = iteration
+        self._index = -1
+        # Of the step's batch, to be compared with the other workers'.
+        self._mark = _UNSEEN
+        self._seen: Tree = None
         self._running: Iterator[list[Tree]] | None = None
         # Of a step that another worker could not make.
         self._kept: list[Tree] | None = None
@@ -274,6 +151,8 @@ class _Elements:
                 self._ended = True
                 raise StopIteration
             return self._placer.place(parts[0])
+        self._index += 1
+        self._seen, self._mark = None, _UNSEEN
         part, most, least = self._deal(self._own_parts())
         if most < _GIVES or least == _STOPPED:
             self._ended = True
@@ -306,12 +185,14 @@ class _Elements:
 
         Those of other replicas are as they travel.
         """
-        collectives, num_parts = self._strategy.collectives, len(self._place.replicas)
-        dealt: list[Any] = [None] * num_parts
+        collectives, replicas = self._strategy.collectives, self._place.replicas
+        dealt: list[Any] = [None] * len(replicas)
         if self._steps is not None:
             parts, self._kept = self._kept, None
             try:
                 parts = parts or self._pull()
+                if self._steps.shared:
+                    parts = self._cut(None if parts is None else parts[0])
                 if parts is not None:
                     dealt = [parts[0], *map(packed, parts[1:])]
             except Exception as error:
@@ -324,6 +205,17 @@ class _Elements:
         self._kept = None
         return dealt
 
+    def _cut(self, batch: Tree) -> list[Tree] | None:
+        """Cut a batch that all workers read, and hash it; None at the end."""
+        parts = None
+        if batch is not None:
+            parts = pieces_of(batch, self._place.num_replicas, self._place.replicas)
+        if self._every and not self._index % self._every:
+            self._seen, self._mark = batch, END
+            if batch is not None:
+                self._mark = digest(batch, on_gpus=not self._index)
+        return parts
+
     def _deal(self, dealt: list[Any]) -> tuple[Tree, int, int]:
         """Return this replica's part, and the furthest and the least far state."""
         topology, collectives = self._strategy.topology, self._strategy.collectives
@@ -331,7 +223,7 @@ class _Elements:
         with collectives.moving(_NEXT):
             part, came = dealt[0], None
             if not self._alone:
-                came = self._place.worker_comm.scatter([None, *dealt[1:]], root=0)
+                came = self._place.comm.scatter([None, *dealt[1:]], root=0)
             try:
                 if came is not None:
                     part = self._placer.unpacked(came)
@@ -346,7 +238,9 @@ class _Elements:
                 if self._has_failed and self._steps and self._steps.shared:
                     # The others go on, but with pieces of batches.
                     state = _STOPPED
-            states = np.array([state, -state, failed is not None], np.int64)
+            mark = self._mark
+            marks = mark, mark if mark == _UNSEEN else -mark
+            states = np.array([state, -state, failed is not None, *marks], np.int64)
             topology.replica_comm.Allreduce(
                 topology.mpi.IN_PLACE, states, op=topology.mpi.MAX
             )
@@ -355,7 +249,23 @@ class _Elements:
             raise failed
         if states[2]:
             collectives.barrier(_NEXT)
-        return part, int(states[0]), -int(states[1])
+        most, least = int(states[0]), -int(states[1])
+        # The largest hash and, with its sign changed, the smallest.
+        if states[3] != _UNSEEN and states[3] != -states[4] and least != _STOPPED:
+            raise self._difference()
+        self._seen = None
+        return part, most, least
+
+    def _difference(self) -> CollectiveError:
+        """Return what all replicas raise where workers have different batches."""
+        mine: Sighting | None = None
+        if self._mark != _UNSEEN:
+            place, seen = self._place, self._seen
+            text = "the end of its data" if seen is None else show(seen)
+            mine = place.replica_id, place.worker_id, self._mark, text
+        found = self._strategy.collectives.all_gather_object(mine, "batches compared")
+        where = f"batch {self._index} of iteration {self._iteration}"
+        return explain_difference(where, [one for one in found if one is not None])
 
     def _form(self, own: Tree) -> Tree:
         """Learn the form of a batch from a replica that has one; None for scalars."""

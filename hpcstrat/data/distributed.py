@@ -6,16 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.data.batches import piece
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.dealing import (
-    DealtDataset,
-    Place,
-    function_steps,
-    iterable_steps,
-)
+from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
-from hpcstrat.data.splitting import piece
 from hpcstrat.options import InputContext, InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
@@ -273,6 +269,8 @@ def distribute_dataset(
         For ``PER_REPLICA``.
     RuntimeError
         For a strategy of one replica in a job of several ranks.
+    ValueError
+        For ``single_pipeline`` with a Dataset, and for arrays that are no batches.
     """
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
@@ -281,6 +279,11 @@ def distribute_dataset(
         )
     _require_one_program(strategy, options)
     if isinstance(dataset, Dataset):
+        if options.single_pipeline:
+            raise ValueError(
+                "expected an iterable with single_pipeline, found a hpcstrat.Dataset, "
+                "of which every replica reads its own rows; leave single_pipeline out"
+            )
         return DistributedDataset(strategy, dataset, options)
     bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
     if bare or hasattr(dataset, "file"):
@@ -289,7 +292,7 @@ def distribute_dataset(
             f"{type(dataset).__name__}, whose rows are not batches; wrap it: "
             "hpcstrat.Dataset(arrays, batch_size)"
         )
-    place = Place(strategy)
+    place = Place(strategy, single=options.single_pipeline)
     return DealtDataset(
         strategy, place, lambda: iterable_steps(dataset, place), options
     )
@@ -336,11 +339,10 @@ def distribute_from_function(
             "expected experimental_place_dataset_on_device with PER_REPLICA and "
             f"without experimental_fetch_to_device, found {options}; change the options"
         )
-    place = Place(strategy)
+    place = Place(strategy, single=options.single_pipeline)
     return DealtDataset(
         strategy,
         place,
         lambda: function_steps(dataset_fn, place, per_replica=per_replica),
         options,
-        alone=per_replica,
     )

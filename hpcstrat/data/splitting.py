@@ -14,47 +14,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
-
-from hpcstrat.arrays import array_module, as_array, is_device
+from hpcstrat.arrays import array_module
+from hpcstrat.data.batches import (
+    batch_length,
+    empty_like,
+    own_array,
+    pieces_of,
+    rows_of,
+)
 from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.typing import Tree
 
-__all__ = [
-    "as_batch",
-    "deal_elements",
-    "deal_pieces",
-    "empty_like",
-    "piece",
-    "pour_slots",
-    "slot_sizes",
-    "split_pieces",
-]
-
-
-def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return which rows of a batch are a replica's piece.
-
-    Not collective.
-
-    Parameters
-    ----------
-    length : int
-        Rows of the batch.
-    num_replicas : int
-        Number of pieces.
-    replica_id : int
-        Which piece.
-
-    Returns
-    -------
-    start, stop : int
-        Where it begins and ends; the last replicas may get fewer rows, or none.
-    """
-    size = -(-length // num_replicas)
-    return min(replica_id * size, length), min((replica_id + 1) * size, length)
+__all__ = ["deal_elements", "deal_pieces", "pour_slots", "slot_sizes"]
 
 
 def slot_sizes(batch_size: int, num_replicas: int) -> list[int]:
@@ -76,92 +49,6 @@ def slot_sizes(batch_size: int, num_replicas: int) -> list[int]:
     """
     low, more = divmod(batch_size, num_replicas)
     return [low + (replica < more) for replica in range(num_replicas)]
-
-
-def as_batch(element: Tree) -> Tree:
-    """Return a batch with arrays as leaves.
-
-    Not collective.
-
-    Parameters
-    ----------
-    element : tree of array_like
-        A batch, as a program's iterable gives it.
-
-    Returns
-    -------
-    tree of ndarray
-        The same structure.
-    """
-    return tree_map(as_array, element)
-
-
-def _length(batch: Tree) -> int:
-    leaves = flatten(batch)[0]
-    lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
-    if len(lengths) != 1 or -1 in lengths:
-        shapes = [leaf.shape for leaf in leaves]
-        raise ValueError(
-            "expected batches whose arrays have the same first dimension, found shapes "
-            f"{shapes}; batch the data set by its global batch size"
-        )
-    return int(lengths.pop())
-
-
-def _rows(batch: Tree, start: int, stop: int) -> Tree:
-    return tree_map(lambda array: array[start:stop], batch)
-
-
-def empty_like(batch: Tree) -> Tree:
-    """Return a batch of the same structure with no rows.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray, each of shape (n, ...) or ()
-        Any batch.
-
-    Returns
-    -------
-    tree of ndarray, each of shape (0, ...), or None
-        Of the same dtypes; None for scalars, which have no rows to leave out.
-    """
-    if not all(leaf.ndim for leaf in flatten(batch)[0]):
-        return None
-    # A view would keep the batch in the memory of a GPU.
-    return tree_map(lambda array: array[0:0].copy(), batch)
-
-
-def split_pieces(
-    batches: Iterable[Tree], num_replicas: int, replicas: Sequence[int]
-) -> Iterator[list[Tree]]:
-    """Cut every batch by itself.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batches : iterable of tree of array_like, each of shape (n, ...)
-        Global batches.
-    num_replicas : int
-        Number of pieces.
-    replicas : sequence of int
-        Which pieces are wanted.
-
-    Returns
-    -------
-    iterator of list of tree of ndarray
-        For each step, the pieces wanted. It raises ValueError for scalars, and arrays
-        of different lengths.
-    """
-
-    def _cut(element: Tree) -> list[Tree]:
-        batch = as_batch(element)
-        length = _length(batch)
-        return [_rows(batch, *piece(length, num_replicas, r)) for r in replicas]
-
-    return map(_cut, batches)
 
 
 def pour_slots(
@@ -241,8 +128,8 @@ class _Stream:
             if element is _END:
                 break
             # A pipeline may fill the same buffer again.
-            batch = tree_map(_own_array, element)
-            length = _length(batch)
+            batch = tree_map(own_array, element)
+            length = batch_length(batch)
             self._last = batch
             if length:
                 self._parts.append((batch, 0, length))
@@ -252,11 +139,11 @@ class _Stream:
     def take(self, count: int) -> Tree:
         """Take up to ``count`` rows; fewer only at the end."""
         first = self._parts[0][0] if self._parts else self._last
-        parts = [_rows(first, 0, 0)]
+        parts = [rows_of(first, 0, 0)]
         while count > 0 and self._parts:
             batch, start, length = self._parts.popleft()
             stop = min(start + count, length)
-            parts.append(_rows(batch, start, stop))
+            parts.append(rows_of(batch, start, stop))
             count -= stop - start
             self._num_rows -= stop - start
             if stop < length:
@@ -274,11 +161,6 @@ def _concatenated(parts: list[Tree]) -> Tree:
         structure,
         [array_module(column[0]).concatenate(column) for column in columns],
     )
-
-
-def _own_array(value: Any) -> Array:
-    array = as_array(value)
-    return array.copy() if is_device(array) else np.array(array)
 
 
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
@@ -331,7 +213,8 @@ class _Pieces:
     """All pieces of all batches, one behind the other."""
 
     def __init__(self, batches: Iterable[Tree], num_replicas: int) -> None:
-        self._steps = split_pieces(batches, num_replicas, range(num_replicas))
+        self._batches = iter(batches)
+        self._num_replicas = num_replicas
         self._ready: deque[Tree] = deque()
 
     def __iter__(self) -> Self:
@@ -339,7 +222,8 @@ class _Pieces:
 
     def __next__(self) -> Tree:
         if not self._ready:
-            self._ready.extend(next(self._steps))
+            count = self._num_replicas
+            self._ready.extend(pieces_of(next(self._batches), count, range(count)))
         return self._ready.popleft()
 
 
@@ -360,7 +244,7 @@ class _Deal:
             if element is _END:
                 break
             # A pipeline may fill the same buffer again.
-            self._step.append(tree_map(_own_array, element))
+            self._step.append(tree_map(own_array, element))
         step, self._step = self._step, []
         if len(step) == self._count:
             return step

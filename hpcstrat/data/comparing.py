@@ -1,0 +1,150 @@
+"""Whether all workers have read the same global batch, where each runs the iterable.
+
+Each worker cuts its own replicas' pieces out of its own batch: of batches in different
+order some rows would be used twice, and others never. So a hash of the batch travels
+with what the replicas tell each other in every step anyway.
+
+Of two kinds of arrays only shapes and types are compared: fields of Python objects, and
+arrays on GPUs but for the first batch of an iteration, as the host would have to wait
+for them.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays import is_device, to_host
+from hpcstrat.errors import CollectiveError
+from hpcstrat.tree import flatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = ["END", "Sighting", "digest", "explain_difference", "show"]
+
+END = 0
+"""Stands for the end of the data, where others have the digest of a batch."""
+
+Sighting = tuple[int, int, int, str]
+"""Replica, worker, digest, and what there is, in words."""
+
+_SHOWN_ARRAYS = 4
+_SHOWN_BATCHES = 3
+_SHOWN_WORKERS = 8
+
+
+def digest(batch: Tree, *, on_gpus: bool) -> int:
+    """Return a hash of a batch, the same in every process.
+
+    Not collective.
+
+    Parameters
+    ----------
+    batch : tree of ndarray
+        A global batch.
+    on_gpus : bool
+        Whether to wait for the bytes of arrays on GPUs.
+
+    Returns
+    -------
+    int
+        From 1 to 2**63 - 1.
+    """
+    mark = 0
+    for leaf in flatten(batch)[0]:
+        mark = xxh3_64_intdigest(f"{leaf.dtype}{leaf.shape}".encode(), mark)
+        if on_gpus or not is_device(leaf):
+            mark = _hashed(to_host(leaf), mark)
+    return mark >> 1 or 1
+
+
+def _hashed(array: Array, mark: int) -> int:
+    dtype = array.dtype
+    if dtype.names is not None:
+        # What lies between fields is anybody's guess, as is a part of a long double.
+        for name in dtype.names:
+            mark = _hashed(array[name], mark)
+        return mark
+    if dtype.kind == "T":
+        return xxh3_64_intdigest(repr(array.tolist()).encode(), mark)
+    if dtype.hasobject:
+        return mark
+    if dtype.char in "gG":
+        array = array.astype(np.float64 if dtype.char == "g" else np.complex128)
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return xxh3_64_intdigest(flat, mark)
+
+
+def show(batch: Tree) -> str:
+    """Return the first row and the hash of the arrays of a batch, in words.
+
+    Not collective.
+
+    Parameters
+    ----------
+    batch : tree of ndarray, each of shape (n, ...)
+        A global batch.
+
+    Returns
+    -------
+    str
+        Of the first few arrays.
+    """
+    leaves = flatten(batch)[0]
+    try:
+        shown = [_show_array(leaf) for leaf in leaves[:_SHOWN_ARRAYS]]
+    except Exception as error:
+        return f"a batch that cannot be shown ({type(error).__name__})"
+    rest = len(leaves) - len(shown)
+    return ", ".join(shown) + (f", and {rest} more arrays" if rest else "")
+
+
+def _show_array(array: Array) -> str:
+    text = f"{array.dtype}{list(array.shape)}"
+    if len(array):
+        row: Any = to_host(array[:1]).reshape(-1)[:8].tolist()
+        text += f" with the first row {reprlib.repr(row)}"
+    return f"{text} of hash {digest(array, on_gpus=True) >> 31:08x}"
+
+
+def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
+    """Return the error that all replicas raise.
+
+    Not collective.
+
+    Parameters
+    ----------
+    where : str
+        Which batch of which iteration.
+    sightings : sequence of (int, int, int, str)
+        Of all workers.
+
+    Returns
+    -------
+    CollectiveError
+        With the replicas that run the iterable for the fewer workers.
+    """
+    groups: dict[int, list[Sighting]] = {}
+    for sighting in sightings:
+        groups.setdefault(sighting[2], []).append(sighting)
+    told = []
+    for mark, group in list(groups.items())[:_SHOWN_BATCHES]:
+        numbers = ", ".join(str(worker) for _, worker, _, _ in group[:_SHOWN_WORKERS])
+        name = f"worker{'s' if len(group) > 1 else ''} {numbers}"
+        name += ", ..." if len(group) > _SHOWN_WORKERS else ""
+        told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
+    if len(groups) > _SHOWN_BATCHES:
+        told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
+    most = max(groups.values(), key=len)
+    return CollectiveError(
+        "expected that the iterable gives the same batches on every worker, found in "
+        f"{where}, counted from 0, {' / '.join(told)}; give the iterable a generator "
+        "of random numbers of its own with the same seed on every rank, use "
+        "hpcstrat.Dataset, let each worker read a part of its own with "
+        "distribute_datasets_from_function, or one read for all with "
+        "InputOptions(single_pipeline=True)",
+        [sighting[0] for sighting in sightings if sighting not in most],
+    )

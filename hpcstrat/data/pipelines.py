@@ -1,0 +1,184 @@
+"""The program's own pipelines: where they run, and what makes steps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.data.batches import as_batch
+from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
+from hpcstrat.options import AutoShardPolicy, InputContext
+from hpcstrat.typing import Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.strategies.base import Strategy
+
+__all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What makes the steps of a worker.
+
+    Parameters
+    ----------
+    source : iterable
+        The program's pipeline.
+    cut : callable
+        Takes an iterable, and returns an iterator of lists of parts.
+    shared : bool
+        Whether all workers read the same batches: one that fails on any of them is
+        then left out on all. The steps are then whole batches, still to be cut.
+    """
+
+    source: Iterable[Any]
+    cut: Callable[[Iterable[Any]], Iterator[list[Tree]]]
+    shared: bool = False
+
+    def start(self) -> Iterator[list[Tree]]:
+        """Start the pipeline.
+
+        Not collective.
+
+        Returns
+        -------
+        iterator of list of tree
+            For each step, the parts of the worker's replicas.
+        """
+        return self.cut(self.source)
+
+
+class Place:
+    """Where this replica stands among those that one pipeline serves.
+
+    Not collective.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Any strategy.
+    single : bool
+        Whether one pipeline serves all replicas, as if they were one worker.
+
+    Attributes
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The replicas that a pipeline serves; its rank 0 runs it.
+    num_workers, worker_id : int
+        Number of pipelines, and which of them serves this replica.
+    replicas : list of int
+        Those that it serves.
+    leads : bool
+        Whether it runs here.
+    """
+
+    def __init__(self, strategy: Strategy, *, single: bool = False) -> None:
+        self.num_replicas = strategy.num_replicas_in_sync
+        self.replica_id = strategy.replica_id
+        self.comm: Any = None
+        self.num_workers, self.worker_id = 1, 0
+        self.replicas = [self.replica_id]
+        if self.num_replicas > 1:
+            topology = strategy.topology
+            self.comm = topology.replica_comm
+            self.replicas = list(range(self.num_replicas))
+            if not single:
+                self.comm, self.replicas = (
+                    topology.worker_comm,
+                    topology.worker_replicas,
+                )
+                self.num_workers = topology.num_workers
+                self.worker_id = topology.worker_id
+        self.leads = self.replica_id == self.replicas[0]
+
+
+def iterable_steps(dataset: Any, place: Place) -> Steps:
+    """Return what makes a worker's steps from global batches.
+
+    Not collective.
+
+    Parameters
+    ----------
+    dataset : iterable of tree of array_like, each of shape (n, ...)
+        Global batches. It may have ``batch_size`` (int or None), ``auto_shard_policy``,
+        ``files`` (None without files) and ``shard_files(num_shards, index)``.
+    place : Place
+        This replica's.
+
+    Returns
+    -------
+    Steps
+        To be started by each iteration.
+
+    Raises
+    ------
+    ValueError
+        For policy ``FILE`` without files, or with fewer files than workers.
+    """
+    if place.num_replicas == 1:
+        return Steps(dataset, _alone)
+    policy = AutoShardPolicy.parse(
+        getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
+    )
+    files = getattr(dataset, "files", None)
+    if policy is AutoShardPolicy.AUTO:
+        policy = AutoShardPolicy.DATA if files is None else AutoShardPolicy.FILE
+    source = dataset
+    if policy is AutoShardPolicy.FILE and place.num_workers > 1:
+        count = 0 if files is None else len(files)
+        if count < place.num_workers:
+            raise ValueError(
+                f"expected at least one file for each of {place.num_workers} workers "
+                f"with auto-shard policy FILE, found {count}; use policy DATA"
+            )
+        source = dataset.shard_files(place.num_workers, place.worker_id)
+    batch_size = getattr(dataset, "batch_size", None)
+    count, own = place.num_replicas, place.replicas
+    apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
+    if apart and batch_size:
+        return Steps(
+            source, lambda batches: pour_slots(batches, batch_size, count, own)
+        )
+    if apart and place.num_workers > 1:
+        return Steps(source, lambda batches: deal_pieces(batches, count, len(own)))
+    return Steps(source, _alone, shared=True)
+
+
+def function_steps(
+    dataset_fn: Callable[[InputContext], Any], place: Place, *, per_replica: bool
+) -> Steps:
+    """Return what makes a worker's steps from an input function.
+
+    Not collective.
+
+    Parameters
+    ----------
+    dataset_fn : callable
+        Takes an InputContext; called once, here, on the rank that runs the pipeline.
+    place : Place
+        This replica's.
+    per_replica : bool
+        Whether each replica runs a pipeline of its own.
+
+    Returns
+    -------
+    Steps
+        To be started by each iteration.
+    """
+    count = place.num_replicas
+    if per_replica:
+        context = InputContext(count, place.replica_id, count)
+        dataset = dataset_fn(context)
+        return Steps(dataset, _alone)
+    dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
+    return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
+
+
+def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:
+    # No generator, which an error would end.
+    return map(_alone_with, elements)
+
+
+def _alone_with(element: Any) -> list[Tree]:
+    return [as_batch(element)]
