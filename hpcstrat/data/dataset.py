@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.batches import writable
 from hpcstrat.data.sources import open_source
 from hpcstrat.typing import Array, Tree
 
@@ -135,4 +136,4 @@ class Dataset:
         end = len(self) * self.batch_size if self.drop_remainder else self.num_rows
         for start in range(0, end, self.batch_size):
             stop = min(start + self.batch_size, self.num_rows)
-            yield self.columns.read(self.rows(order, start, stop))
+            yield writable(self.columns.read(self.rows(order, start, stop)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.arrays import is_device, to_host
+from hpcstrat.data.batches import writable
 from hpcstrat.device.feeding import Feeder, fits_device
 from hpcstrat.options import InputOptions
 from hpcstrat.tree import flatten, tree_map, unflatten
@@ -86,7 +87,8 @@ class Placer:
         Returns
         -------
         tree of ndarray
-            Numbers on the GPU, if they are wanted there; other leaves as they were.
+            Numbers on the GPU, if they are wanted there; other leaves as they were, or
+            copies of those that cannot be written: they are the program's own.
         """
         leaves, structure = flatten(batch)
         hosts = {
@@ -95,14 +97,14 @@ class Placer:
             if isinstance(leaf, _FromDevice) or self._takes(leaf)
         }
         if not hosts:
-            return batch
+            return writable(batch)
         if self._feeder is None:
             self._feeder = Feeder()
         for index, array in zip(
             hosts, self._feeder.put(list(hosts.values())), strict=True
         ):
             leaves[index] = array
-        return unflatten(structure, leaves)
+        return writable(unflatten(structure, leaves))
 
     def unpacked(self, data: bytes) -> Tree:
         """Return a part of a batch that another replica has sent.

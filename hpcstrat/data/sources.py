@@ -99,7 +99,7 @@ def _read(column: Any, rows: Array | slice) -> Array:
     if isinstance(column, np.ndarray) or isinstance(rows, slice):
         part = column[rows]
         if isinstance(column, np.ndarray) and isinstance(rows, slice):
-            # A batch worked on in place must not change the data set.
+            # A batch worked on in place must not change the data set: see `writable`.
             part = part.view()
             part.flags.writeable = False
         return part if isinstance(part, np.ndarray) else as_array(part)

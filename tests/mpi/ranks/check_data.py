@@ -370,3 +370,36 @@ def test_slots_share_the_batch_among_replicas() -> None:
             sizes = slot_sizes(batch_size, count)
             assert sum(sizes) == batch_size
             assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_may_be_written_and_the_data_stay(
+    strategy: Any, job: Any, shuffle: bool
+) -> None:
+    whole, fixed = columns(11), columns(11)
+    fixed["x"].flags.writeable = fixed["y"][0].flags.writeable = False
+    sources = [hs.Dataset(whole, 4, shuffle=shuffle), [fixed]]
+    for source in sources:
+        for _ in range(2):
+            steps = []
+            for element in strategy.experimental_distribute_dataset(source):
+                batch = strategy.local_value(element)
+                steps.append(rows_of(batch))
+                batch["x"] += 100
+                batch["y"][0][...] = -1
+            assert sorted(
+                row for p in job.allgather(steps) for s in p for row in s
+            ) == [*range(11)]
+    for batch in sources[0]:
+        batch["x"] += 100
+    np.testing.assert_array_equal(whole["x"], columns(11)["x"])
+
+
+def test_torch_takes_batches_without_a_warning(strategy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    source = hs.Dataset(np.arange(12, dtype=np.float32), 4)
+    for element in strategy.experimental_distribute_dataset(source):
+        # Warnings are errors in tests.
+        tensor = torch.from_numpy(strategy.local_value(element))
+        tensor += 1
+    np.testing.assert_array_equal(source.columns.columns[0], np.arange(12))
