@@ -298,6 +298,33 @@ def test_batches_of_many_sizes(placed: Any) -> None:
         assert int((part == i).sum()) == part.size
 
 
+def test_workers_compare_the_first_batch_on_gpus_without_waiting_for_more(
+    strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if job.size == 1 or strategy.topology.num_workers < job.size:
+        pytest.skip("parts for other replicas of a worker go through host memory")
+
+    def batches(first: int, later: int) -> Iterator[Any]:
+        # What lies on the host is compared in every step.
+        yield {"x": cupy.full(6, first), "text": np.array(["a"] * 6)}
+        for _ in range(4):
+            yield {"x": cupy.full(6, later), "text": np.array(["b"] * 6)}
+
+    dataset = strategy.experimental_distribute_dataset(batches(job.rank, 0))
+    with pytest.raises(hs.CollectiveError, match="batch 0 of iteration 0") as caught:
+        next(iter(dataset))
+    assert len(set(job.allgather(str(caught.value)))) == 1
+
+    iterator = iter(strategy.experimental_distribute_dataset(batches(7, job.rank)))
+    next(iterator)
+    standin = pytest.importorskip("cupy._standin", reason="needs the stand-in")
+    standin.reset()
+    with counted_waits(monkeypatch) as waits:
+        assert len(list(iterator)) == 4
+    assert waits.here == []
+    assert standin.counts.device_to_host == 0
+
+
 def test_a_pipeline_may_fill_the_same_buffer_again(placed: Any) -> None:
     def generate() -> Iterator[Any]:
         buffer = np.zeros(8)
