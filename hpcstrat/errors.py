@@ -61,7 +61,9 @@ class ReplicaError(CollectiveError):
 
 
 class DivergenceError(CollectiveError):
-    """The copies of a mirrored variable have come to differ; raised on every replica.
+    """Copies that must be equal have come to differ; raised on every replica.
+
+    Those of a mirrored variable, or what was given to ``Strategy.check_equal``.
 
     Parameters
     ----------
@@ -70,7 +72,8 @@ class DivergenceError(CollectiveError):
     ranks : sequence of int
         The replicas whose copies are not those of most of them.
     variable : str
-        Name of the first variable that differs, in order of creation.
+        Name of the first variable that differs, in order of creation; or of the leaf of
+        a tree, such as ``tree['bias'][0]``.
     element : tuple of int
         Index of its first element that differs.
     """

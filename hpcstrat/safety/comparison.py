@@ -17,6 +17,8 @@ __all__ = [
     "ADVICE",
     "Copy",
     "compare_bits",
+    "digest_of",
+    "first_difference",
     "index_of",
     "most_common",
     "octets",
@@ -95,7 +97,7 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     """
     from mpi4py import MPI
 
-    own = np.array([_digest(octets(copy.array)) for copy in copies], np.int64)
+    own = np.array([digest_of(copy.array) for copy in copies], np.int64)
     # The largest value and the largest negative value meet where all are equal.
     extremes = np.concatenate([own, -own])
     comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
@@ -105,17 +107,57 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     first = int(differing[0])
     copy = copies[first]
     reference, ranks = most_common(comm.allgather(int(own[first])))
-    index, values = _first_element(comm, copy.array, reference, ranks[0])
-    element = index_of(index, copy.array.shape)
+    text, element = first_difference(
+        comm, copy.array, copy.array.shape, reference, ranks
+    )
     more = len(differing) - 1
     others = f", and that {more} more variables differ" if more else ""
     return DivergenceError(
-        f"expected equal copies of variable {copy.name!r} on all replicas, found "
-        f"another than replica {reference}'s on {replicas_text(ranks)}, first in "
-        f"element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on replica "
-        f"{reference}{others}; {ADVICE}",
+        f"expected equal copies of variable {copy.name!r} on all replicas, "
+        f"{text}{others}; {ADVICE}",
         *(ranks, copy.name, element),
     )
+
+
+def first_difference(
+    comm: Any,
+    array: Array | None,
+    shape: tuple[int, ...],
+    reference: int,
+    ranks: Sequence[int],
+) -> tuple[str, tuple[int, ...]]:
+    """Say in which element the copies of some ranks differ from that of another.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    array : ndarray or None
+        This rank's copy; looked at on ``reference`` and the first of ``ranks`` only.
+    shape : tuple of int
+        Of these two, which have one dtype, too.
+    reference : int
+        Whose copy is taken for the right one.
+    ranks : sequence of int
+        Which differ from it.
+
+    Returns
+    -------
+    text : str
+        What was found, for a message.
+    element : tuple of int
+        Index of the first element that differs.
+    """
+    index, values = _first_element(comm, array, reference, ranks[0])
+    element = index_of(index, shape)
+    text = (
+        f"found another than replica {reference}'s on {replicas_text(ranks)}, first in "
+        f"element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on replica "
+        f"{reference}"
+    )
+    return text, element
 
 
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
@@ -164,6 +206,24 @@ def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(place, shape))
 
 
+def digest_of(array: Array) -> int:
+    """Return a hash of the bits of an array.
+
+    Not collective.
+
+    Parameters
+    ----------
+    array : ndarray
+        In host memory or on a GPU.
+
+    Returns
+    -------
+    int
+        From 0 to 2**63 - 1.
+    """
+    return _digest(octets(array))
+
+
 def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """Hash bytes to 63 bits: the negative of any is a number of 64 bits, too."""
     data: Any = rows if rows.flags.c_contiguous else rows.tobytes()
@@ -171,11 +231,12 @@ def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 
 def _first_element(
-    comm: Any, array: Array, reference: int, odd: int
+    comm: Any, array: Array | None, reference: int, odd: int
 ) -> tuple[int, tuple[str, str]]:
     """Return where two ranks' arrays differ first, and both values, on every rank."""
     found = None
     if comm.rank in (reference, odd):
+        assert array is not None
         peer = odd if comm.rank == reference else reference
         rows = octets(array)
         step = max(1, _BLOCK_BYTES // rows.shape[1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hpcstrat.options import InputContext, InputOptions, ReduceOp, ValueContext
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.replica_collectives import Collectives
+from hpcstrat.safety.equality import check_equal
 from hpcstrat.strategies import reduction
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Tree
@@ -299,6 +300,37 @@ class CrossReplicaMethods:
             In replica context.
         """
         self._require_cross("check_divergence")
+
+    def check_equal(self, tree: Tree) -> None:
+        """Compare arrays and numbers of the program itself between replicas.
+
+        Collective over the strategy's replicas. For what is no variable of a strategy,
+        but has to be equal on all replicas: plain arrays, the parameters of a model of
+        another library, a configuration. Costs the hashing of the bytes; arrays on a
+        GPU are copied to the host for it.
+
+        Parameters
+        ----------
+        tree : tree
+            Of arrays of NumPy, CuPy or any library whose arrays can be given elsewhere,
+            tensors of PyTorch with a gradient included, of any shape and type; numbers,
+            str, bytes and None. Structure, types, shapes and all bits are compared:
+            those of NaN count, and -0.0 is not 0.0. Of distributed values and variables
+            it is this replica's component.
+
+        Raises
+        ------
+        DivergenceError
+            If anything differs, naming the first leaf that does, as ``variable``, its
+            first ``element``, and the replicas whose value is not that of most of them,
+            as ``ranks``. On every replica.
+        ValueError
+            For a leaf of another kind; on the other replicas ReplicaError.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("check_equal")
+        check_equal(cast("Strategy", self), tree)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Give every replica one replica's Python object.
