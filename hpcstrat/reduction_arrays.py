@@ -23,6 +23,9 @@ __all__ = [
     "require_fitting",
 ]
 
+# Host memory, in DLPack's numbers: kDLCPU.
+_DLPACK_CPU = 1
+
 
 def all_plain(leaves: list[Any]) -> bool:
     """Whether all of some values are arrays of NumPy that can be summed as they are.
@@ -121,12 +124,12 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
     Returns
     -------
     list
-        The leaves.
+        The leaves; arrays of NumPy over the host memory of other libraries' ones.
 
     Raises
     ------
     ValueError
-        For another structure, or IndexedSlices.
+        For another structure, or IndexedSlices, or memory that is not shared.
     """
     if sparse:
         raise ValueError(
@@ -139,7 +142,29 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
             f"expected an out of the structure {structure}, as the value, found "
             f"{found}; give one array for each"
         )
-    return outs
+    return [_own_memory(leaf) for leaf in outs]
+
+
+def _own_memory(out: Any) -> Any:
+    """Return the host memory of another library's array as one of NumPy's.
+
+    Anything else, and what shares only copies, is returned as it is, to be refused.
+    """
+    if isinstance(out, (np.ndarray, np.generic)) or is_device(out):
+        return out
+    where = getattr(type(out), "__dlpack_device__", None)
+    if where is None or where(out)[0] != _DLPACK_CPU:
+        return out
+    try:
+        array, again = np.from_dlpack(out), np.from_dlpack(out)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"expected memory that can be written as out, found a "
+            f"{type(out).__qualname__}: {error}; detach it from what computes gradients"
+        ) from error
+    # Results in a copy would be lost.
+    shared = np.may_share_memory(array, again) or not array.size
+    return array if shared else out
 
 
 def require_fitting(

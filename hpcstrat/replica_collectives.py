@@ -119,7 +119,8 @@ class Collectives(Gathers):
             ReplicaError.
         """
         options = options or self._options
-        if type(trees) is np.ndarray and trees.dtype.isnative:
+        plain = out is None or type(out) is np.ndarray
+        if plain and type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
         if type(trees) is list and out is None and all_plain(trees):

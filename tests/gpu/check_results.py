@@ -111,3 +111,15 @@ def test_arrays_on_other_gpus_are_refused(strategy: Any) -> None:
     with pytest.raises(ValueError, match=f"rank's GPU:{gpu.index}.*GPU:{other}"):
         strategy.reduce("sum", values, axis=None)
     _assert_all(_total(strategy, 1), strategy.num_replicas_in_sync)
+
+
+def test_arrays_on_gpus_are_compared(strategy: Any) -> None:
+    replica = strategy.topology.replica_id
+    values = cupy.zeros((3, 4), cupy.float32)
+    strategy.check_equal({"values": values, "on the host": np.ones(2)})
+    if strategy.num_replicas_in_sync == 1:
+        return
+    values[1, 2] = replica == 1
+    with pytest.raises(hs.DivergenceError, match=r"\['values'\].*1.0 on") as raised:
+        strategy.check_equal({"values": values})
+    assert (raised.value.element, raised.value.ranks) == ((1, 2), (1,))

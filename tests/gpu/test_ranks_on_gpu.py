@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 RANKS = HERE.parent / "mpi/ranks"
 OWN = HERE / "ranks"
 
-# What makes no arrays that a GPU could hold.
-WITHOUT_ARRAYS = {"arrivals", "elastic", "harness", "settings", "topology"}
+# What makes no arrays that a GPU could hold, or is about types that only NumPy has.
+WITHOUT_ARRAYS = {"arrivals", "elastic", "equal", "harness", "settings", "topology"}
 EVERYTHING = sorted(
     path.stem.removeprefix("check_")
     for path in RANKS.glob("check_*.py")

@@ -25,11 +25,15 @@ __all__ = ["CHANGED", "NO_MEANING", "TYPE_LISTS", "reason_of"]
 
 _NO_MARK = "CuPy's arrays cannot be made read-only"
 _NO_LONG = "CuPy has no long doubles"
+_HOST_ONLY = "of memory of other libraries on the host"
 _OWN_ONLY = "CuPy's concatenate and @ take arrays of its own only"
 
 NO_MEANING = {
     "check_all_reduce.py::test_matrices_are_arrays_and_threads_have_contexts_of_their"
     "_own": "CuPy has no matrices; see check_instead.py",
+    "check_all_reduce.py::test_arrays_of_other_libraries_take_results": _HOST_ONLY,
+    "check_all_reduce.py::test_outs_that_would_not_be_written_are_refused": _HOST_ONLY,
+    "check_all_reduce.py::test_tensors_of_torch_take_results": _HOST_ONLY,
     "check_divergence.py::test_padding_of_long_doubles_may_differ": _NO_LONG,
     "check_divergence.py::test_slices_take_every_byte_once": (
         "of slices in host memory; see check_instead.py"

@@ -662,3 +662,66 @@ def test_a_progress_thread_ends_reductions_while_the_program_computes(
                 handle.wait(), np.full(5000, job.size * (job.size - 1) / 2)
             )
         assert_usable(strategy, job)
+
+
+class Foreign:
+    """An array of another library in host memory, which it shares by DLPack."""
+
+    def __init__(self, array: Any, *, copies: bool = False) -> None:
+        self.array = array
+        self.copies = copies
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Share the array, or a copy of it."""
+        array = self.array.copy() if self.copies else self.array
+        return array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """Name the device."""
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_take_results(strategy: Any, job: Any) -> None:
+    total = job.size * (job.size + 1) // 2
+    own = [Foreign(np.full((3, 4), job.rank + 1.0).T), Foreign(np.ones(0))]
+    for out in (own, [Foreign(np.zeros((4, 3))), Foreign(np.zeros(0))]):
+        assert strategy.reduce("sum", own, out=out) is out
+        np.testing.assert_array_equal(out[0].array, np.full((4, 3), total))
+        own[0].array[...] = job.rank + 1
+    single = Foreign(np.zeros(3))
+    assert strategy.reduce("sum", np.ones(3), out=single) is single
+    np.testing.assert_array_equal(single.array, np.full(3, job.size))
+
+    def started() -> None:
+        context = hs.get_replica_context()
+        context.start_all_reduce("mean", np.ones(3), out=single).wait()
+
+    strategy.run(started)
+    np.testing.assert_array_equal(single.array, np.ones(3))
+
+
+def test_outs_that_would_not_be_written_are_refused(strategy: Any, job: Any) -> None:
+    with strategy.scope():
+        variable = hs.Variable(np.zeros(3), name="x")
+    locked = Foreign(np.zeros(3))
+    wrong = [variable, Foreign(np.zeros(3), copies=True), Foreign(np.zeros(4))]
+    if lock(locked.array):
+        wrong.append(locked)
+    for out in wrong:
+        with pytest.raises(ValueError, match="as out"):
+            strategy.reduce("sum", np.ones(3), out=out)
+        assert_usable(strategy, job)
+    assert not variable.numpy().any()
+
+
+def test_tensors_of_torch_take_results(strategy: Any, job: Any) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    model(torch.full((1, 3), job.rank + 1.0)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert strategy.reduce("sum", gradients, out=gradients) is gradients
+    total = job.size * (job.size + 1) / 2
+    assert model.weight.grad.tolist() == [[total] * 3] * 2
+    with pytest.raises(ValueError, match=r"as out.*detach"):
+        strategy.reduce("sum", gradients, out=list(model.parameters()))
+    assert_usable(strategy, job)
