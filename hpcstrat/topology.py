@@ -86,6 +86,9 @@ class Topology:
     slot_bytes : int
         Size of the largest piece that a replica lays out in its part of the segment, a
         power of two, the same on every worker.
+    moves : int
+        How often this rank has got on with an exchange of data; what takes long, but
+        moves, is not stuck.
     gpu : Gpu, optional
         This rank's GPU; None where it computes on the CPU. Set by the strategy.
     shares_gpu : bool
@@ -109,6 +112,7 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
+    moves = 0
     gpu: Gpu | None = None
     shares_gpu: bool = False
     mpi_reads_gpu: str = "auto"

@@ -258,6 +258,7 @@ def _exchange(each: _Round, sent: Array, received: Array, topology: Any) -> None
         [sent, (_counts(each.sent), None), byte],
         [received, (_counts(each.received), None), byte],
     )
+    topology.moves += 1
     start = 0
     for arrays in each.received:
         for array in arrays:

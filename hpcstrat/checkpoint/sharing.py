@@ -205,6 +205,7 @@ class Shared:
             if topology.num_workers > 1:
                 topology.cross_worker_comm.Bcast(mine, root=nodes[column])
         topology.worker_comm.Barrier()
+        topology.moves += 1
         return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
 
     def close(self) -> None:

@@ -299,6 +299,7 @@ class Agreement(ABC):
         if recorder is not None:
             recorder.enter_data(call.text)
         outer, self.exchanging = self.exchanging, call
+        self.topology.moves += 1
         try:
             yield
         except EveryRankError as error:

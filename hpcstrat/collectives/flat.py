@@ -51,6 +51,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
             comm.Allreduce(
                 sent if sent is not None else mpi.IN_PLACE, total, op=mpi.SUM
             )
+            channel.topology.moves += 1
         else:
             if sent is not None:
                 np.copyto(total, sent)
@@ -97,6 +98,7 @@ def broadcast(flat: Array, topology: Topology, root: int) -> None:
     data = flat.view(np.uint8)
     for start in range(0, data.size, PIECE_BYTES):
         topology.replica_comm.Bcast(data[start : start + PIECE_BYTES], root=root)
+        topology.moves += 1
 
 
 def all_gather_bytes(
@@ -124,6 +126,7 @@ def all_gather_bytes(
             [flat.view(np.uint8), topology.mpi.BYTE],
             [out.view(np.uint8), sizes, topology.mpi.BYTE],
         )
+        topology.moves += 1
         return
     # Displacements past 2**31 - 1 bytes are beyond many MPIs: one rank after the other.
     start = 0

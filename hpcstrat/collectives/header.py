@@ -104,6 +104,7 @@ class Channel(Agreement):
             For `wait`: to be done when all have come.
         """
         self._steps.post(0, call.digest ^ self.slots.next, 0)
+        self.topology.moves += 1
         return self._steps
 
     def wait(self, awaited: Any, call: Call) -> None:
@@ -124,6 +125,7 @@ class Channel(Agreement):
             If it does not come in time, or a process has died.
         """
         agreed = awaited.agreed
+        self.topology.moves += 1
         for _ in range(self._waiter.quick_looks):
             if agreed():
                 return

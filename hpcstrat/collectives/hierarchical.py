@@ -99,6 +99,7 @@ def _all_reduce(segment: Array, work: Work, channel: Channel) -> Iterator[Any]:
     mpi, comm = channel.topology.mpi, channel.topology.cross_worker_comm
     if work.waits:
         comm.Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
+        channel.topology.moves += 1
     else:
         yield Message(comm.Iallreduce(mpi.IN_PLACE, segment, op=mpi.SUM))
 

@@ -160,7 +160,8 @@ class Watch:
             status.state = LEAVES if waiting.leaves else WAITS
         else:
             status.state = BUSY if exchanging is None else EXCHANGES
-        key = status.sequence, status.state, waiting
+        # An exchange of many pieces may take as long as it likes, if it goes on.
+        key = status.sequence, status.state, waiting, self.topology.moves
         if key != self._key:
             self._key = key
             status.since = now if waiting is None else waiting.start

@@ -140,6 +140,16 @@ def test_rank_that_mpi_blocks_ends_the_job() -> None:
         assert "because a call of MPI, or other C code, does not" in ended.stderr
 
 
+def test_exchange_that_goes_on_has_no_limit() -> None:
+    calls = [(2, "at_once", "gather", 0), (2, "at_once", "gather", 0, 1)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        slow = list(pool.map(lambda words: _late(*words, warn=1.0, limit=2.5), calls))
+    for ended in slow:
+        assert ended.returncode == 0, str(ended)
+        assert ended.stdout.count("done") == 2, str(ended)
+        assert not _reports(ended), str(ended)
+
+
 def test_ranks_that_wait_for_each_other_in_two_ways_are_shown() -> None:
     _check(_late(2, "mpi", "reduce", 1), 1, "in _mpi (stalled.py:")
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat import gathers
 
 _open: list[Any] = []
 
@@ -88,6 +89,7 @@ def _mpi() -> None:
 
 
 HOW: dict[str, Callable[[], None]] = {
+    "at_once": lambda: None,
     "sleep": _sleep,
     "loop": count_for_ever,
     "stop": _stop,
@@ -114,6 +116,11 @@ def _wait(where: str) -> None:
         strategy.run(
             lambda: hs.get_replica_context().all_reduce("sum", 1.0, options=options)
         )
+    elif where == "gather":
+        # No piece takes long, but all of them take longer than any limit.
+        move = gathers.all_gather_bytes
+        gathers.all_gather_bytes = lambda *args: (time.sleep(0.1), move(*args))[1]
+        strategy.gather([np.ones(2) for _ in range(60)], axis=0)
     elif where == "inside":
         # All have announced the call; one does not move its data.
         channel = strategy.collectives.channel
