@@ -9,8 +9,9 @@ from dataclasses import dataclass
 __all__ = ["Launch", "launch_from_environment"]
 
 # (name, rank, size, ranks on the host): variables that each launcher gives to every
-# process it starts. Slurm, too, speaks MPICH's protocol.
+# process it starts.
 _OPEN_MPI = "OMPI_COMM_WORLD_"
+_MPIEXEC = "mpiexec of MPICH"
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
@@ -18,9 +19,11 @@ _LAUNCHERS = (
         f"{_OPEN_MPI}SIZE",
         (f"{_OPEN_MPI}LOCAL_RANK",),
     ),
-    ("mpiexec of MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "SLURM_LOCALID")),
+    (_MPIEXEC, "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "SLURM_LOCALID")),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
 )
+# srun speaks MPICH's protocol, too, but gives none of these.
+_MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,16 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     env = os.environ if environment is None else environment
     for name, rank, size, places in _LAUNCHERS:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+            if name == _MPIEXEC and _is_of_srun(env):
+                name = "srun"
             local = (
                 int(env[place]) for place in places if env.get(place, "").isdigit()
             )
             return Launch(name, int(env[rank]), int(env[size]), next(local, None))
     return Launch()
+
+
+def _is_of_srun(env: Mapping[str, str]) -> bool:
+    """Whether it was srun that gave the rank of MPICH's protocol."""
+    same = env.get("SLURM_PROCID") == env["PMI_RANK"]
+    return same and not any(sign in env for sign in _MPIEXEC_SIGNS)

@@ -583,7 +583,12 @@ def test_another_launcher_is_noticed(kind: Any, env: Any, missing: str) -> None:
         # srun --mpi=pmi2.
         (
             {**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"},
-            Launch("mpiexec of MPICH", 3, 4, 1),
+            Launch("srun", 3, 4, 1),
+        ),
+        # mpiexec inside of a batch job.
+        (
+            {**SLURM, **MPICH, "SLURM_PROCID": "1"},
+            Launch("mpiexec of MPICH", 1, 2, 1),
         ),
         # mpirun inside of a batch job.
         ({**SLURM, **OPEN_MPI}, Launch("mpirun of Open MPI", 1, 2, 1)),
