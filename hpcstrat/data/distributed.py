@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,7 +33,7 @@ class DistributedDataset(ReducibleDataset):
 
     Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
     ``next()`` is logically collective: all replicas must call it, and where one does
-    not, the next collective call says so. With ``on_error="raise"`` it is collective: a
+    not, the next collective call says so, except for a thread that reads ahead. With ``on_error="raise"`` it is collective: a
     batch that cannot be read on one replica is then skipped by all. Elements have
     PerReplica leaves, bare arrays where there is one replica; an array may have no
     rows.
@@ -56,6 +57,7 @@ class DistributedDataset(ReducibleDataset):
         self._strategy = strategy
         self._dataset = dataset
         self._placer = Placer(strategy, options or InputOptions())
+        self._thread = threading.get_ident()
         self._next = (0, 0)
         self._latest: _Position | None = None
 
@@ -166,7 +168,7 @@ class DistributedDataset(ReducibleDataset):
         )
         with strategy.together("iteration"):
             place = _Position(epoch, position)
-            batches = _Batches(strategy, dataset, place, self._placer)
+            batches = _Batches(strategy, dataset, place, self._placer, self._thread)
         self._next = (epoch + 1, 0)
         self._latest = batches.place
         return DistributedIterator(batches)
@@ -176,10 +178,16 @@ class _Batches:
     """This replica's batches of an epoch; goes on after a batch that cannot be read."""
 
     def __init__(
-        self, strategy: Strategy, dataset: Dataset, place: _Position, placer: Placer
+        self,
+        strategy: Strategy,
+        dataset: Dataset,
+        place: _Position,
+        placer: Placer,
+        thread: int,
     ) -> None:
         self._strategy = strategy
         self._dataset = dataset
+        self._thread = thread
         self._placer = placer
         self.place = place
         self._order = dataset.order(place.epoch)
@@ -193,8 +201,10 @@ class _Batches:
 
     def __next__(self) -> Tree:
         place, dataset, strategy = self.place, self._dataset, self._strategy
-        if strategy.collectives.channel is not None:
-            strategy.collectives.channel.enter_next()
+        channel = strategy.collectives.channel
+        # A thread that reads ahead is at no point of the program that ranks compare.
+        if channel is not None and threading.get_ident() == self._thread:
+            channel.enter_next()
         if self._ended:
             raise StopIteration
         if place.position >= self._end:

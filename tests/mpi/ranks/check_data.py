@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -403,3 +405,31 @@ def test_torch_takes_batches_without_a_warning(strategy: Any) -> None:
         tensor = torch.from_numpy(strategy.local_value(element))
         tensor += 1
     np.testing.assert_array_equal(source.columns.columns[0], np.arange(12))
+
+
+def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
+    dataset = strategy.experimental_distribute_dataset(hs.Dataset(np.arange(40), 4))
+    for whole in (False, True):
+        batches: queue.Queue[Any] = queue.Queue()
+        ahead, goes_on = threading.Event(), threading.Event()
+
+        def fill(begun: Any, out: Any, *events: threading.Event) -> None:
+            for number, batch in enumerate(begun or dataset):
+                out.put(batch)
+                if number == job.rank:
+                    events[0].set()
+                    assert events[1].wait(60)
+            out.put(None)
+
+        arguments = None if whole else iter(dataset), batches, ahead, goes_on
+        thread = threading.Thread(target=fill, args=arguments)
+        thread.start()
+        assert ahead.wait(60)
+        total = 0
+        while (batch := batches.get(timeout=60)) is not None:
+            # Each rank's thread has come to another batch, at the first time.
+            total += int(strategy.reduce("sum", strategy.run(np.sum, args=(batch,))))
+            goes_on.set()
+        thread.join()
+        assert total == sum(range(40))
+    assert_usable(strategy, job)
