@@ -7,28 +7,46 @@ The words after the language of a fenced block say where it runs:
                    strategy on MPI
 ``python ranks``   on two ranks only
 ``python gpu``     with CuPy, in one process and on two ranks: see tests/gpu
+``python torch``   where PyTorch is installed, in a run of the page of its own
+``python jax``     where JAX is installed, likewise
 ``python no-run``  nowhere; for programs of other libraries
 =================  ====================================================================
 
 Blocks of other languages are text. All blocks of a page that run share one namespace.
+
+A comment behind a block, which no reader sees, makes the page a *recipe*::
+
+    <!-- compared: weights, loss -->
+
+The expressions are evaluated after the block, and their values are the same on any
+number of ranks, and in one process without hpcstrat.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Block", "blocks", "run"]
+import numpy as np
+
+from hpcstrat.cluster_resolver import launch_from_environment
+
+__all__ = ["EXTRAS", "WORDS", "Block", "blocks", "numbers_of", "run", "runnable"]
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
-WORDS = {"", "ranks", "gpu", "no-run"}
+_COMPARED = re.compile(r"^<!-- compared: (.*) -->$")
+EXTRAS = ("torch", "jax")
+WORDS = {"", "ranks", "gpu", "no-run", *EXTRAS}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Block:
     """A fenced block.
 
@@ -42,16 +60,20 @@ class Block:
         The other words.
     code : str
         Its lines.
+    compared : tuple of str
+        Expressions whose values do not depend on the number of ranks.
     """
 
     line: int
     language: str
     where: str
     code: str
+    compared: tuple[str, ...] = ()
 
 
-def blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    found: list[Block] = []
     opened: tuple[int, str, str] | None = None
     lines: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -60,15 +82,20 @@ def blocks(text: str) -> Iterator[Block]:
             language, _, where = fence.group(2).strip().partition(" ")
             opened, lines = (number + 1, language, where.strip()), []
         elif fence and opened is not None:
-            yield Block(*opened, "\n".join(lines) + "\n")
+            found.append(Block(*opened, "\n".join(lines) + "\n"))
             opened = None
         elif opened is not None:
             lines.append(line)
+        elif compared := _COMPARED.match(line):
+            tree = ast.parse(f"[{compared.group(1)}]", mode="eval").body
+            expressions = tuple(map(ast.unparse, getattr(tree, "elts", ())))
+            found[-1] = dataclasses.replace(found[-1], compared=expressions)
+    return found
 
 
 def runnable(page: Path, size: int, extra: str = "") -> list[Block]:
     """Return the blocks that run in a job of this many ranks, and those of a word."""
-    wanted = {"", extra} if size == 1 else {"", "ranks", extra}
+    wanted = {"", "ranks", extra} if size == 2 else {"", extra}
     return [
         block
         for block in blocks(page.read_text())
@@ -76,15 +103,33 @@ def runnable(page: Path, size: int, extra: str = "") -> list[Block]:
     ]
 
 
-def run(page: Path, size: int, extra: str = "") -> None:
-    """Run a page's blocks, in order; errors are shown with the page's own lines."""
+def numbers_of(value: Any) -> list[float]:
+    """Return the numbers of a variable, an array, or a mapping of tensors."""
+    if isinstance(value, Mapping):
+        return [number for key in value for number in numbers_of(value[key])]
+    array = value.numpy() if hasattr(value, "numpy") else value
+    return [float(number) for number in np.asarray(array).ravel()]
+
+
+def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
+    """Run a page's blocks, in order; errors are shown with the page's own lines.
+
+    Return the numbers that are compared, by the blocks' words and expressions.
+    """
     namespace = {"__name__": "__main__", "__file__": str(page)}
+    numbers: dict[str, list[float]] = {}
     for block in runnable(page, size, extra):
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(page), "exec"), namespace)
+        for expression in block.compared:
+            name = f"{block.where} {expression}".strip()
+            numbers[name] = numbers_of(eval(expression, namespace))
+    return numbers
 
 
 if __name__ == "__main__":
     path, folder = Path(sys.argv[1]).resolve(), sys.argv[2]
     os.chdir(folder)
-    run(path, int(sys.argv[3]), *sys.argv[4:])
+    found = run(path, int(sys.argv[3]), *sys.argv[4:])
+    if launch_from_environment().rank == 0:
+        Path("compared.json").write_text(json.dumps(found))

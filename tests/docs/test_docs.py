@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ import pytest
 import hpcstrat as hs
 from hpcstrat import testing
 from hpcstrat.testing.launcher import clean_environment
-from tests.docs.page import WORDS, blocks, runnable
+from tests.docs.one_process import ONE_PROCESS
+from tests.docs.page import EXTRAS, WORDS, blocks, runnable
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -35,6 +38,17 @@ WITH_RANKS = [
     for name in WITH_CODE
     if any("MirroredStrategy(" in block.code for block in runnable(PAGES[name], 2))
 ]
+WITH_EXTRAS = [
+    (name, extra)
+    for name in WITH_RANKS
+    for extra in EXTRAS
+    if len(runnable(PAGES[name], 2, extra)) > len(runnable(PAGES[name], 2))
+]
+RECIPES = [
+    (name, extra)
+    for name, extra in [*[(name, "") for name in WITH_RANKS], *WITH_EXTRAS]
+    if any(b.compared and b.where == extra for b in runnable(PAGES[name], 2, extra))
+]
 EXAMPLES = DOCS / "examples"
 
 
@@ -42,14 +56,28 @@ EXAMPLES = DOCS / "examples"
 SIMULTANEOUS = 4
 
 
-def _run_page(name: str, size: int) -> testing.Finished:
+class Done(NamedTuple):
+    """How a job ended, and the numbers that a page wants compared."""
+
+    returncode: int
+    stderr: str
+    stdout: str = ""
+    numbers: dict[str, list[float]] | None = None
+
+
+def _run_page(name: str, size: int, extra: str) -> Done:
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
-        words = ["-m", "tests.docs.page", PAGES[name], folder, str(size)]
-        return _launch(size, words)
+        words = ["-m", "tests.docs.page", PAGES[name], folder, str(size), extra]
+        done = _launch(size, words)
+        found = Path(folder, "compared.json")
+        numbers = json.loads(found.read_text()) if found.exists() else None
+        return Done(done.returncode, done.stderr, done.stdout, numbers)
 
 
-def _run_example(name: str, size: int) -> testing.Finished:
-    return _launch(size, [EXAMPLES / name])
+def _run_example(name: str, size: int, extra: str) -> Done:
+    assert not extra
+    done = _launch(size, [EXAMPLES / name])
+    return Done(done.returncode, done.stderr, done.stdout)
 
 
 def _launch(size: int, words: list[str | Path]) -> testing.Finished:
@@ -67,27 +95,37 @@ def _launch(size: int, words: list[str | Path]) -> testing.Finished:
     return testing.Finished(done.returncode, done.stdout, done.stderr)
 
 
-JOBS = {
-    **{(name, 1): (_run_page, name, 1) for name in WITH_CODE},
-    **{(name, 2): (_run_page, name, 2) for name in WITH_RANKS},
-    ("serial.py", 1): (_run_example, "serial.py", 1),
-    ("distributed.py", 1): (_run_example, "distributed.py", 1),
-    ("distributed.py", 2): (_run_example, "distributed.py", 2),
-}
+Key = tuple[str, int, str]
+PAGE_JOBS: list[Key] = [
+    *[(name, 1, "") for name in WITH_CODE],
+    *[(name, 2, "") for name in WITH_RANKS],
+    *[(name, size, extra) for name, extra in WITH_EXTRAS for size in (1, 2)],
+    *[(name, 3, extra) for name, extra in RECIPES],
+]
+SLOW_JOBS: list[Key] = [(name, 3, "") for name in WITH_RANKS]
+
+
+def _run(key: Key) -> Done:
+    run = _run_example if key[0].endswith(".py") else _run_page
+    return run(*key)
 
 
 class Jobs:
     """The jobs of this file, which run at the same time as its other tests."""
 
-    def __init__(self, pool: ThreadPoolExecutor, wanted: set[tuple[str, int]]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, wanted: list[Key]) -> None:
         self._pool = pool
-        self._futures = {key: pool.submit(*JOBS[key]) for key in JOBS if key in wanted}
+        self._futures = {key: pool.submit(_run, key) for key in wanted}
 
-    def __call__(self, name: str, size: int) -> testing.Finished:
-        key = (name, size)
+    def __call__(self, name: str, size: int, extra: str = "") -> Done:
+        key = (name, size, extra)
         if key not in self._futures:
-            self._futures[key] = self._pool.submit(*JOBS[key])
+            self._futures[key] = self._pool.submit(_run, key)
         return self._futures[key].result()
+
+
+def _is_there(extra: str) -> bool:
+    return not extra or importlib.util.find_spec(extra) is not None
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +136,13 @@ def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
         for item in request.session.items
         if item.getparent(pytest.Module) is request.node and hasattr(item, "callspec")
     ]
-    wanted = {(p["name"], p["size"]) for p in parameters if "name" in p}
+    wanted = {
+        (p["name"], p["size"], p["extra"]): None
+        for p in parameters
+        if "size" in p and _is_there(p["extra"])
+    }
     with ThreadPoolExecutor(SIMULTANEOUS) as pool:
-        yield Jobs(pool, wanted)
+        yield Jobs(pool, list(wanted))
 
 
 def test_words_after_the_fence_are_known() -> None:
@@ -113,12 +155,47 @@ def test_words_after_the_fence_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [(name, 1) for name in WITH_CODE] + [(name, 2) for name in WITH_RANKS],
+    ("name", "size", "extra"),
+    [
+        *PAGE_JOBS,
+        *[
+            pytest.param(*key, marks=pytest.mark.slow)
+            for key in SLOW_JOBS
+            if key not in PAGE_JOBS
+        ],
+    ],
 )
-def test_blocks_run(jobs: Jobs, name: str, size: int) -> None:
-    done = jobs(name, size)
+def test_blocks_run(jobs: Jobs, name: str, size: int, extra: str) -> None:
+    if not _is_there(extra):
+        pytest.skip(f"{extra} is not installed")
+    done = jobs(name, size, extra)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_recipe_has_a_program_of_one_process() -> None:
+    assert set(ONE_PROCESS) == set(RECIPES)
+    pages = {name for name, _ in RECIPES}
+    assert pages >= {name for name in WITH_RANKS if name.startswith("coming-from/")}
+
+
+@pytest.mark.parametrize(("name", "extra"), RECIPES)
+def test_recipes_compute_the_same_on_any_number_of_ranks(
+    jobs: Jobs, name: str, extra: str
+) -> None:
+    """All have a last batch that is not full, whose parts differ in size."""
+    if not _is_there(extra):
+        pytest.skip(f"{extra} is not installed")
+    one_process = ONE_PROCESS[name, extra]()
+    # PyTorch and JAX compute in float32.
+    rtol, atol = (1e-5, 1e-6) if extra else (1e-12, 1e-15)
+    for size in (1, 2, 3):
+        found = jobs(name, size, extra).numbers or {}
+        for what, expected in one_process.items():
+            assert expected, what
+            np.testing.assert_allclose(
+                *(found[what], expected, rtol, atol),
+                err_msg=f"{what} on {size} ranks",
+            )
 
 
 def test_blocks_for_ranks_say_so_to_readers() -> None:
@@ -158,14 +235,16 @@ def test_the_diff_of_the_page_is_that_of_the_programs() -> None:
     assert diff in [block.code for block in blocks(page) if block.language == "diff"]
     assert 0 < len(new) <= 5
     serial = (EXAMPLES / "serial.py").read_text()
-    assert next(blocks(page)).code in serial
+    assert blocks(page)[0].code in serial
 
 
-@pytest.mark.parametrize(("name", "size"), [("distributed.py", n) for n in (1, 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "extra"), [("distributed.py", n, "") for n in (1, 2, 3)]
+)
 def test_the_distributed_program_computes_the_same(
-    jobs: Jobs, name: str, size: int
+    jobs: Jobs, name: str, size: int, extra: str
 ) -> None:
-    serial, distributed = jobs("serial.py", 1), jobs(name, size)
+    serial, distributed = jobs("serial.py", 1), jobs(name, size, extra)
     assert (serial.returncode, distributed.returncode) == (0, 0), distributed.stderr
     expected, found = (json.loads(done.stdout) for done in (serial, distributed))
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0)

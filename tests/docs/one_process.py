@@ -1,0 +1,118 @@
+"""The guides' recipes as programs of one process, without a strategy.
+
+They read the same global batches, and compute as one would without ranks: in NumPy, or
+with the models, gradients and optimizers of PyTorch and JAX themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hpcstrat as hs
+from tests.docs.page import numbers_of
+
+__all__ = ["ONE_PROCESS"]
+
+BATCH = 64
+
+
+def _fit(
+    data: Any, *, shuffle: bool, epochs: int, rate: float, momentum: float = 0.0
+) -> tuple[Any, float]:
+    """Return weights and last loss of a linear fit by gradient descent."""
+    x, y = data
+    weights, velocity, loss = np.zeros(x.shape[1]), np.zeros(x.shape[1]), 0.0
+    batches = hs.Dataset(data, batch_size=BATCH, shuffle=shuffle)
+    for _ in range(epochs):
+        for x, y in batches:
+            error = x @ weights - y
+            velocity = momentum * velocity - rate * (2 * x.T @ error / BATCH)
+            weights += velocity
+            loss = float(np.sum(error**2) / BATCH)
+    return weights, loss
+
+
+def _data(rows: int, dtype: Any = np.float64) -> tuple[Any, Any]:
+    x = np.random.default_rng(1).normal(size=(rows, 8)).astype(dtype)
+    return x, x.sum(axis=1)
+
+
+def _coming_from(*, shuffle: bool = True, epochs: int = 2) -> dict[str, Any]:
+    weights, loss = _fit(_data(1000), shuffle=shuffle, epochs=epochs, rate=0.1)
+    return {"weights": weights, "loss": loss}
+
+
+def _training() -> dict[str, Any]:
+    x, _ = _data(1000)
+    data = x, x @ np.arange(8.0)
+    weights, loss = _fit(data, shuffle=True, epochs=10, rate=0.05, momentum=0.9)
+    return {"weights": weights, "seen": 10 * 1000, "loss": loss}
+
+
+def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any]:
+    """Train with torch alone, as replica 0 begins."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    loss = torch.zeros(())
+    data = hs.Dataset(_data(rows, np.float32), batch_size=batch, shuffle=True)
+    for _ in range(epochs):
+        for x, y in data:
+            optimizer.zero_grad()
+            errors = model(torch.tensor(x)).squeeze(1) - torch.tensor(y)
+            loss = errors.square().sum() / batch
+            loss.backward()
+            optimizer.step()
+    return {
+        "torch model.state_dict()": model.state_dict(),
+        "torch loss": loss.detach(),
+    }
+
+
+def _jax() -> dict[str, Any]:
+    """Train with JAX's gradients, and Adam as its paper has it, with Keras' epsilon."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return jnp.sum((x @ weights - y) ** 2) / 16
+
+    weights, mean, square, step = jnp.zeros(8), jnp.zeros(8), jnp.zeros(8), 0
+    data = hs.Dataset(_data(50, np.float32), batch_size=16, shuffle=True)
+    for _ in range(3):
+        for x, y in data:
+            step += 1
+            gradient = jax.grad(loss)(weights, x, y)
+            mean = 0.9 * mean + 0.1 * gradient
+            square = 0.999 * square + 0.001 * gradient**2
+            rate = 0.01 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+            weights -= rate * mean / (jnp.sqrt(square) + 1e-7)
+    return {"jax weights": weights}
+
+
+_RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
+    ("coming-from/chainermn.md", ""): _coming_from,
+    ("coming-from/horovod.md", ""): _coming_from,
+    ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),
+    ("coming-from/torch-ddp.md", ""): _coming_from,
+    ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
+    ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
+    ("user-guide/torch-jax.md", "jax"): _jax,
+    ("user-guide/training.md", ""): _training,
+}
+
+
+def _numbers(compute: Callable[[], dict[str, Any]]) -> dict[str, list[float]]:
+    return {name: numbers_of(value) for name, value in compute().items()}
+
+
+ONE_PROCESS: dict[tuple[str, str], Callable[[], dict[str, list[float]]]] = {
+    key: lambda compute=compute: _numbers(compute)  # type: ignore[misc]
+    for key, compute in _RECIPES.items()
+}
+"""By page and word of its blocks: what is compared, computed in one process."""
