@@ -75,18 +75,41 @@ class SupportsCheckpoint(Protocol):
             The state.
         """
 
-    def checkpoint_deferred(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the values taken by `checkpoint_defer` that wait still.
+    def checkpoint_waiting(self) -> dict[str, Any]:
+        """Return restored state whose variables do not exist yet, to save it, too.
 
         Not collective.
 
         Returns
         -------
-        dict of str to ndarray
+        dict of str to Variable
             By name.
         """
 
-    def checkpoint_defer(self, name: str, value: np.ndarray[Any, Any]) -> None:
+    def checkpoint_spellings(self, name: str) -> list[str]:
+        """Return all names that saved state may have.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            As in `checkpoint_variables`.
+
+        Returns
+        -------
+        list of str
+            That one and others.
+        """
+
+    def checkpoint_defer(
+        self,
+        name: str,
+        value: np.ndarray[Any, Any],
+        strategy: Any = None,
+        *,
+        is_part: bool = False,
+    ) -> None:
         """Take a saved value whose variable does not exist yet.
 
         Not collective.
@@ -97,4 +120,21 @@ class SupportsCheckpoint(Protocol):
             As in `checkpoint_variables`.
         value : ndarray
             The saved value.
+        strategy : Strategy, optional
+            Whose replicas restore.
+        is_part : bool
+            Whether it is this replica's part, where each has one, not their total.
+        """
+
+    def checkpoint_restored(self, num_replicas: int, now: int) -> None:
+        """Go on from what has been restored.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_replicas : int
+            How many had parts in what was saved.
+        now : int
+            How many have restored it.
         """

@@ -139,12 +139,17 @@ class HostValue:
     ----------
     array : ndarray
         The value.
+    is_own : bool
+        Whether it is this replica's component, as it is on each of them: it is not
+        replaced by replica 0's, and nothing is sent. It stays where it is, on a GPU,
+        too.
     """
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "is_own")
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Array, *, is_own: bool = False) -> None:
         self.array = array
+        self.is_own = is_own
 
 
 class DistributedValues:

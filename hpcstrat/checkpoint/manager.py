@@ -212,7 +212,7 @@ class CheckpointManager(RestoreMethods):
         if step is None:
             step = self._newest_step() + 1
         try:
-            variables = self._objects.variables()
+            variables = self._objects.variables(waiting=True)
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
@@ -234,7 +234,6 @@ class CheckpointManager(RestoreMethods):
         values = dict(zip(variables, read, strict=True))
         header = Header(step, self._strategy.num_replicas_in_sync)
         header.entries = self._objects.entries(variables, values)
-        self._objects.add_deferred(header.entries, values)
         header.iterators, header.python = iterators, python
         header.metrics = numbers
         path = os.path.join(self.directory, name)

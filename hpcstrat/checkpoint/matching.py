@@ -60,7 +60,7 @@ class Match:
         """
         variable = self.variable
         if variable is None:
-            self.owner.checkpoint_defer(self.name, value)
+            self.owner.checkpoint_defer(self.name, value, strategy)
             return
         if self.entry.per_replica:
             row = self.row(strategy)
@@ -177,8 +177,11 @@ def match_entries(
         )
     matches, problems, unused = [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
+    taken = set()
     for path, variable in wanted.items():
-        entry = header.entries.get(path)
+        saved = [p for p in objects.spellings(path) if p in header.entries]
+        entry = header.entries[saved[0]] if saved else None
+        taken.update(saved[:1])
         if entry is None:
             problems.append(f"{path} is not in the checkpoint")
             continue
@@ -188,7 +191,7 @@ def match_entries(
         if problem:
             problems.append(f"{path} {problem}")
         matches.append(Match(entry, variable, per_replica=per_replica))
-    others = header.entries.keys() - wanted.keys()
+    others = header.entries.keys() - taken
     for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:

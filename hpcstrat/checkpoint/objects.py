@@ -116,10 +116,15 @@ class Objects:
         """Objects with ``state_dict`` and ``load_state_dict``, by name."""
         return self._python
 
-    def variables(self) -> dict[str, Variable]:
+    def variables(self, *, waiting: bool = False) -> dict[str, Variable]:
         """Return all variables there are now.
 
         Not collective.
+
+        Parameters
+        ----------
+        waiting : bool
+            Whether to add restored state that waits for its variables: to be saved.
 
         Returns
         -------
@@ -131,11 +136,31 @@ class Objects:
             thing.checkpoint_variables()
         found = dict(self._variables)
         for name, thing in self._stateful.items():
-            for path, variable in thing.checkpoint_variables().items():
+            state = dict(thing.checkpoint_variables())
+            if waiting and hasattr(thing, "checkpoint_waiting"):
+                state.update(thing.checkpoint_waiting())
+            for path, variable in state.items():
                 for part in path.split("/"):
                     _check_name(part)
                 found[f"{name}/{path}"] = variable
         return found
+
+    def spellings(self, path: str) -> list[str]:
+        """Return the paths that a variable's value may have in a file."""
+        owner = self.owner(path)
+        if owner is None or not hasattr(owner[0], "checkpoint_spellings"):
+            return [path]
+        name = path.partition("/")[0]
+        return [f"{name}/{p}" for p in owner[0].checkpoint_spellings(owner[1])]
+
+    def end_restore(
+        self, num_replicas: int, now: int, only: Collection[str] | None = None
+    ) -> None:
+        """Tell objects how many replicas had parts of what they now have."""
+        for name, thing in self._stateful.items():
+            wanted = only is None or name in only
+            if wanted and hasattr(thing, "checkpoint_restored"):
+                thing.checkpoint_restored(num_replicas, now)
 
     def owner(self, path: str) -> tuple[Any, str] | None:
         """Return the stateful object to which a path belongs.
@@ -233,27 +258,6 @@ class Objects:
                 apart,
             )
         return entries
-
-    def add_deferred(self, entries: dict[str, Entry], values: dict[str, Array]) -> None:
-        """Add restored values whose variables have not been made yet.
-
-        Not collective.
-
-        Parameters
-        ----------
-        entries : dict of str to Entry
-            Added to.
-        values : dict of str to ndarray
-            Added to.
-        """
-        for name, thing in self._stateful.items():
-            deferred = getattr(thing, "checkpoint_deferred", dict)
-            for path, value in deferred().items():
-                whole = f"{name}/{path}"
-                values[whole] = value
-                entries[whole] = Entry(
-                    *(whole, value.shape, value.dtype.name, "on_write", "none", False)
-                )
 
     def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Return positions in data sets, states of random streams, and plain state.

@@ -138,6 +138,8 @@ class Restorer:
             *(file, matches, self._strategy, self._memory)
         )
         only = rules.get("only")
+        now = self._strategy.num_replicas_in_sync
+        self._objects.end_restore(header.num_replicas, now, only)
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}
         self.last = RestoreReport(

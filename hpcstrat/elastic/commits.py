@@ -56,9 +56,7 @@ class Commit:
     python: dict[str, str] = field(default_factory=dict)
     copies: dict[int, Array] = field(default_factory=dict)
 
-    def fill(
-        self, objects: Objects, python: Mapping[str, str], known: Mapping[str, Entry]
-    ) -> None:
+    def fill(self, objects: Objects, python: Mapping[str, str]) -> None:
         """Copy everything; the arrays of the last time are used again.
 
         Not collective.
@@ -69,11 +67,9 @@ class Commit:
             What is tracked.
         python : mapping of str to str
             The program's own state.
-        known : mapping of str to Entry
-            Of the commit that was restored, for values whose variables are not there.
         """
         self.key = None
-        variables = objects.variables()
+        variables = objects.variables(waiting=True)
         # Of variables on a GPU this waits for their last update.
         values = {path: to_host(v.component) for path, v in variables.items()}
         self.entries = {
@@ -85,9 +81,6 @@ class Commit:
             )
             for path, variable in variables.items()
         }
-        objects.add_deferred(self.entries, values)
-        for path in values.keys() - variables.keys():
-            self.entries[path] = known.get(path, self.entries[path])
         for path in self.arrays.keys() - values.keys():
             del self.arrays[path]
         for path, value in values.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hpcstrat.checkpoint.layout import Entry
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.commits import Commit, dump_json
 from hpcstrat.elastic.partners import exchange, partners_of
@@ -42,7 +41,6 @@ class Memory:
         self._number = 0
         self._calls = -1
         self._partners: list[int] = []
-        self._known: dict[str, Entry] = {}
 
     def begin(self, strategy: Any, generation: int) -> None:
         """Belong to a strategy from now on; for `hpcstrat.elastic.run`.
@@ -58,7 +56,7 @@ class Memory:
         """
         if self._joined is None:
             self._joined = generation
-        self.state, self._known = {}, {}
+        self.state = {}
         self._strategy, self._generation = strategy, generation
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
@@ -120,7 +118,6 @@ class Memory:
             if other is not commit:
                 other.key = None
         self.state = json.loads(commit.python[""])
-        self._known = commit.entries
         self._keep(commit.step, commit.python[""], self._spare(commit))
         return commit.step
 
@@ -177,7 +174,7 @@ class Memory:
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
-        commit.fill(objects, {"": text}, self._known)
+        commit.fill(objects, {"": text})
         if self._copies and channel is not None:
             commit.copies = exchange(strategy, commit.own_part(), self._partners)
         commit.step = step

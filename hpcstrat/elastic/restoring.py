@@ -155,7 +155,9 @@ def restore_commit(
         }
     _restore_lost(commit, plan, strategy, values, rows)
     for match in matches:
-        _assign(match, values)
+        _assign(match, values, strategy)
+    gone = sum(keeper is None for keeper in plan.lost.values())
+    objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
         if isinstance(thing, RandomStreams):
             thing.restore_own_state(
@@ -282,12 +284,12 @@ def _warn_of_lost(
         )
 
 
-def _assign(match: Match, values: dict[str, Array]) -> None:
+def _assign(match: Match, values: dict[str, Array], strategy: Any) -> None:
     value = values.get(match.entry.path)
     if value is None:
         return  # A newcomer's own, with aggregation NONE: stays as it was made.
     if match.variable is None:
-        match.owner.checkpoint_defer(match.name, value.copy())
+        match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)
     else:

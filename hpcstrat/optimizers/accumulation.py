@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_device
 from hpcstrat.device.update_sums import sum_rows
+from hpcstrat.errors import NonFiniteError
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots
+from hpcstrat.strategies import Strategy
 from hpcstrat.typing import Array
-from hpcstrat.variables import Variable
+from hpcstrat.variables import Variable, share_of
 
 __all__ = ["Accumulation"]
 
-_SUM, _COUNT, _STEPS = "gradient_sum", "gradient_count", "accumulated_steps"
+_SUM, _COUNT, _CALLS = "gradient_sum", "gradient_count", "accumulated_steps"
+
+
+@dataclasses.dataclass(slots=True)
+class _Start:
+    """What there was when the ``run`` began that is under way.
+
+    ``before`` has this replica's sum and count of what has changed since, by variable.
+    """
+
+    calls: int
+    inherits: bool
+    pending: dict[int, Variable]
+    before: dict[int, tuple[Variable, Array, Array]]
 
 
 class Accumulation:
     """This replica's sums, kept as variables for the sake of checkpoints.
 
-    A checkpoint holds their total over replicas; restored, each replica continues with
-    an equal share of it, which gives the same step but for rounding.
+    A checkpoint holds their total over replicas. Restored, on any number of them, each
+    has an equal share, and who had which gradient is not known any more: at the end all
+    replicas ask each other which variables have one.
 
     Parameters
     ----------
@@ -32,15 +50,42 @@ class Accumulation:
         Holds them.
     steps : int
         How many calls make one step; at least 2 for sums to be kept.
+    is_mean : bool
+        Whether the end is a mean over replicas: what another number of them had summed
+        is scaled.
+
+    Attributes
+    ----------
+    inherits : bool
+        Whether the sums have been restored.
     """
 
-    def __init__(self, slots: Slots, steps: int) -> None:
+    def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
         self.steps = steps
+        self.inherits = False
+        self._is_mean = is_mean
         self._slots = slots
-        self._pending: dict[str, Variable] = {}
+        self._calls: Variable | None = None
+        self._pending: dict[int, Variable] = {}
+        self._start: _Start | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over; its sums wait for variables, as restored."""
+        inherits = self.inherits or self.calls > 0
+        return {**self.__dict__, "inherits": inherits, "_pending": {}, "_start": None}
+
+    @property
+    def calls(self) -> int:
+        """How many calls the sums are of."""
+        return 0 if self._calls is None else int(self._calls.component)
+
+    @property
+    def own(self) -> dict[str, Variable]:
+        """The state that belongs to no variable, by its name for files."""
+        return {} if self._calls is None else {_CALLS: self._calls}
 
     def add(
-        self, pairs: Sequence[tuple[Gradient | None, Variable]]
+        self, pairs: Sequence[tuple[Gradient | None, Variable]], strategy: Strategy
     ) -> Sequence[tuple[Gradient | None, Variable]] | None:
         """Add gradients to the sums.
 
@@ -50,6 +95,8 @@ class Accumulation:
         ----------
         pairs : sequence of (ndarray, IndexedSlices or None, Variable)
             As checked.
+        strategy : Strategy
+            In whose ``run`` this is.
 
         Returns
         -------
@@ -61,26 +108,50 @@ class Accumulation:
             return pairs
         # Sums are made for all variables, because to make them is collective.
         self.build([variable for _, variable in pairs])
+        assert self._calls is not None
+        if self._start is None and strategy.raises_together:
+            strategy.run_ends.append(self._end_run)
+            self._start = _Start(self.calls, self.inherits, dict(self._pending), {})
         on_device: list[tuple[Array, Array]] = []
-        for gradient, variable in pairs:
-            self._pending[variable.name] = variable
-            if gradient is None:
-                continue
-            total, count = self._sum_and_count(variable)
-            if isinstance(gradient, IndexedSlices):
-                _add_rows(total, gradient)
-            elif is_device(total):
-                on_device.append((total, gradient))
-            else:
-                total += gradient
-            count += 1
-        add(self._slots.tables, on_device)
-        done = self._slots.made[_STEPS].component
-        done += 1
-        if done < self.steps:
+        # Quiet, as the sums over replicas are.
+        with np.errstate(all="ignore"):
+            for gradient, variable in pairs:
+                self._pending[id(variable)] = variable
+                if gradient is not None:
+                    self._add(gradient, variable, on_device)
+            add(self._slots.tables, on_device)
+        self._calls.component[...] += 1
+        if self.calls < self.steps:
             return None
         sums = [(*self._sum_and_count(v), v) for v in self._pending.values()]
         return [(total if count else None, v) for total, count, v in sums]
+
+    def _add(
+        self, gradient: Gradient, variable: Variable, on_device: list[Any]
+    ) -> None:
+        total, count = self._sum_and_count(variable)
+        start = self._start
+        if start is not None and start.calls and id(variable) not in start.before:
+            start.before[id(variable)] = variable, total.copy(), count.copy()
+        if isinstance(gradient, IndexedSlices):
+            _add_rows(total, gradient)
+        elif is_device(total):
+            on_device.append((total, gradient))
+        else:
+            total += gradient
+        count += 1
+
+    def sums(self) -> list[Array]:
+        """Return this replica's sums, of zeros where it has no gradient."""
+        return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
+
+    def unclaimed(self) -> dict[str, bool]:
+        """Return the names of variables whose restored sums none has come for.
+
+        With each, whether this replica has a part.
+        """
+        found = self._slots.waiting(_COUNT)
+        return {name: bool(count.component) for name, count in found.items()}
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the sums of variables.
@@ -94,50 +165,127 @@ class Accumulation:
         """
         if self.steps == 1:
             return
-        zero = np.zeros((), np.int64)
+        slots, zero = self._slots, np.zeros((), np.int64)
         for variable in variables:
-            if _STEPS not in self._slots.made:
-                self._slots.make(_STEPS, variable, zero)
-            name = f"{_SUM}/{variable.name}"
-            if name not in self._slots.made:
+            if self._calls is None:
+                self._calls = slots.own(_CALLS, variable.distribute_strategy)
+            if slots.find(_SUM, variable) is None:
                 module = array_module(variable.component)
                 array = module.zeros(variable.shape, variable.dtype)
-                self._slots.make(name, variable, array, is_sum=True)
-                count = f"{_COUNT}/{variable.name}"
-                self._slots.make(count, variable, zero, is_sum=True)
+                slots.make(_SUM, variable, array, is_sum=True)
+                slots.make(_COUNT, variable, zero, is_sum=True)
 
     def _sum_and_count(self, variable: Variable) -> tuple[Array, Array]:
-        made, name = self._slots.made, variable.name
-        return made[f"{_SUM}/{name}"].component, made[f"{_COUNT}/{name}"].component
+        total = self._slots.find(_SUM, variable)
+        count = self._slots.find(_COUNT, variable)
+        assert total is not None
+        assert count is not None
+        return total.component, count.component
 
     def restart(self) -> None:
-        """Set everything to zero.
-
-        Not collective.
-        """
+        """Set everything to zero; not collective."""
         if self.steps == 1:
             return
         self._pending.clear()
-        self._slots.clear(_SUM, _COUNT, _STEPS)
+        self.inherits = False
+        self._slots.clear(_SUM, _COUNT, _CALLS)
+        if self._calls is not None:
+            self._calls.component[...] = 0
+        if self._start is not None:
+            # A step that was made is not undone with its run.
+            self._start = _Start(0, False, {}, {})
 
-    def is_lost(self, name: str, value: Array) -> bool:
-        """Return whether a restored value tells of sums that nothing will continue.
+    def undo(self, error: Exception, strategy: Strategy) -> None:
+        """Put things in order after a call that has failed; not collective.
+
+        Where all replicas leave ``run`` together, they go back to its beginning, so
+        that a step without this one can be made; else each begins anew.
+        """
+        if isinstance(error, NonFiniteError) or not strategy.raises_together:
+            self.restart()
+        else:
+            self._go_back()
+
+    def _go_back(self) -> None:
+        start = self._start
+        if start is None:
+            return
+        if not start.calls:
+            self.restart()
+            return
+        assert self._calls is not None
+        self._calls.component[...] = start.calls
+        self._pending, self.inherits = dict(start.pending), start.inherits
+        for variable, total, count in start.before.values():
+            own_total, own_count = self._sum_and_count(variable)
+            own_total[...], own_count[...] = total, count
+
+    def _end_run(self, failed: bool) -> None:
+        if failed:
+            self._go_back()
+        self._start = None
+
+    def defer(self, name: str, value: Array, strategy: Any, *, is_part: bool) -> bool:
+        """Take restored state, if it is of an accumulation.
 
         Not collective.
 
         Parameters
         ----------
         name : str
-            Of the value.
-        value : ndarray
             As saved.
+        value : ndarray
+            As saved, or this replica's part.
+        strategy : Strategy or None
+            Of the replicas that restore.
+        is_part : bool
+            Which of the two.
 
         Returns
         -------
         bool
-            True for a checkpoint from the middle of an accumulation, without one here.
+            Whether it is.
         """
-        return self.steps == 1 and name == _STEPS and bool(value.any())
+        if name.partition("/")[0] not in (_SUM, _COUNT):
+            return False
+        if strategy is not None and not is_part:
+            count = strategy.num_replicas_in_sync
+            value = share_of(value, count, strategy.replica_id)
+        self._slots.wait(name, value, strategy, is_sum=True)
+        return True
+
+    def restored(self, num_replicas: int, now: int) -> bool:
+        """Go on with restored sums.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_replicas : int
+            Of how many replicas' gradients they are the sum.
+        now : int
+            Among how many they are shared.
+
+        Returns
+        -------
+        bool
+            Whether there are sums, but nothing continues them: they are dropped.
+        """
+        slots, self._start, self._pending = self._slots, None, {}
+        counted = slots.waiting(_CALLS).get("", self._calls)
+        self.inherits = counted is not None and bool(counted.component)
+        if self.steps == 1:
+            slots.clear(_SUM, _COUNT, _CALLS)
+            return self.inherits
+        if self.inherits:
+            self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
+        if self._is_mean and now != num_replicas:
+            sums = [slot for _, slot in slots.of_kind(_SUM)]
+            sums += slots.waiting(_SUM).values()
+            with np.errstate(all="ignore"):
+                for slot in sums:
+                    slot.component[...] *= now / num_replicas
+        return False
 
 
 def _add_rows(total: Array, rows: IndexedSlices) -> None:

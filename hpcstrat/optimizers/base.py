@@ -11,7 +11,6 @@ import numpy as np
 from hpcstrat.arrays import array_module, is_device
 from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
-from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.filling import Filling
 from hpcstrat.optimizers.gradients import (
     Gradient,
@@ -27,22 +26,21 @@ from hpcstrat.optimizers.parameters import (
     LearningRate,
     Step,
     Target,
-    require_range,
+    require_options,
 )
 from hpcstrat.optimizers.routine import Routine
-from hpcstrat.optimizers.slots import Slots
+from hpcstrat.optimizers.saved_state import SavedState
 from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
 from hpcstrat.timeline import traced
-from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
-from hpcstrat.variables import HostValue, Variable
+from hpcstrat.variables import Variable
 
 __all__ = ["Optimizer"]
 
 
-class Optimizer(ABC):
+class Optimizer(SavedState, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, ``_update``, and names the state that it needs.
@@ -94,28 +92,12 @@ class Optimizer(ABC):
         clip_global_norm: float | None = None,
         missing_gradients: Literal["error", "zeros"] = "error",
     ) -> None:
-        require_range("accumulate_steps", accumulate_steps, 1)
-        if int(accumulate_steps) != accumulate_steps:
-            raise ValueError(
-                "expected an integer as accumulate_steps, found "
-                f"{accumulate_steps!r}; round it"
-            )
-        if clip_global_norm is not None:
-            require_range("clip_global_norm", clip_global_norm, 0.0, open_below=True)
-        if missing_gradients not in ("error", "zeros"):
-            raise ValueError(
-                "expected missing_gradients to be 'error' or 'zeros', found "
-                f"{missing_gradients!r}; choose one"
-            )
+        require_options(accumulate_steps, clip_global_norm, missing_gradients)
         self.learning_rate = learning_rate
         self._op = ReduceOp.from_variable_aggregation(aggregation)
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
-        self.iterations = Variable(
-            HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
-        )
-        self._slots = Slots()
-        self._accumulation = Accumulation(self._slots, int(accumulate_steps))
+        super().__init__(int(accumulate_steps), self._op is ReduceOp.MEAN)
         self._buffers: dict[tuple[Any, ...], Array] = {}
         self._labels: dict[tuple[Any, ...], str] = {}
         self._filling = Filling()
@@ -191,38 +173,41 @@ class Optimizer(ABC):
                 routine = None
             added = [] if routine is not None else checked(given)
         except Exception as error:
-            self._accumulation.restart()
+            self._accumulation.undo(error, strategy)
             collectives.fail("apply_gradients", error)
             raise
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, given, routine)
-            pairs = self._accumulation.add(added)
+            pairs = self._accumulation.add(added, strategy)
             if pairs is None:
                 return False
             updated = self._apply(collectives, pairs)
-        except Exception:
-            self._accumulation.restart()
+        except Exception as error:
+            self._accumulation.undo(error, strategy)
             raise
         self._accumulation.restart()
         return updated
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
+        sums = self._accumulation
+        fills = self._fills or sums.inherits
         try:
-            if not self._fills:
+            if not fills:
                 require_gradients(pairs)
         except Exception as error:
             collectives.fail("apply_gradients", error)
             raise
-        if self._fills:
-            pairs = self._filling.filled(collectives, pairs)
+        if fills:
+            shares = (sums.sums(), sums.unclaimed()) if sums.inherits else ()
+            pairs = self._filling.filled(collectives, pairs, *shares)
             require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = Routine(get_strategy(), present, self._label(pairs))
         updated = self._combine_and_update(collectives, present, routine)
         # Another step of the kind need not be checked and named again.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
-        plain = dense and not self._fills and self._accumulation.steps == 1
+        plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
         return updated
 
@@ -283,7 +268,9 @@ class Optimizer(ABC):
     @property
     def _mean(self) -> float:
         """What sums over calls are multiplied by."""
-        return 1 / self._accumulation.steps if self._op is ReduceOp.MEAN else 1.0
+        # Not of `accumulate_steps`, which may be another one than before a restore.
+        calls = max(1, self._accumulation.calls)
+        return 1 / calls if self._op is ReduceOp.MEAN else 1.0
 
     def _condition(self, gradients: Sequence[Gradient]) -> None:
         """Scale and clip combined gradients, in place."""
@@ -350,47 +337,3 @@ class Optimizer(ABC):
             for kind, initial in self._state.items():
                 self._slots.get(kind, variable, initial)
         self._accumulation.build(variables)
-
-    def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to Variable
-            ``iterations``, and ``<kind>/<variable>`` for each kind of state of each
-            variable; with accumulation, how far it has come, and the sums.
-        """
-        return {"iterations": self.iterations, **self._slots.made}
-
-    def checkpoint_deferred(self) -> dict[str, Array]:
-        """Return restored values whose variables have not been made yet.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to ndarray
-            By name.
-        """
-        return dict(self._slots.deferred)
-
-    def checkpoint_defer(self, name: str, value: Array) -> None:
-        """Keep a saved value until its variable is made, at the first step.
-
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-        value : ndarray
-            The saved value.
-        """
-        if self._accumulation.is_lost(name, value):
-            get_logger("optimizers").warning(
-                "the checkpoint holds sums of an accumulation that has not ended, and "
-                "accumulate_steps is 1: these gradients are not used"
-            )
-        self._slots.deferred[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,11 @@ class Filling:
         self._noted: set[str] = set()
 
     def filled(
-        self, collectives: Any, pairs: Pairs
+        self,
+        collectives: Any,
+        pairs: Pairs,
+        shares: Sequence[Gradient] | None = None,
+        unclaimed: Mapping[str, bool] | None = None,
     ) -> list[tuple[Gradient | None, Variable]]:
         """Return the gradients, zeros where only other replicas have one.
 
@@ -35,28 +40,43 @@ class Filling:
             Of the strategy.
         pairs : sequence of (ndarray, IndexedSlices or None, Variable)
             This replica's.
+        shares : sequence of ndarray, optional
+            What this replica has in the place of zeros.
+        unclaimed : mapping of str to bool, optional
+            Variables that have not been given, and whether this replica has a gradient.
 
         Returns
         -------
         list of (ndarray, IndexedSlices or None, Variable)
             None where no replica has one; dense where any replica's is.
+
+        Raises
+        ------
+        ValueError
+            If a replica has one for a variable that is not given. On every replica.
         """
-        kinds = np.zeros((2, len(pairs)), np.int64)
+        others = unclaimed or {}
+        kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
+        kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):
             if gradient is not None:
                 kinds[int(isinstance(gradient, IndexedSlices)), index] = 1
-        names = ", ".join(variable.name for _, variable in pairs)
+        names = ", ".join([*(variable.name for _, variable in pairs), *others])
         dense, sparse = collectives.batch_reduce(
             ReduceOp.SUM, kinds, f"apply_gradients: which of {names} have one"
         )
+        _require_claimed(others, dense[len(pairs) :])
         filled: list[tuple[Gradient | None, Variable]] = []
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
-                agreed = zero_gradient(variable, not dense[index])
-                self._note(variable.name)
+                if shares is not None:
+                    agreed = shares[index]
+                else:
+                    agreed = zero_gradient(variable, not dense[index])
+                    self._note(variable.name)
             filled.append((agreed, variable))
         return filled
 
@@ -66,3 +86,13 @@ class Filling:
             get_logger("optimizers").warning(
                 "no gradient for variable %r on this replica; it counts as zeros", name
             )
+
+
+def _require_claimed(names: Iterable[str], has: Any) -> None:
+    lost = [name for name, count in zip(names, has, strict=True) if count]
+    if lost:
+        raise ValueError(
+            f"expected all variables whose gradients were being accumulated when the "
+            f"state was saved, found none of the name {', '.join(map(repr, lost))}; "
+            "give every variable in each call, with None where it has no gradient"
+        )

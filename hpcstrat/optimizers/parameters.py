@@ -10,7 +10,14 @@ from typing import Literal, TypedDict
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array
 
-__all__ = ["CommonOptions", "LearningRate", "Step", "Target", "require_range"]
+__all__ = [
+    "CommonOptions",
+    "LearningRate",
+    "Step",
+    "Target",
+    "require_options",
+    "require_range",
+]
 
 LearningRate = float | Callable[[int], float]
 
@@ -82,4 +89,23 @@ def require_range(
         end = "" if below == math.inf else f" and < {below}"
         raise ValueError(
             f"expected {name} {sign} {least}{end}, found {value}; change it"
+        )
+
+
+def require_options(
+    accumulate_steps: int, clip_global_norm: float | None, missing_gradients: str
+) -> None:
+    """Demand options that every optimizer takes to be in range; not collective."""
+    require_range("accumulate_steps", accumulate_steps, 1)
+    if int(accumulate_steps) != accumulate_steps:
+        raise ValueError(
+            "expected an integer as accumulate_steps, found "
+            f"{accumulate_steps!r}; round it"
+        )
+    if clip_global_norm is not None:
+        require_range("clip_global_norm", clip_global_norm, 0.0, open_below=True)
+    if missing_gradients not in ("error", "zeros"):
+        raise ValueError(
+            "expected missing_gradients to be 'error' or 'zeros', found "
+            f"{missing_gradients!r}; choose one"
         )

@@ -1,6 +1,15 @@
-"""The state that optimizers keep for each variable, and how checkpoints see it."""
+"""The state that optimizers keep for each variable, and how checkpoints see it.
+
+State belongs to a variable, not to its name, which another one may have. Only files,
+and whatever else outlives the variables, know it by names: restored state waits for the
+variable of its name.
+"""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -8,11 +17,23 @@ from hpcstrat.arrays import array_module, is_device, to_device
 from hpcstrat.context import pop, push
 from hpcstrat.device.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
+from hpcstrat.optimizers.slot_names import file_names, spellings
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.variables import HostValue, SyncOnReadVariable, Variable, share_of
+from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["Slots"]
+
+
+class _Owned:
+    """The state of one variable, by kind; it does not keep the variable alive."""
+
+    __slots__ = ("kinds", "name", "variable")
+
+    def __init__(self, variable: Variable, forget: Any) -> None:
+        self.variable = weakref.ref(variable, forget)
+        self.name = variable.name
+        self.kinds: dict[str, Variable] = {}
 
 
 class Slots:
@@ -20,18 +41,29 @@ class Slots:
 
     Attributes
     ----------
-    made : dict of str to Variable
-        By name, ``<kind>/<variable>``.
-    deferred : dict of str to ndarray
-        Restored values whose variables have not been made yet.
     tables : Tables
         What the kernels of a GPU know of the arrays.
     """
 
     def __init__(self) -> None:
-        self.made: dict[str, Variable] = {}
-        self.deferred: dict[str, Array] = {}
+        self._owned: dict[int, _Owned] = {}
+        self._waiting: dict[str, Variable] = {}
+        self._arrived: set[str] = set()
         self.tables = Tables()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        """Return copies that wait for variables of these names, as restored ones do."""
+        copied = Slots()
+        memo[id(self)] = copied
+        for part in (self.named(), self.named(waiting=True)):
+            for name, slot in part.items():
+                copied._waiting[name] = slot.__deepcopy__(memo)
+        return copied
+
+    def find(self, kind: str, variable: Variable) -> Variable | None:
+        """Return state of a variable, if it was made."""
+        owned = self._owned.get(id(variable))
+        return None if owned is None else owned.kinds.get(kind)
 
     def get(self, kind: str, variable: Variable, initial: float) -> Variable:
         """Return state of a variable that is the same on every replica.
@@ -52,27 +84,26 @@ class Slots:
         Variable
             Of the variable's strategy, shape and dtype, in the same memory.
         """
-        name = f"{kind}/{variable.name}"
-        slot = self.made.get(name)
+        slot = self.find(kind, variable)
         if slot is None:
             module = array_module(variable.component)
             array = module.full(variable.shape, initial, variable.dtype)
-            slot = self.make(name, variable, array)
+            slot = self.make(kind, variable, array)
         return slot
 
     def make(
-        self, name: str, variable: Variable, array: Array, *, is_sum: bool = False
+        self, kind: str, variable: Variable, array: Array, *, is_sum: bool = False
     ) -> Variable:
-        """Make state, with its restored value if there is one.
+        """Make state of a variable, or take what waits for a variable of its name.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
-        name : str
-            Its name.
+        kind : str
+            Which state.
         variable : Variable
-            Of the same strategy.
+            Whose.
         array : ndarray
             The first value otherwise; the state is in the same memory.
         is_sum : bool
@@ -90,38 +121,115 @@ class Slots:
         ValueError
             If the restored value has another shape.
         """
-        strategy = variable.distribute_strategy
-        on, how = VariableSynchronization, VariableAggregation
-        token = push(None if strategy is None else strategy.cross_entry)
-        try:
-            slot = Variable(
-                array if is_device(array) else HostValue(array),
-                trainable=False,
-                name=name,
-                synchronization=on.ON_READ if is_sum else on.AUTO,
-                aggregation=how.SUM if is_sum else how.NONE,
-            )
-        finally:
-            pop(token)
-        if name in self.deferred:
-            self._restore(slot, self.deferred.pop(name))
-        self.made[name] = slot
+        name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
+        slot = self._claimed(name, strategy, array, is_sum)
+        if slot is None:
+            slot = _made(name, strategy, array, is_sum=is_sum)
+        owned = self._owned.get(id(variable))
+        if owned is None:
+            # Not a method, which would keep all of this alive.
+            forget, number = self._owned.pop, id(variable)
+            owned = _Owned(variable, lambda _: forget(number, None))
+            self._owned[number] = owned
+        owned.kinds[kind] = slot
         return slot
 
-    def _restore(self, slot: Variable, saved: Array) -> None:
-        if saved.shape != slot.shape:
+    def own(self, name: str, strategy: Any) -> Variable:
+        """Return a count of the optimizer's own, which belongs to no variable.
+
+        Collective over the strategy's replicas, the first time.
+        """
+        zero = np.zeros((), np.int64)
+        slot = self._claimed(name, strategy, zero, False)
+        return _made(name, strategy, zero) if slot is None else slot
+
+    def _claimed(
+        self, name: str, strategy: Any, array: Array, is_sum: bool
+    ) -> Variable | None:
+        """Return restored state, which waits no longer; not collective."""
+        found = next((n for n in spellings(name) if n in self._waiting), None)
+        if found is None:
+            return None
+        saved = self._waiting[found]
+        if saved.shape != array.shape:
             raise ValueError(
-                f"expected a saved value of shape {slot.shape} for {slot.name!r}, found"
-                f" {saved.shape}; restore a checkpoint of the same model"
+                f"expected a saved value of shape {array.shape} for {name!r}, found "
+                f"{saved.shape}; restore a checkpoint of the same model"
             )
-        saved = saved.astype(slot.dtype, copy=False)
-        if isinstance(slot, SyncOnReadVariable):
-            strategy = slot.distribute_strategy
-            saved = share_of(saved, strategy.num_replicas_in_sync, strategy.replica_id)
-        if is_device(slot.component):
-            slot.component[...] = to_device(saved)
-        else:
-            np.copyto(slot.component, saved)
+        del self._waiting[found]
+        same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
+        if same and not is_device(array):
+            return saved
+        value = saved.component.astype(array.dtype, copy=False)
+        value = to_device(value) if is_device(array) else value
+        return _made(name, strategy, value, is_sum=is_sum, is_own=True)
+
+    def wait(
+        self, name: str, value: Array, strategy: Any, *, is_sum: bool = False
+    ) -> None:
+        """Keep restored state until the variable of its name needs it.
+
+        Not collective, but all replicas do it in the same order.
+
+        Parameters
+        ----------
+        name : str
+            ``<kind>/<variable>``.
+        value : ndarray
+            This replica's component.
+        strategy : Strategy or None
+            Of the replicas that restore.
+        is_sum : bool
+            As for `make`.
+        """
+        slot = _made(name, strategy, value, is_sum=is_sum, is_own=True)
+        self._waiting[name] = slot
+        self._arrived.add(name)
+
+    def end_restore(self) -> None:
+        """Drop what was waiting before the restore that has just ended."""
+        for name in self._waiting.keys() - self._arrived:
+            del self._waiting[name]
+        self._arrived.clear()
+
+    def waiting(self, kind: str) -> dict[str, Variable]:
+        """Return state of a kind for which no variable has come, by variable's name."""
+        kinds = {n: n.partition("/") for n in self._waiting}
+        return {
+            rest: self._waiting[name]
+            for name, (first, _, rest) in kinds.items()
+            if first == kind
+        }
+
+    def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
+        """Yield the variables that are alive and have state of a kind, with it."""
+        # A copy in one step: the garbage collector may free a variable meanwhile.
+        for owned in list(self._owned.values()):
+            variable, slot = owned.variable(), owned.kinds.get(kind)
+            if variable is not None and slot is not None:
+                yield variable, slot
+
+    def named(self, *, waiting: bool = False) -> dict[str, Variable]:
+        """Return state that has a variable, or that waits for one, by names for files.
+
+        Not collective.
+
+        Raises
+        ------
+        ValueError
+            If two variables have the same name.
+        """
+        found: list[tuple[str, Variable]] = []
+        for owned in list(self._owned.values()):
+            if owned.variable() is not None:
+                kinds = owned.kinds.items()
+                found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
+        count = len(found)
+        found += self._waiting.items()
+        names = file_names([name for name, _ in found])
+        slots = dict(zip(names, [slot for _, slot in found], strict=True))
+        chosen = names[count:] if waiting else names[:count]
+        return {name: slots[name] for name in chosen}
 
     def clear(self, *kinds: str) -> None:
         """Set this replica's part of some state to zero.
@@ -134,13 +242,37 @@ class Slots:
             Which state, of all variables.
         """
         arrays = []
-        for name, slot in self.made.items():
-            if name.partition("/")[0] in kinds:
+        for kind in kinds:
+            for _, slot in self.of_kind(kind):
                 if is_device(slot.component):
                     arrays.append(slot.component)
                 else:
                     slot.component[...] = 0
-        set_zero(self.tables, arrays)
-        for name in list(self.deferred):
+        for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
-                del self.deferred[name]
+                del self._waiting[name]
+        set_zero(self.tables, arrays)
+
+
+def _made(
+    name: str,
+    strategy: Any,
+    array: Array,
+    *,
+    is_sum: bool = False,
+    is_own: bool = False,
+) -> Variable:
+    """Make a variable for state; collective unless ``is_own``."""
+    on, how = VariableSynchronization, VariableAggregation
+    on_host = not is_device(array)
+    token = push(None if strategy is None else strategy.cross_entry)
+    try:
+        return Variable(
+            HostValue(array, is_own=is_own) if on_host or is_own else array,
+            trainable=False,
+            name=name,
+            synchronization=on.ON_READ if is_sum else on.AUTO,
+            aggregation=how.SUM if is_sum else how.NONE,
+        )
+    finally:
+        pop(token)

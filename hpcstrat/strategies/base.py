@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hpcstrat.context import Entry, current, pop, push
-from hpcstrat.options import (
-    RunOptions,
-    VariableSynchronization,
-    check_on_error,
-)
+from hpcstrat.options import RunOptions, VariableSynchronization, check_on_error
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.cross_replica import CrossReplicaMethods
@@ -60,6 +56,10 @@ class Strategy(CrossReplicaMethods, RecordMethods):
     puts_on_gpu : bool
         Whether variables and batches are put on this replica's GPU, wherever their
         first values come from.
+    raises_together : bool
+        Whether replicas leave ``run`` together, with ``on_error="raise"``.
+    run_ends : list of callable
+        Called once with whether the ``run`` under way failed, on any replica.
     """
 
     is_default = False
@@ -82,7 +82,8 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         self.cross_entry = Entry(self)
         self.update_entry = Entry(self, updating=True)
         self.replica_entry = Entry(self, ReplicaContext(self, replica_id))
-        self._raises = on_error == "raise"
+        self.raises_together = on_error == "raise"
+        self.run_ends: list[Callable[[bool], None]] = []
         self._settings: Settings | None = None
 
     @property
@@ -237,21 +238,33 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
-        with self.together("run"):
-            if not isinstance(args, (list, tuple)):
-                raise ValueError(
-                    "expected a list or tuple of arguments, found "
-                    f"{type(args).__name__}; write args=(value,)"
-                )
-            if args:
-                args = [localize(argument) for argument in args]
-            named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
-            token = push(self.replica_entry)
-            try:
-                result = fn(*args, **named)
-            finally:
-                pop(token)
-            return result if result is None else self.distributed(result)
+        try:
+            with self.together("run"):
+                if not isinstance(args, (list, tuple)):
+                    raise ValueError(
+                        "expected a list or tuple of arguments, found "
+                        f"{type(args).__name__}; write args=(value,)"
+                    )
+                if args:
+                    args = [localize(argument) for argument in args]
+                named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
+                token = push(self.replica_entry)
+                try:
+                    result = fn(*args, **named)
+                finally:
+                    pop(token)
+                result = None if result is None else self.distributed(result)
+        except BaseException:
+            self._end_run(failed=True)
+            raise
+        if self.run_ends:
+            self._end_run(failed=False)
+        return result
+
+    def _end_run(self, failed: bool) -> None:
+        ends, self.run_ends = self.run_ends, []
+        for function in ends:
+            function(failed)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Return what surrounds a part of the program that runs on every replica.
@@ -269,7 +282,7 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         context manager
             See `hpcstrat.collectives.scopes`.
         """
-        return self.collectives.scope(what) if self._raises else _ALONE
+        return self.collectives.scope(what) if self.raises_together else _ALONE
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let the others wait longer for this replica; here there are none.
@@ -317,7 +330,7 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         None
             Nothing.
         """
-        if not self._raises:
+        if not self.raises_together:
             yield
             return
         before = variable.component.copy()

@@ -12,7 +12,7 @@ from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.values import DistributedValues, Mirrored, PerReplica
+from hpcstrat.values import DistributedValues, HostValue, Mirrored, PerReplica
 from hpcstrat.variables.plain import Variable
 from hpcstrat.variables.scatter import NOT_SUMMABLE
 
@@ -50,6 +50,8 @@ class DistributedVariable(Variable, DistributedValues):
         except Exception as error:
             collectives.fail(what, error)
             raise
+        if type(initial_value) is HostValue and initial_value.is_own:
+            return own
         shared: Array = collectives.broadcast(own, 0, what)
         return shared
 

@@ -102,15 +102,15 @@ def _tracked() -> dict[str, hs.Variable]:
 def test_commit_copies_and_uses_its_arrays_again() -> None:
     variables = _tracked()
     commit = Commit()
-    commit.fill(Objects(variables), {"": "{}"}, {})
+    commit.fill(Objects(variables), {"": "{}"})
     kept = commit.arrays["variables/weights"]
     variables["weights"].assign(np.zeros(4))
     np.testing.assert_array_equal(kept, np.arange(4.0))
-    commit.fill(Objects(variables), {"": "{}"}, {})
+    commit.fill(Objects(variables), {"": "{}"})
     assert commit.arrays["variables/weights"] is kept
     assert not kept.any()
     del variables["half"]
-    commit.fill(Objects(variables), {"": "{}"}, {})
+    commit.fill(Objects(variables), {"": "{}"})
     assert list(commit.arrays) == ["variables/weights"]
 
 

@@ -1,0 +1,234 @@
+"""Accumulated gradients outlive checkpoints, losses and bad batches, on any replicas.
+
+The oracle is one process that is never interrupted. Ranks that are lost are only left
+out here; that they die is tested in `test_elastic.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat import optimizers
+from tests.mpi.ranks.check_reductions import outcome
+
+CALLS = 7
+MOST = 4
+
+
+@dataclass
+class Plan:
+    """What is computed: gradients of each call, and who has them."""
+
+    seed: int
+    steps: int = 3
+    op: str = "sum"
+    missing: str = "zeros"
+    totals: Any = field(init=False)
+    has: Any = field(init=False)
+    noise: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        self.totals = rng.standard_normal((CALLS, 3, 2))
+        # Of the second and the third variable; all have the first.
+        self.has = rng.random((CALLS, 2, MOST)) < rng.choice([0.0, 0.3, 0.8])
+        if self.missing == "error":
+            self.has[...] = self.has[:, :, :1]
+        self.noise = rng.standard_normal((CALLS, 3, MOST, 2))
+
+    def owners(self, call: int, count: int) -> list[list[int]]:
+        """Return the replicas that have a gradient, of each variable."""
+        return [
+            [r for r in range(count) if number == 0 or self.has[call, number - 1, r]]
+            for number in range(3)
+        ]
+
+    def gradients(self, call: int, replica: int, count: int) -> list[Any]:
+        """Return a replica's gradients; all together are the totals."""
+        given: list[Any] = []
+        for number, owners in enumerate(self.owners(call, count)):
+            if replica not in owners:
+                given.append(None)
+                continue
+            noise = self.noise[call, number, owners]
+            noise = noise - noise.mean(axis=0)
+            part = self.totals[call, number] / len(owners)
+            part = part + noise[owners.index(replica)]
+            given.append(part * count if self.op == "mean" else part)
+        return given
+
+    def expected(self, counts: list[int]) -> list[Any]:
+        """Return what the variables are in the end; ``counts`` replicas in each call."""
+        values, speeds = np.zeros((3, 2)), np.zeros((3, 2))
+        for first in range(0, CALLS - self.steps + 1, self.steps):
+            calls = range(first, first + self.steps)
+            for number in range(3):
+                some = [c for c in calls if self.owners(c, counts[c])[number]]
+                if not some:
+                    continue
+                gradient = sum(self.totals[c, number] for c in some)
+                if self.op == "mean":
+                    gradient = gradient / self.steps
+                speeds[number] = 0.5 * speeds[number] - gradient
+                values[number] += speeds[number]
+        return list(values)
+
+
+class Program:
+    """Variables and an optimizer, made anew as often as it is interrupted."""
+
+    def __init__(self, plan: Plan, strategy: Any, build: bool = False) -> None:
+        self.plan, self.strategy = plan, strategy
+        with strategy.scope():
+            self.variables = [hs.Variable(np.zeros(2), name=f"v/{n}") for n in "abc"]
+            self.optimizer = optimizers.SGD(
+                *(1.0, 0.5),
+                accumulate_steps=plan.steps,
+                aggregation=plan.op,
+                missing_gradients=plan.missing,
+            )
+        if build:
+            strategy.run(self.optimizer.build, args=(self.variables,))
+        self.objects = {"model": self.variables, "optimizer": self.optimizer}
+
+    def train(self, calls: range) -> None:
+        """Make some calls, each on this replica's gradients."""
+        count, own = self.strategy.num_replicas_in_sync, self.strategy.replica_id
+        for call in calls:
+            given = self.plan.gradients(call, own, count)
+            pairs = list(zip(given, self.variables, strict=True))
+            self.strategy.run(self.optimizer.apply_gradients, args=(pairs,))
+
+    def check(self, counts: list[int]) -> None:
+        """Demand what one process would have come to."""
+        wanted = self.plan.expected(counts)
+        found = [variable.numpy() for variable in self.variables]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def among(job: Any) -> Iterator[Callable[..., Any]]:
+    """Yield what returns a strategy over some ranks in an order; None on others."""
+    made: dict[tuple[int, ...], Any] = {}
+
+    def of(ranks: tuple[int, ...]) -> Any:
+        if ranks not in made:
+            inside = job.rank in ranks
+            key = ranks.index(job.rank) if inside else job.rank
+            part = job.Split(int(not inside), key)
+            kind = hs.MultiWorkerMirroredStrategy
+            made[ranks] = (part, kind(comm=part) if inside else None)
+        return made[ranks][1]
+
+    yield of
+    for part, strategy in made.values():
+        if strategy is not None:
+            strategy.close()
+        part.Free()
+
+
+def _plans(count: int) -> list[Plan]:
+    choices = itertools.product((2, 3), ("sum", "mean"), ("zeros", "error"))
+    every = list(choices)
+    return [Plan(seed, *every[seed % len(every)]) for seed in range(count)]
+
+
+def _interrupted(
+    job: Any, among: Any, folder: Path, plan: Plan, parts: list[tuple[int, int]]
+) -> None:
+    """Train on so many replicas until some call, save, and go on on others."""
+    start, counts, saved = 0, [], False
+    for number, (count, stop) in enumerate(parts):
+        strategy = among(tuple(range(count)))
+        if strategy is not None:
+            program = Program(plan, strategy, build=plan.seed % 3 == 0)
+            manager = hs.CheckpointManager(folder, **program.objects)
+            if saved:
+                manager.restore()
+            program.train(range(start, stop))
+            if stop < CALLS:
+                manager.save(number)
+        counts += [count] * (stop - start)
+        start, saved = stop, True
+        job.Barrier()
+        if strategy is not None and stop == CALLS:
+            program.check(counts)
+
+
+@pytest.mark.parametrize("plan", _plans(8), ids=lambda plan: f"{plan.seed}")
+def test_sums_go_on_on_any_number_of_replicas(
+    job: Any, among: Any, folder: Path, plan: Plan
+) -> None:
+    counts = range(1, job.size + 1)
+    cases = list(itertools.product(counts, counts, range(1, CALLS)))
+    rng = np.random.default_rng(plan.seed)
+    for number in rng.permutation(len(cases))[:6]:
+        before, after, split = cases[number]
+        parts = [(before, split), (after, CALLS)]
+        _interrupted(job, among, folder / f"{number}", plan, parts)
+
+
+@pytest.mark.parametrize("plan", _plans(4), ids=lambda plan: f"{plan.seed}")
+def test_sums_that_wait_for_their_variables_are_saved_again(
+    job: Any, among: Any, folder: Path, plan: Plan
+) -> None:
+    # Three numbers of replicas, between two of them without a call.
+    n = job.size
+    for number, counts in enumerate([(n, 1, n), (1, n, 1), (n, max(1, n - 1), 1)]):
+        parts = list(zip(counts, (2, 2, CALLS), strict=True))
+        _interrupted(job, among, folder / f"{number}", plan, parts)
+
+
+def _lose(
+    job: Any, among: Any, plan: Plan, groups: list[tuple[int, ...]], stops: list[int]
+) -> None:
+    """Train on some ranks until some call, and go on with others from memory."""
+    memory = hs.elastic.Memory(partner_copies=True)
+    start, counts = 0, []
+    for number, (ranks, stop) in enumerate(zip(groups, stops, strict=True)):
+        strategy = among(ranks)
+        if strategy is not None:
+            program = Program(plan, strategy, build=plan.seed % 3 == 0)
+            memory.begin(strategy, 1 + number)
+            memory.track(**program.objects)
+            assert memory.restore() == (start if number else None)
+            memory.commit(start)
+            for call in range(start, stop):
+                program.train(range(call, call + 1))
+                memory.commit(call + 1)
+            if stop < CALLS:
+                # What is not committed any more is done again.
+                program.train(range(stop, stop + 1))
+        counts += [len(ranks)] * (stop - start)
+        start = stop
+        job.Barrier()
+        if strategy is not None and stop == CALLS:
+            program.check(counts)
+
+
+@pytest.mark.parametrize("plan", _plans(8), ids=lambda plan: f"{plan.seed}")
+def test_sums_outlive_the_loss_of_any_rank(job: Any, among: Any, plan: Plan) -> None:
+    everyone = tuple(range(job.size))
+    rng = np.random.default_rng(plan.seed)
+    for lost in everyone:
+        left = tuple(rank for rank in everyone if rank != lost)
+        split = int(rng.integers(1, CALLS))
+        if left:
+            _lose(job, among, plan, [everyone, left], [split, CALLS])
+        if len(left) > 1:
+            # One rank waits until it takes the place of the last one.
+            spare = (*left[:-1], lost)
+            _lose(job, among, plan, [left, spare], [split, CALLS])
+    if job.size > 2:
+        stops = sorted(rng.choice(np.arange(1, CALLS), 2, replace=False).tolist())
+        groups = [everyone, everyone[1:], everyone[2:]]
+        _lose(job, among, plan, groups, [*stops, CALLS])
+    _lose(job, among, plan, [everyone, everyone], [2, CALLS])
