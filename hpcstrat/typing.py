@@ -75,17 +75,6 @@ class SupportsCheckpoint(Protocol):
             The state.
         """
 
-    def checkpoint_waiting(self) -> dict[str, Any]:
-        """Return restored state whose variables do not exist yet, to save it, too.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to Variable
-            By name.
-        """
-
     def checkpoint_spellings(self, name: str) -> list[str]:
         """Return all names that saved state may have.
 

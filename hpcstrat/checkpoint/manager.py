@@ -212,7 +212,7 @@ class CheckpointManager(RestoreMethods):
         if step is None:
             step = self._newest_step() + 1
         try:
-            variables = self._objects.variables(waiting=True)
+            variables = self._objects.variables()
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:

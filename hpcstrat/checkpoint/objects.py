@@ -116,15 +116,10 @@ class Objects:
         """Objects with ``state_dict`` and ``load_state_dict``, by name."""
         return self._python
 
-    def variables(self, *, waiting: bool = False) -> dict[str, Variable]:
+    def variables(self) -> dict[str, Variable]:
         """Return all variables there are now.
 
         Not collective.
-
-        Parameters
-        ----------
-        waiting : bool
-            Whether to add restored state that waits for its variables: to be saved.
 
         Returns
         -------
@@ -136,10 +131,7 @@ class Objects:
             thing.checkpoint_variables()
         found = dict(self._variables)
         for name, thing in self._stateful.items():
-            state = dict(thing.checkpoint_variables())
-            if waiting and hasattr(thing, "checkpoint_waiting"):
-                state.update(thing.checkpoint_waiting())
-            for path, variable in state.items():
+            for path, variable in thing.checkpoint_variables().items():
                 for part in path.split("/"):
                     _check_name(part)
                 found[f"{name}/{path}"] = variable

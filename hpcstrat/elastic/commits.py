@@ -69,7 +69,7 @@ class Commit:
             The program's own state.
         """
         self.key = None
-        variables = objects.variables(waiting=True)
+        variables = objects.variables()
         # Of variables on a GPU this waits for their last update.
         values = {path: to_host(v.component) for path, v in variables.items()}
         self.entries = {

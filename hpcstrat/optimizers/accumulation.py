@@ -275,7 +275,7 @@ class Accumulation:
         counted = slots.waiting(_CALLS).get("", self._calls)
         self.inherits = counted is not None and bool(counted.component)
         if self.steps == 1:
-            slots.clear(_SUM, _COUNT, _CALLS)
+            slots.drop(_SUM, _COUNT, _CALLS)
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}

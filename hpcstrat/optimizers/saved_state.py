@@ -48,27 +48,16 @@ class SavedState:
         -------
         dict of str to Variable
             ``iterations``, and ``<kind>/<variable>`` for each kind of state of each
-            variable; with accumulation, how far it has come, and the sums.
+            variable; with accumulation, how far it has come, and the sums. Restored
+            state whose variable has not come yet is among it.
 
         Raises
         ------
         ValueError
             If two variables that have state have the same name.
         """
-        own = {"iterations": self.iterations, **self._accumulation.own}
-        return own | self._slots.named()
-
-    def checkpoint_waiting(self) -> dict[str, Variable]:
-        """Return restored state whose variables have not come yet, to save it, too.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to Variable
-            By name.
-        """
-        return self._slots.named(waiting=True)
+        rest = self._accumulation.own | self._slots.named()
+        return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
         """Return all names that saved state may have.
@@ -125,7 +114,6 @@ class SavedState:
         now : int
             How many have restored it.
         """
-        self._slots.end_restore()
         if self._accumulation.restored(num_replicas, now):
             get_logger("optimizers").warning(
                 "the checkpoint holds sums of an accumulation that has not ended, and "

@@ -48,16 +48,14 @@ class Slots:
     def __init__(self) -> None:
         self._owned: dict[int, _Owned] = {}
         self._waiting: dict[str, Variable] = {}
-        self._arrived: set[str] = set()
         self.tables = Tables()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
         """Return copies that wait for variables of these names, as restored ones do."""
         copied = Slots()
         memo[id(self)] = copied
-        for part in (self.named(), self.named(waiting=True)):
-            for name, slot in part.items():
-                copied._waiting[name] = slot.__deepcopy__(memo)
+        for name, slot in self.named().items():
+            copied._waiting[name] = slot.__deepcopy__(memo)
         return copied
 
     def find(self, kind: str, variable: Variable) -> Variable | None:
@@ -184,13 +182,6 @@ class Slots:
         """
         slot = _made(name, strategy, value, is_sum=is_sum, is_own=True)
         self._waiting[name] = slot
-        self._arrived.add(name)
-
-    def end_restore(self) -> None:
-        """Drop what was waiting before the restore that has just ended."""
-        for name in self._waiting.keys() - self._arrived:
-            del self._waiting[name]
-        self._arrived.clear()
 
     def waiting(self, kind: str) -> dict[str, Variable]:
         """Return state of a kind for which no variable has come, by variable's name."""
@@ -209,27 +200,31 @@ class Slots:
             if variable is not None and slot is not None:
                 yield variable, slot
 
-    def named(self, *, waiting: bool = False) -> dict[str, Variable]:
-        """Return state that has a variable, or that waits for one, by names for files.
+    def named(self) -> dict[str, Variable]:
+        """Return all state, also what waits for its variable, by its names for files.
 
-        Not collective.
+        In an order that is the same on every replica: what one of them has taken for a
+        variable may still be waiting on another, which has failed before.
 
         Raises
         ------
         ValueError
             If two variables have the same name.
         """
-        found: list[tuple[str, Variable]] = []
+        found: list[tuple[str, Variable]] = list(self._waiting.items())
         for owned in list(self._owned.values()):
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
-        count = len(found)
-        found += self._waiting.items()
+        found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
-        slots = dict(zip(names, [slot for _, slot in found], strict=True))
-        chosen = names[count:] if waiting else names[:count]
-        return {name: slots[name] for name in chosen}
+        return dict(zip(names, [slot for _, slot in found], strict=True))
+
+    def drop(self, *kinds: str) -> None:
+        """Drop state of some kinds that waits for its variables."""
+        for name in list(self._waiting):
+            if name.partition("/")[0] in kinds:
+                del self._waiting[name]
 
     def clear(self, *kinds: str) -> None:
         """Set this replica's part of some state to zero.
@@ -243,14 +238,12 @@ class Slots:
         """
         arrays = []
         for kind in kinds:
-            for _, slot in self.of_kind(kind):
+            slots = [slot for _, slot in self.of_kind(kind)]
+            for slot in (*slots, *self.waiting(kind).values()):
                 if is_device(slot.component):
                     arrays.append(slot.component)
                 else:
                     slot.component[...] = 0
-        for name in list(self._waiting):
-            if name.partition("/")[0] in kinds:
-                del self._waiting[name]
         set_zero(self.tables, arrays)
 
 

@@ -66,7 +66,7 @@ class Plan:
         return given
 
     def expected(self, counts: list[int]) -> list[Any]:
-        """Return what the variables are in the end; ``counts`` replicas in each call."""
+        """Return what variables are in the end, with so many replicas in each call."""
         values, speeds = np.zeros((3, 2)), np.zeros((3, 2))
         for first in range(0, CALLS - self.steps + 1, self.steps):
             calls = range(first, first + self.steps)
@@ -232,3 +232,130 @@ def test_sums_outlive_the_loss_of_any_rank(job: Any, among: Any, plan: Plan) -> 
         groups = [everyone, everyone[1:], everyone[2:]]
         _lose(job, among, plan, groups, [*stops, CALLS])
     _lose(job, among, plan, [everyone, everyone], [2, CALLS])
+
+
+LIMIT = 1.5
+
+
+def _run_of(plan: Plan, program: Program, calls: list[int], fault: Any) -> None:
+    """Make calls in one ``run``, in which one replica may fail somewhere."""
+    strategy, failing, place, how = program.strategy, *fault
+    count, own = strategy.num_replicas_in_sync, strategy.replica_id
+
+    def run() -> None:
+        for index, call in enumerate(calls):
+            pairs = list(
+                zip(plan.gradients(call, own, count), program.variables, strict=True)
+            )
+            if own == failing and index == place:
+                if how == "function":
+                    raise ValueError("a bad batch")
+                pairs[0] = (np.zeros(5), program.variables[0])
+            program.optimizer.apply_gradients(pairs)
+        if own == failing and place == len(calls):
+            raise ValueError("a bad batch")
+
+    strategy.run(run)
+
+
+class Oracle:
+    """The same in one process, where what a run that fails has added is taken back."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.values, self.speeds = np.zeros((3, 2)), np.zeros((3, 2))
+        self.calls: list[int] = []
+        self.steps = 0
+
+    def run(self, calls: list[int], fault: Any, count: int) -> None:
+        """Make what all replicas make of a run."""
+        failing, place, _ = fault
+        fails = 0 <= failing < count
+        before = list(self.calls)
+        for call in calls[:place] if fails else calls:
+            self.calls.append(call)
+            if len(self.calls) == self.plan.steps:
+                self._step(count)
+                self.calls, before = [], []
+        if fails:
+            self.calls = before
+
+    def _step(self, count: int) -> None:
+        plan = self.plan
+        gradients = np.zeros((3, 2))
+        has = np.zeros(3, bool)
+        for call in self.calls:
+            for number, owners in enumerate(plan.owners(call, count)):
+                if owners:
+                    has[number] = True
+                    gradients[number] += plan.totals[call, number]
+        gradients /= plan.steps if plan.op == "mean" else 1
+        norm = np.sqrt((gradients[has] ** 2).sum())
+        gradients *= min(1.0, LIMIT / norm)
+        self.speeds[has] = 0.5 * self.speeds[has] - gradients[has]
+        self.values[has] += self.speeds[has]
+        self.steps += 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_that_fail_on_one_replica_add_nothing_on_any(
+    make_strategy: Any, job: Any, folder: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    plan = _plans(8)[seed]
+    with make_strategy(on_error="raise") as strategy:
+        program, oracle = Program(plan, strategy), Oracle(plan)
+        program.optimizer._limit = LIMIT
+        for number in range(14):
+            calls = rng.integers(CALLS, size=rng.integers(1, 4)).tolist()
+            failing = int(rng.integers(job.size)) if rng.random() < 0.4 else -1
+            how = str(rng.choice(["function", "gradient"]))
+            fault = failing, int(rng.integers(len(calls) + 1)), how
+            error = outcome(_run_of, plan, program, calls, fault)
+            assert isinstance(error, ValueError) == (failing >= 0), error
+            oracle.run(calls, fault, job.size)
+            found = [variable.numpy() for variable in program.variables]
+            np.testing.assert_allclose(found, oracle.values, rtol=0, atol=1e-12)
+            assert int(program.optimizer.iterations) == oracle.steps
+            if rng.random() < 0.3:
+                # What a run has added and taken back is not in a checkpoint, either.
+                manager = hs.CheckpointManager(folder, **program.objects)
+                manager.save(number)
+                program = Program(plan, strategy)
+                program.optimizer._limit = LIMIT
+                hs.CheckpointManager(folder, **program.objects).restore()
+
+
+def test_one_bad_batch_costs_one_batch(make_strategy: Any, job: Any) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        with strategy.scope():
+            variable = hs.Variable(np.zeros(1), name="v")
+            optimizer = optimizers.SGD(1.0, accumulate_steps=2)
+
+        def step(number: int) -> bool:
+            if number == 4 and job.rank == job.size - 1:
+                raise ArithmeticError("a bad batch")
+            return optimizer.apply_gradients([(np.ones(1) / job.size, variable)])
+
+        errors = [outcome(strategy.run, step, args=(n,)) for n in range(40)]
+    assert [n for n, error in enumerate(errors) if error is not None] == [4]
+    assert int(optimizer.iterations) == 19
+    np.testing.assert_allclose(variable, [-38], rtol=1e-12)
+
+
+def test_nan_in_a_sum_does_not_stay(make_strategy: Any, job: Any) -> None:
+    settings = hs.Settings(non_finite="raise")
+    with make_strategy(on_error="raise", settings=settings) as strategy:
+        with strategy.scope():
+            variable = hs.Variable(np.zeros(1), name="v")
+            optimizer = optimizers.SGD(1.0, accumulate_steps=2)
+        bad = [np.nan if n == 2 and job.rank == 0 else 1.0 for n in range(8)]
+        errors = [
+            outcome(
+                strategy.run,
+                *(optimizer.apply_gradients, ([(np.array([number]), variable)],)),
+            )
+            for number in bad
+        ]
+    assert [type(error).__name__ for error in errors if error] == ["NonFiniteError"]
+    np.testing.assert_array_equal(variable, [-6 * job.size])
