@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import xxhash
 
 from hpcstrat.typing import Array
 
-__all__ = ["ALGORITHM", "ROOT_BYTES", "block_hash", "hashes_from", "root_hash"]
+__all__ = [
+    "ALGORITHM",
+    "ROOT_BYTES",
+    "block_hash",
+    "hashes_from",
+    "root_hash",
+    "root_hasher",
+]
 
 ALGORITHM = "xxh3_64"
 ROOT_BYTES = 16
@@ -29,6 +38,19 @@ def block_hash(data: memoryview) -> int:
         XXH3 of 64 bits, seed 0.
     """
     return xxhash.xxh3_64_intdigest(data)
+
+
+def root_hasher() -> Any:
+    """Return what makes a `root_hash` of many parts, by ``update`` and ``digest``.
+
+    Not collective.
+
+    Returns
+    -------
+    object
+        Of the library of hashes.
+    """
+    return xxhash.xxh3_128()
 
 
 def root_hash(data: bytes | memoryview) -> bytes:

@@ -16,6 +16,7 @@ __all__ = [
     "METRICS",
     "RESERVED",
     "TABLE",
+    "UNTYPED_VERSION",
     "Entry",
     "Header",
     "checkpoint_name",
@@ -27,7 +28,10 @@ __all__ = [
 ]
 
 FORMAT = "hpcstrat-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+UNTYPED_VERSION = 2
+"""Of files whose plain state has no types but those of JSON."""
+
 TABLE = "hpcstrat/block_xxh3_64"
 """Dataset with the hash of each block of the data."""
 
@@ -89,7 +93,7 @@ class Header:
         Positions in data sets, and states of random streams, by name; `section_of`
         tells them apart.
     python : dict of str to object
-        Plain state, by name.
+        Plain state, by name; as text from `as_text` in what is to be saved.
     metrics : dict of str to float
         What was given to ``save``, by name.
     created_unix_ns : int

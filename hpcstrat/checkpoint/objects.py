@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from hpcstrat.arrays import to_host
 from hpcstrat.checkpoint.layout import RESERVED, Entry, Header, section_of
+from hpcstrat.checkpoint.plain_state import as_text
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array
@@ -251,26 +251,23 @@ class Objects:
             )
         return entries
 
-    def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
         """Return positions in data sets, states of random streams, and plain state.
 
         Collective over the strategy's replicas where there are random streams.
 
         Returns
         -------
-        iterators, python : dict
+        iterators : dict of str to dict
             By name.
+        python : dict of str to bytes
+            Likewise, as of `as_text`.
         """
         iterators = {name: thing.state() for name, thing in self._iterators.items()}
-        python = {name: thing.state_dict() for name, thing in self._python.items()}
-        for name, state in python.items():
-            try:
-                json.dumps(state)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"expected state that JSON can hold from {name!r}, found: {error}; "
-                    "return numbers, strings, lists and dicts from state_dict"
-                ) from error
+        python = {
+            name: as_text(name, thing.state_dict())
+            for name, thing in self._python.items()
+        }
         return iterators, python
 
     def state_problems(

@@ -22,6 +22,7 @@ __all__ = [
     "Piece",
     "Plan",
     "choose_block_bytes",
+    "is_block_size",
     "part_of",
 ]
 
@@ -242,6 +243,25 @@ def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
     return min(max(power, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
+
+
+def is_block_size(nbytes: int) -> bool:
+    """Whether `choose_block_bytes` may have returned a number.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Which.
+
+    Returns
+    -------
+    bool
+        For sizes of blocks.
+    """
+    within = _LEAST_BLOCK_BYTES <= nbytes <= _MOST_BLOCK_BYTES
+    return within and nbytes.bit_count() == 1
 
 
 def part_of(count: int, rank: int, size: int) -> range:

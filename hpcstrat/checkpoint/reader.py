@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -13,18 +12,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.contents import header_of, read_contents
 from hpcstrat.checkpoint.disk import PASSING
-from hpcstrat.checkpoint.layout import (
-    FORMAT,
-    FORMAT_VERSION,
-    METRICS,
-    Entry,
-    Header,
-    saved_dtype,
-)
+from hpcstrat.checkpoint.layout import Header, saved_dtype
+from hpcstrat.checkpoint.other_files import NoCheckpointError, other_file
 from hpcstrat.checkpoint.plan import Extent
 from hpcstrat.checkpoint.record import Vouched, has_record, read_vouched
+from hpcstrat.checkpoint.structure import place_of
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -76,8 +70,7 @@ class CheckpointFile:
     vouched : Vouched or None
         What the data are checked with; None for format version 1, which has no hashes.
     extents : dict of str to Extent
-        Where the values are, by path; none for those without bytes, nor for format
-        version 1.
+        Where the values are, by path; none for those without bytes.
     """
 
     path: str
@@ -113,8 +106,8 @@ def open_checkpoint(path: str) -> CheckpointFile:
     with _readable(path):
         vouched = _vouched(path)
         with h5py.File(path, "r", locking=False) as file:
-            found = CheckpointFile(path, _header(file, vouched), vouched)
-            _add_values(file, found)
+            found = CheckpointFile(path, header_of(file, vouched), vouched)
+            found.extents = read_contents(file, found.header, vouched)
     return found
 
 
@@ -172,7 +165,7 @@ def read_root(path: str) -> Header:
     with _readable(path):
         vouched = _vouched(path)
         with h5py.File(path, "r", locking=False) as file:
-            return _header(file, vouched)
+            return header_of(file, vouched)
 
 
 def check(path: str) -> None:
@@ -212,6 +205,12 @@ def _readable(path: str) -> Iterator[None]:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error
+        other = other_file(path)
+        if other:
+            raise NoCheckpointError(
+                f"expected a checkpoint, found {other} at {path}; give a file that "
+                "CheckpointManager has written"
+            ) from error
         advice = "restore an older one, or remove it"
         if isinstance(error, PermissionError):
             advice = "change its permissions, or restore an older one"
@@ -234,93 +233,6 @@ def _vouched(path: str) -> Vouched | None:
         return read_vouched(file, path) if has_record(file) else None
     finally:
         os.close(file)
-
-
-def _header(file: h5py.File, vouched: Vouched | None) -> Header:
-    kind = _text(file.attrs.get("hpcstrat_format", b""))
-    if kind != FORMAT:
-        raise ValueError(f"its format is {kind!r}")
-    version = int(file.attrs["hpcstrat_format_version"])
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"expected a checkpoint of format version {FORMAT_VERSION} or lower, found "
-            f"version {version} in {file.filename}; use a newer hpcstrat"
-        )
-    if vouched is None and (version > 1 or "hpcstrat" in file):
-        raise ValueError("it has no commit record")
-    header = Header(int(file.attrs["step"]), int(file.attrs["num_replicas"]))
-    if vouched is not None and header.step != vouched.step:
-        raise ValueError("its commit record is of another step")
-    header.created_unix_ns = int(file.attrs.get("created_unix_ns", 0))
-    if METRICS in file:
-        metrics = file[METRICS].attrs.items()
-        header.metrics = {name: float(value) for name, value in metrics}
-    return header
-
-
-def _add_values(file: h5py.File, found: CheckpointFile) -> None:
-    """Read all attributes, the state of generators and plain state."""
-    header = found.header
-
-    def visit(name: str, item: Any) -> None:
-        if not isinstance(item, h5py.Dataset):
-            return
-        if "aggregation" in item.attrs:
-            header.entries[name] = _entry(name, item)
-        if found.vouched is not None and item.nbytes:
-            extent = Extent(name, item.id.get_offset(), item.nbytes)
-            found.extents[name] = extent
-
-    file.visititems(visit)
-    for name, group in file.get("iterators", {}).items():
-        header.iterators[name] = {k: int(v) for k, v in group.attrs.items()}
-    rng, python = dict(file.get("rng", {})), dict(file.get("python", {}))
-    if found.vouched is None:
-        _read_states(header, rng, python, lambda dataset: dataset[...].tobytes())
-    elif rng or python:
-        with Blocks(found.path, found.vouched, False) as blocks:
-
-            def read(dataset: h5py.Dataset) -> bytes:
-                extent = found.extents[dataset.name.lstrip("/")]
-                return blocks.part(extent.offset, extent.stop)
-
-            _read_states(header, rng, python, read)
-
-
-def _read_states(header: Header, rng: Any, python: Any, read: Any) -> None:
-    for name, group in rng.items():
-        attributes = group.attrs
-        header.iterators[name] = {
-            "bit_generator": _text(attributes["bit_generator"]),
-            "root_entropy": int(attributes["root_entropy"]),
-            "generation": int(attributes["generation"]),
-            "state": _words(group["state"], read),
-            "shared": _words(group["shared"], read),
-        }
-    for name, dataset in python.items():
-        header.python[name] = json.loads(read(dataset))
-
-
-def _words(dataset: h5py.Dataset, read: Any) -> Array:
-    words = np.frombuffer(read(dataset), "<u8").astype(np.uint64)
-    return words.reshape(dataset.shape)
-
-
-def _entry(name: str, dataset: h5py.Dataset) -> Entry:
-    attributes = dataset.attrs
-    return Entry(
-        name,
-        tuple(dataset.shape),
-        _text(attributes["dtype"]),
-        _text(attributes["synchronization"]),
-        _text(attributes["aggregation"]),
-        bool(attributes["trainable"]),
-        "replica_axis" in attributes,
-    )
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
@@ -347,9 +259,11 @@ def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]
     """
     values = {}
     try:
+        nbytes = os.path.getsize(path)
         with h5py.File(path, "r", locking=False) as file:
             for name, dtype in wanted.items():
                 dataset = file[name]
+                place_of(dataset, 0, nbytes)
                 value = np.empty(dataset.shape, saved_dtype(dtype))
                 if value.size:
                     dataset.read_direct(value)

@@ -12,8 +12,14 @@ import struct
 from dataclasses import dataclass
 
 from hpcstrat.checkpoint.disk import read_exactly
-from hpcstrat.checkpoint.hashing import ROOT_BYTES, block_hash, hashes_from, root_hash
-from hpcstrat.checkpoint.plan import PAGE_BYTES, RECORD_BYTES, Plan
+from hpcstrat.checkpoint.hashing import (
+    ROOT_BYTES,
+    block_hash,
+    hashes_from,
+    root_hash,
+    root_hasher,
+)
+from hpcstrat.checkpoint.plan import PAGE_BYTES, RECORD_BYTES, Plan, is_block_size
 from hpcstrat.errors import CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -25,6 +31,9 @@ _VERSION = 1
 # of blocks, hash of the prefix.
 _FIELDS = struct.Struct(f"<16s8Q{ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
+_PART_BYTES = 16 << 20
+_MOST_STRUCTURE_BYTES = 1 << 33
+_MORE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -142,18 +151,29 @@ def read_vouched(file: int, path: str) -> Vouched:
     sound = (
         version == _VERSION
         and 0 < plan.table_start <= plan.data_start <= plan.data_end
-        and plan.block_bytes > 0
-        and plan.block_bytes % PAGE_BYTES == plan.data_start % PAGE_BYTES == 0
+        and is_block_size(plan.block_bytes)
+        and plan.data_start % PAGE_BYTES == 0
         and plan.num_blocks == num_blocks
         and 8 * num_blocks <= plan.data_start - plan.table_start
+        # More is never written, and would take long to read.
+        and plan.table_start <= _MOST_STRUCTURE_BYTES
+        and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
-    if not sound or plan.size != size:
+    if not sound:
+        raise _damaged(path, "numbers that do not fit each other in its commit record")
+    if plan.size != size:
         raise _damaged(path, f"{size} bytes where its commit record says {plan.size}")
-    prefix = read_exactly(file, 0, plan.data_start)
-    if root_hash(prefix) != root:
+    hasher, table = root_hasher(), bytearray()
+    for start in range(0, plan.data_start, _PART_BYTES):
+        part = read_exactly(file, start, min(_PART_BYTES, plan.data_start - start))
+        hasher.update(part)
+        table += memoryview(part)[max(plan.table_start - start, 0) :]
+        del table[8 * num_blocks :]
+    if hasher.digest() != root:
         raise _damaged(path, "names, types or hashes that are not as they were written")
-    table = memoryview(prefix)[plan.table_start :]
-    return Vouched(step, num_replicas, plan, hashes_from(table, num_blocks), root)
+    return Vouched(
+        step, num_replicas, plan, hashes_from(bytes(table), num_blocks), root
+    )
 
 
 def _damaged(path: str, found: str) -> CorruptCheckpointError:

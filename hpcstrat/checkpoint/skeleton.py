@@ -7,7 +7,6 @@ save changes a few integers in a copy of what HDF5 wrote, which is called the pr
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import tempfile
@@ -27,12 +26,14 @@ from hpcstrat.checkpoint.layout import (
     FORMAT_VERSION,
     METRICS,
     TABLE,
+    UNTYPED_VERSION,
     Header,
     named_dtype,
     saved_dtype,
     section_of,
 )
 from hpcstrat.checkpoint.maker import Maker
+from hpcstrat.checkpoint.plain_state import MOST_STATE_BYTES, is_typed
 from hpcstrat.checkpoint.plan import (
     PAGE_BYTES,
     RECORD_BYTES,
@@ -56,7 +57,7 @@ _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state as JSON, with blanks behind it for what may come to it.
+    """Return plain state with blanks behind it for what may come to it.
 
     Not collective.
 
@@ -69,12 +70,24 @@ def packed_python(header: Header) -> dict[str, bytes]:
     -------
     dict of str to bytes
         By name; each as long as a power of two, so that most saves need as much.
+
+    Raises
+    ------
+    CheckpointError
+        If it is more than readers take.
     """
     packed = {}
-    for name, state in header.python.items():
-        text = json.dumps(state).encode()
+    for name, text in header.python.items():
         size = max(_LEAST_TEXT_BYTES, 1 << (len(text) - 1).bit_length())
         packed[name] = text.ljust(size)
+    total = sum(map(len, packed.values()))
+    if total > MOST_STATE_BYTES:
+        largest = max(packed, key=lambda name: len(packed[name]))
+        raise CheckpointError(
+            f"expected plain state of at most {MOST_STATE_BYTES >> 20} MiB, found "
+            f"{total >> 20} MiB, most of it from {largest!r}; keep large values in "
+            "Variables"
+        )
     return packed
 
 
@@ -229,7 +242,13 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
-    return header.num_replicas, _job(), entries, rows, states, sizes, metrics
+    about = header.num_replicas, _job(), _version(python)
+    return about, entries, rows, states, sizes, metrics
+
+
+def _version(python: Mapping[str, bytes]) -> int:
+    """Return the lowest format version that has what is saved."""
+    return FORMAT_VERSION if any(map(is_typed, python.values())) else UNTYPED_VERSION
 
 
 def _kind(value: Any) -> Any:
@@ -306,7 +325,7 @@ def _make(
             data_start = (table_start or 0) + 8 * words
             places = table_start or 0, data_start, data_end or 0, block_bytes
             plan = Plan(*places, tuple(extents))
-            _describe(maker, header, plan)
+            _describe(maker, header, plan, _version(python))
         finally:
             maker.close()
         _check(plan, words, os.fstat(scratch.fileno()).st_size)
@@ -335,12 +354,12 @@ def _check(plan: Plan, words: int, size: int) -> None:
         )
 
 
-def _describe(maker: Maker, header: Header, plan: Plan) -> None:
+def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
     """Write all attributes; those that change from save to save are zero."""
     number = np.int64
     root = {
         "hpcstrat_format": FORMAT,
-        "hpcstrat_format_version": number(FORMAT_VERSION),
+        "hpcstrat_format_version": number(version),
         "hpcstrat_version": hpcstrat.__version__,
         "step": number(0),
         "num_replicas": number(header.num_replicas),

@@ -19,6 +19,7 @@ from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.export import export_values
 from hpcstrat.checkpoint.image import Image
 from hpcstrat.checkpoint.layout import Entry, Header, list_checkpoints, named_dtype
+from hpcstrat.checkpoint.other_files import NoCheckpointError
 from hpcstrat.checkpoint.reader import open_checkpoint, read_header, read_values
 from hpcstrat.cli.ckpt_bench import bench
 from hpcstrat.cli.ckpt_progress import progress
@@ -168,6 +169,8 @@ def _verdict(file: str) -> tuple[bool, str]:
     """Return whether a file is good, and what to say of it."""
     try:
         count = _verify(file)
+    except NoCheckpointError as error:
+        return False, f"no checkpoint: {_line(error)}"
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {_line(error)}"
     except CheckpointError as error:

@@ -18,10 +18,15 @@ from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan
 from hpcstrat.checkpoint.reader import CheckpointFile, open_checkpoint
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from tests.faults import fuzzing
+from tests.faults import forging, fuzzing
 
 _SECTOR_BYTES = 512
 KINDS = ("damaged", "forged", "record", "version_1")
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(Path(fuzzing.__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _fuzz(kind: str, count: int, folder: Path) -> None:
@@ -30,14 +35,12 @@ def _fuzz(kind: str, count: int, folder: Path) -> None:
     first = 0
     while first < count and len(wrong) < 20:
         words = [sys.executable, fuzzing.__file__, kind, str(first), str(count - first)]
-        paths = [str(Path(fuzzing.__file__).parents[2]), os.environ.get("PYTHONPATH")]
-        path = os.pathsep.join(filter(None, paths))
         done = subprocess.run(
             [*words, str(folder)],
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "PYTHONPATH": path},
+            env=_environment(),
         )
         *lines, last = done.stdout.splitlines() or [""]
         if done.returncode == 0 and last.startswith("done"):
@@ -63,6 +66,20 @@ def test_damaged_structures_are_refused_or_come_back_equal(
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_damaged_structures(kind: str, tmp_path: Path) -> None:
     _fuzz(kind, 10_000, tmp_path)
+
+
+def test_forged_files_take_neither_memory_nor_time_and_lead_nowhere(
+    tmp_path: Path,
+) -> None:
+    """The older checkpoint is restored."""
+    words = [sys.executable, forging.__file__, str(tmp_path)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=_environment()
+    )
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert wrong == []
+    end = done.stdout[-500:] + done.stderr[-2000:]
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), end
 
 
 SMALL = {"w": np.arange(5.0), "flag": True, "half": np.ones(3, np.float16)}
@@ -198,11 +215,11 @@ def test_old_and_misplaced_parts_are_found_by_restore_and_verify(
 def test_file_of_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
     path = Path(hs.CheckpointManager(tmp_path, **_objects()).save(1))
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        file.attrs["hpcstrat_format_version"] = np.int64(3)
+        file.attrs["hpcstrat_format_version"] = np.int64(4)
     content = bytearray(path.read_bytes())
     fuzzing.seal(content, root=True)
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="found version 3") as caught:
+    with pytest.raises(CheckpointError, match="found version 4") as caught:
         open_checkpoint(str(path))
     assert not isinstance(caught.value, CorruptCheckpointError)
     assert "use a newer hpcstrat" in str(caught.value)

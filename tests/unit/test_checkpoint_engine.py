@@ -24,6 +24,7 @@ from hpcstrat.checkpoint import disk, folder, rows, under_way, writing
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
 from hpcstrat.checkpoint.layout import Entry, Header
+from hpcstrat.checkpoint.plain_state import as_text
 from hpcstrat.checkpoint.plan import (
     PAGE_BYTES,
     Extent,
@@ -54,7 +55,7 @@ def _header(num_datasets: int, large: int) -> Header:
         "root_entropy": 5,
         "state": np.arange(36, dtype=np.uint64).reshape(3, 12),
     }
-    header.python["state"] = {"number": 1}
+    header.python["state"] = as_text("state", {"number": 1})
     return header
 
 
@@ -89,7 +90,7 @@ def test_hdf5_keeps_its_structures_away_from_the_data(
         assert table.attrs["data_start"] == plan.data_start
         assert table.size >= plan.num_blocks
     assert made.fits(header, python)
-    header.python["state"] = {"text": "x" * 999}
+    header.python["state"] = as_text("state", {"text": "x" * 999})
     assert not made.fits(header, packed_python(header))
     made.close()
 

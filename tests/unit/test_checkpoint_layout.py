@@ -320,13 +320,13 @@ def test_newer_format_is_refused_with_its_version(
 ) -> None:
     manager = hs.CheckpointManager(tmp_path, x=hs.Variable(1.0))
     with monkeypatch.context() as patch:
-        patch.setattr(skeleton, "FORMAT_VERSION", 3)
+        patch.setattr(skeleton, "UNTYPED_VERSION", 4)
         path = manager.save(1)
-    with pytest.raises(hs.CheckpointError, match="version 3") as caught:
+    with pytest.raises(hs.CheckpointError, match="version 4") as caught:
         read_header(path)
     # It is no damaged file: it is not passed over, and not removed.
     assert not isinstance(caught.value, hs.errors.CorruptCheckpointError)
-    with pytest.raises(hs.CheckpointError, match="version 3"):
+    with pytest.raises(hs.CheckpointError, match="version 4"):
         manager.restore()
 
 
@@ -334,7 +334,7 @@ def test_another_hdf5_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / checkpoint_name(1)
     with h5py.File(path, "w") as file:
         file["variables/weights"] = np.zeros(3)
-    with pytest.raises(hs.errors.CorruptCheckpointError, match="format"):
+    with pytest.raises(hs.errors.CorruptCheckpointError, match="of another program"):
         read_header(str(path))
 
 

@@ -406,7 +406,7 @@ def test_file_of_a_newer_library_does_not_count_and_stays(
 ) -> None:
     x = hs.Variable(1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(skeleton, "FORMAT_VERSION", 3)
+        patch.setattr(skeleton, "UNTYPED_VERSION", 4)
         hs.CheckpointManager(tmp_path, x=x).save(1)
     manager = hs.CheckpointManager(tmp_path, max_to_keep=1, x=x)
     manager.save(2)
@@ -415,7 +415,7 @@ def test_file_of_a_newer_library_does_not_count_and_stays(
     manager.save(4, metrics={"loss": 1.0})
     found = best_path(str(tmp_path), hs.KeepBest("loss"))
     assert found == manager.checkpoints[-1]
-    assert "found version 3" in caplog.text
+    assert "found version 4" in caplog.text
 
 
 def test_nothing_is_removed_before_the_new_one_is_there(

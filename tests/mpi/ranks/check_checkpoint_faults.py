@@ -23,7 +23,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint import commit, image, saving, writing
 from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (
     Counter,
@@ -352,18 +352,27 @@ def test_thread_that_cannot_start_is_an_error_everywhere(
         assert manager.restore() == 2
 
 
-def test_state_that_is_no_json_is_an_error_everywhere(
-    strategy: Any, folder: Path
+def test_state_that_would_change_is_an_error_everywhere(
+    strategy: Any, folder: Path, job: Any
 ) -> None:
     with strategy.scope():
         x = hs.Variable(1.0)
     counter = Counter()
-    counter.state = {"array": np.zeros(3)}
     manager = hs.CheckpointManager(folder, x=x, counter=counter)
-    with pytest.raises(ValueError, match="JSON"):
-        manager.save(1)
-    counter.state = {"number": 1}
+    words = r"ndarray at state_dict\(\)\['array'\]"
+    last = job.size - 1
+    for guilty in (range(job.size), [last]):
+        bad = job.rank in guilty
+        counter.state = {"array": np.zeros(3)} if bad else {"number": 1}
+        error = ValueError if bad else ReplicaError
+        with pytest.raises(error, match=words):
+            manager.save(1)
+        assert manager.checkpoints == []
+    counter.state = {1: "one", "1": ("a", b"b"), "best": np.float32(0.1)}
     manager.save(1)
+    state, counter.state = counter.state, {}
+    manager.restore()
+    assert repr(counter.state) == repr(state)
 
 
 def test_abandoned_files_of_dead_processes_are_removed(

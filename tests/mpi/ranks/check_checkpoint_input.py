@@ -30,7 +30,7 @@ def _text(path: Path) -> None:
 
 def _newer(path: Path) -> None:
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        file.attrs["hpcstrat_format_version"] = np.int64(3)
+        file.attrs["hpcstrat_format_version"] = np.int64(4)
     content = bytearray(path.read_bytes())
     seal(content, root=True)
     path.write_bytes(content)
@@ -65,9 +65,9 @@ def _empty(path: Path) -> None:
 
 # What a user is told: what was found, and what to do.
 BAD = (
-    (_text, "found a file that cannot be read:.*; restore an older one, or remove"),
-    (_newer, "version 2 or lower, found version 3.*; use a newer hpcstrat"),
-    (_foreign, "cannot be read: its format is ''; restore an older one, or remove"),
+    (_text, "checkpoint, found a text file at .*; give a file that Checkpoint"),
+    (_newer, "version 3 or lower, found version 4.*; use a newer hpcstrat"),
+    (_foreign, "an HDF5 file of another program, which holds weights at .*; give a"),
     (_forbidden, "cannot be read:.*Permission denied.*; change its permissions, or"),
     (_missing, "found no such file; check the path, or leave it out"),
     (_folder, "cannot be read: it is a folder; restore an older one, or remove"),

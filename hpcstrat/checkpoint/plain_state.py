@@ -1,0 +1,244 @@
+"""Plain state of a program as JSON that keeps the types of its values.
+
+What JSON has itself is written as it is. Every other value is an object with one key,
+which begins with ``$``; ``docs/checkpoint-format.md`` lists them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
+
+MOST_STATE_BYTES = 256 << 20
+"""Of all objects together; as many readers take."""
+
+# Of JSON itself each level takes up to three, and readers have a limit of about 1000.
+_MOST_DEPTH = 100
+# Python refuses to read decimal numbers of more than 640 digits, if it is told to.
+_MOST_INT = 1 << 2048
+_MOST_SHOWN = 8
+_UNCHANGED = frozenset({type(None), bool, float})
+_PAIRS: dict[type, str] = {
+    dict: "$dict",
+    OrderedDict: "$OrderedDict",
+    Counter: "$Counter",
+}
+_ITEMS: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_OTHERS: dict[type, Callable[[Any], Any]] = {
+    int: hex,
+    str: lambda value: value.encode("utf-8", "surrogatepass").hex(),
+    bytes: lambda value: base64.b64encode(value).decode(),
+    bytearray: lambda value: base64.b64encode(value).decode(),
+    complex: lambda value: [value.real, value.imag],
+}
+# NumPy's, by the name of their type; longdouble is another one on each machine.
+_SCALARS: dict[str, type] = {
+    np.dtype(kind).name: np.dtype(kind).type for kind in "?bhilBHILefdFD"
+}
+
+
+class _UnkeptError(Exception):
+    """A value that would come back as another one, and where it is."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(found)
+        self.found, self.advice = found, advice
+        self.place: list[str] = []
+
+
+def as_text(name: str, state: Any) -> bytes:
+    """Return the state of an object as JSON; ValueError where it would not come back.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        The object's, for messages.
+    state : object
+        What its ``state_dict`` returned; not modified.
+
+    Returns
+    -------
+    bytes
+        ASCII.
+    """
+    try:
+        return json.dumps(_plain(state, 0)).encode()
+    except _UnkeptError as error:
+        place = "".join(error.place[: -_MOST_SHOWN - 1 : -1])
+        place += "..." * (len(error.place) > _MOST_SHOWN)
+        raise ValueError(
+            f"expected plain state of {name!r}, which comes back as it was, found "
+            f"{error.found} at state_dict(){place}; {error.advice}"
+        ) from None
+
+
+def is_typed(text: bytes) -> bool:
+    """Whether a text has more types than JSON itself.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : bytes
+        From `as_text`.
+
+    Returns
+    -------
+    bool
+        As `from_text` wants to know.
+    """
+    # Within strings the quotation mark would have a backslash in front.
+    return b'{"$' in text
+
+
+def from_text(text: bytes, *, typed: bool) -> Any:
+    """Return the state that a text holds; whatever is wrong with it raises.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : bytes
+        JSON.
+    typed : bool
+        Whether it may have more types than JSON itself, as of format version 3.
+
+    Returns
+    -------
+    object
+        Equal to what was saved, in type and value.
+    """
+    return json.loads(text, object_hook=_built if typed else None)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return what JSON has in place of a value."""
+    kind = type(value)
+    if kind in _UNCHANGED or (kind is int and -_MOST_INT < value < _MOST_INT):
+        return value
+    if kind is str and _is_text(value):
+        return value
+    if depth > _MOST_DEPTH:
+        raise _UnkeptError(
+            f"lists and dicts in one another more than {_MOST_DEPTH} deep",
+            "flatten them",
+        )
+    if kind is list:
+        return _plain_items(value, depth)
+    if kind in _PAIRS:
+        return _plain_pairs(value, kind, depth)
+    if kind in _ITEMS:
+        return {_ITEMS[kind]: _plain_items(value, depth)}
+    if kind in _OTHERS:
+        return {f"${kind.__name__}": _OTHERS[kind](value)}
+    return _plain_scalar(value)
+
+
+def _plain_items(values: Collection[Any], depth: int) -> list[Any]:
+    if isinstance(values, list) and _is_uniform(values):
+        return values
+    found = []
+    for index, value in enumerate(values):
+        try:
+            found.append(_plain(value, depth + 1))
+        except _UnkeptError as error:
+            unordered = isinstance(values, (set, frozenset))
+            error.place.append(" in a set" if unordered else f"[{index}]")
+            raise
+    return found
+
+
+def _is_uniform(values: list[Any]) -> bool:
+    """Whether a list, which may be long, holds nothing but numbers as they are."""
+    kinds = set(map(type, values))
+    if kinds <= _UNCHANGED:
+        return True
+    return kinds == {int} and -_MOST_INT < min(values) <= max(values) < _MOST_INT
+
+
+def _plain_pairs(values: Mapping[Any, Any], kind: type, depth: int) -> Any:
+    found = []
+    for key, value in values.items():
+        try:
+            found.append([_plain(key, depth + 1), _plain(value, depth + 1)])
+        except _UnkeptError as error:
+            error.place.append(f"[{key!r}]")
+            raise
+    if kind is dict and all(type(key) is str and key[:1] != "$" for key, _ in found):
+        return dict(found)
+    return {_PAIRS[kind]: found}
+
+
+def _plain_scalar(value: Any) -> Any:
+    """Return what stands for a scalar of NumPy, or refuse the value."""
+    kind = type(value)
+    name = value.dtype.name if isinstance(value, np.generic) else ""
+    if _SCALARS.get(name) is kind:
+        number = value.item()
+        parts = [number.real, number.imag] if isinstance(number, complex) else number
+        return {"$numpy": [name, parts]}
+    found = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    advice = "return numbers, text, bytes, None, and lists, tuples, sets and dicts"
+    bases = (int, float, complex, str, bytes, list, tuple, set, dict)
+    base = next((base for base in bases if isinstance(value, base)), None)
+    if base is not None:
+        # It would come back as that, without what its class adds.
+        name = base.__name__
+        advice = f"turn it into {name} in state_dict, and back in load_state_dict"
+    elif hasattr(value, "__array__") and not isinstance(value, np.generic):
+        advice = "keep arrays and tensors in Variables, and give these to the manager"
+    raise _UnkeptError(f"a value of type {found}", advice)
+
+
+def _is_text(value: str) -> bool:
+    """Whether JSON keeps a text: it takes two halves of a character for the whole."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _built(found: dict[str, Any]) -> Any:
+    """Return the value that a JSON object stands for."""
+    if len(found) != 1:
+        return found
+    ((kind, content),) = found.items()
+    if not kind.startswith("$"):
+        return found
+    return _BUILDERS[kind](content)
+
+
+def _pairs(make: Callable[[Iterable[tuple[Any, Any]]], Any]) -> Callable[[Any], Any]:
+    return lambda content: make((key, value) for key, value in content)
+
+
+def _number(content: Any) -> Any:
+    name, value = content
+    kind = _SCALARS[name]
+    return kind(complex(*value) if isinstance(value, list) else value)
+
+
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
+    "$str": lambda content: bytes.fromhex(content).decode("utf-8", "surrogatepass"),
+    "$bytes": base64.b64decode,
+    "$bytearray": lambda content: bytearray(base64.b64decode(content)),
+    "$complex": lambda content: complex(*content),
+    "$numpy": _number,
+    "$dict": _pairs(dict),
+    "$OrderedDict": _pairs(OrderedDict),
+    "$Counter": _pairs(lambda pairs: Counter(dict(pairs))),
+    **{tag: kind for kind, tag in _ITEMS.items()},
+}
