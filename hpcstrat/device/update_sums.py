@@ -69,7 +69,7 @@ class Norm:
         lanes, kind, start = self._sums[0], self._spans[0].kind, 0
         for part, arrays, mean in zip(self._spans, gradients, means, strict=True):
             part.launch(
-                *("squares", arrays, part.number(mean)),
+                *("squares", arrays, part.factor(mean)),
                 *(lanes[start:], np.int32(self._chunks)),
             )
             start += part.chunks

@@ -7,7 +7,8 @@
 //
 // Each operation rounds to the type of the arrays, in the order in which NumPy does it
 // on the host, and is compiled without fused multiply-add, so that the bits are the
-// same. Half types are computed in float, as NumPy and ml_dtypes do.
+// same. Half types are computed in float, as NumPy and ml_dtypes do; what combined
+// gradients are scaled by is not rounded to a half type, in which it could be 0.
 //
 // `update_kernels.py` compiles this for each TYPE apart, behind singles.cu, and gives it
 // CHUNK, LANES and PARTS.
@@ -160,7 +161,7 @@ __device__ Piece piece_of(const Spans &all, int chunk) {
 template <typename Rule>
 __device__ void update(const Spans &all, real mean, const double *factor,
                        const Rule &rule) {
-    const real clip = factor ? K::round((real)*factor) : (real)1;
+    const real clip = factor ? (real)*factor : (real)1;
     for (int chunk = blockIdx.x; chunk < all.chunks; chunk += gridDim.x) {
         const Piece piece = piece_of(all, chunk);
         const int count = (int)(piece.stop - piece.start), step = blockDim.x;
@@ -324,7 +325,7 @@ extern "C" __global__ void clear(SPANS) {
 }
 
 extern "C" __global__ void scale(SPANS, real mean, const double *factor) {
-    const real clip = factor ? K::round((real)*factor) : (real)1;
+    const real clip = factor ? (real)*factor : (real)1;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const Piece piece = piece_of(ALL, chunk);
         for (long long i = piece.start + threadIdx.x; i < piece.stop; i += blockDim.x) {
@@ -369,7 +370,7 @@ extern "C" __global__ void lamb_direction(SPANS, real mean, const double *factor
                                           real decay, double *values,
                                           double *directions) {
     const Adam adam = MAKE_ADAM;
-    const real clip = factor ? K::round((real)*factor) : (real)1;
+    const real clip = factor ? (real)*factor : (real)1;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const Piece piece = piece_of(ALL, chunk);
         for (int lane = threadIdx.x; lane < LANES; lane += blockDim.x) {

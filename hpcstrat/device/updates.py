@@ -145,6 +145,10 @@ class Spans:
         """
         return self._real(self.dtype.type(value))
 
+    def factor(self, value: float) -> Any:
+        """Return what gradients are multiplied by, not rounded to a half type."""
+        return self._real(value)
+
     def launch(self, name: str, gradients: Sequence[Any], *arguments: Any) -> None:
         """Launch a kernel.
 
@@ -216,7 +220,7 @@ class Spans:
 
     def _scaled(self, scaling: Scaling) -> tuple[Any, Any]:
         clip = scaling.clip
-        return self.number(scaling.mean), np.uint64(0) if clip is None else clip
+        return self.factor(scaling.mean), np.uint64(0) if clip is None else clip
 
     def lamb(
         self,

@@ -242,13 +242,22 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
     Parameters
     ----------
     arrays : iterable of ndarray
-        Floating.
+        Floating; those of half types are multiplied in float32.
     factor : float
         By what.
     """
-    if factor != 1:
+    if factor == 1:
+        return
+    with np.errstate(all="ignore"):
         for array in arrays:
-            np.multiply(array, array.dtype.type(factor), out=array)
+            if not is_half(array.dtype):
+                np.multiply(array, array.dtype.type(factor), out=array)
+            elif is_device(array):
+                array[...] = array.astype(np.float32) * np.float32(factor)
+            else:
+                # A half type would round a small factor to 0.
+                factors = np.float32(factor)
+                np.multiply(array, factors, out=array, casting="unsafe")
 
 
 def require_names(variables: Iterable[Variable]) -> None:

@@ -165,6 +165,32 @@ def test_extreme_numbers_round_as_on_the_host(rule: str, dtype: str) -> None:
         assert (first[~nan] == second[~nan]).all(), name
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in WITH_NORMS])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_global_norm": 1e-3},
+        {"clip_global_norm": 0.7, "accumulate_steps": 3, "aggregation": "mean"},
+    ],
+    ids=str,
+)
+def test_factors_of_half_types_are_those_of_the_host(rule: str, options: Any) -> None:
+    # In the range of `drawn` sums of squares are exact, in whatever order.
+    rng = np.random.default_rng(5)
+    shapes = (9000,), (3, 5)
+    twins = Twins(RULES[rule], [drawn(rng, each, "e") for each in shapes], **options)
+    large = np.float16(1 << 13 if "accumulate_steps" in options else 1 << 14)
+    for _ in range(3):
+        before = [variable.numpy() for variable in twins.host]
+        gradients = [drawn(rng, each, "e") * large for each in shapes]
+        for _ in range(options.get("accumulate_steps", 1)):
+            twins.step(gradients)
+    twins.check()
+    if "accumulate_steps" in options:
+        pairs = zip(before, twins.host, strict=True)
+        assert all((old != new.numpy()).any() for old, new in pairs)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_kernels_of_bfloat16_round_as_ml_dtypes(rule: str) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)

@@ -129,6 +129,24 @@ def test_lost_part_of_a_sum_is_named_unless_a_partner_has_it(
 
 
 @ulfm
+def test_no_gradient_that_was_accumulated_is_lost() -> None:
+    rest = {"accumulate_steps": 3}
+    whole = undisturbed(rest)
+    cases = [
+        (3, {"kills": [_kill(1, "reduce", 4)]}),
+        (3, {"kills": [_kill(0, "commit", 5), _kill(2, "between", 7)]}),
+        (4, {"kills": [_kill(2, "between", 5)], "run": {"spare_ranks": 1}}),
+    ]
+    for _, options in cases:
+        options["run"] = {**options.get("run", {}), "partner_copies": True}
+        options.update(rest)
+    trials = _trials(cases)
+    for trial in trials:
+        judge(trial, whole)
+    _fail_for(trials)
+
+
+@ulfm
 def test_several_losses(expected: dict[str, Any]) -> None:
     first = _kill(1, "reduce", 5)
     spares = {"spare_ranks": 2, "partner_copies": True}

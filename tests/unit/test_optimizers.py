@@ -170,6 +170,20 @@ def test_norms_do_not_overflow_narrow_types() -> None:
     np.testing.assert_allclose(array, 0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_factors_of_half_types_are_not_rounded_to_nothing(name: str) -> None:
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
+    array = np.array([60000.0, 0.0, -30000.0], dtype)
+    norm = float(np.hypot(60000, 30000))
+    assert clip_to_norm([array], 1e-3) == pytest.approx(norm, rel=1e-2)
+    wanted = 1e-3 * np.array([2, 0, -1]) / np.sqrt(5)
+    np.testing.assert_allclose(array.astype(float), wanted, rtol=1e-2)
+    variable = hs.Variable(np.zeros(2, np.float16))
+    optimizer = optimizers.SGD(1.0, clip_global_norm=0.01)
+    optimizer.apply_gradients([(np.array([60000, 0], np.float16), variable)])
+    np.testing.assert_allclose(variable, [-0.01, 0], rtol=1e-3)
+
+
 def test_rows_that_come_several_times_are_added() -> None:
     rows = hs.IndexedSlices(np.arange(8.0).reshape(4, 2), [5, 0, 5, 2], (6, 2))
     merged = merged_rows(rows)

@@ -96,7 +96,8 @@ def make_train(folder: Path, options: dict[str, Any], kills: Kills) -> Any:
             mean = hs.Variable(
                 0.0, aggregation="mean", synchronization="on_read", name="mean"
             )
-            optimizer = hs.optimizers.SGD(0.01, momentum=0.9)
+            steps = options.get("accumulate_steps", 1)
+            optimizer = hs.optimizers.SGD(0.01, 0.9, accumulate_steps=steps)
         rows = np.arange(ROWS * WIDTH, dtype=np.float64).reshape(ROWS, WIDTH)
         rows = DyingArray(rows, kills)
         noise = strategy.random("noise", seed=5)

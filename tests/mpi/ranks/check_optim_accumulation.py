@@ -7,6 +7,7 @@ out here; that they die is tested in `test_elastic.py`.
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import hpcstrat as hs
 from hpcstrat import optimizers
 from tests.mpi.ranks.check_reductions import outcome
 
+DATA = Path(__file__).parents[2] / "unit" / "data"
 CALLS = 7
 MOST = 4
 
@@ -174,6 +176,17 @@ def test_sums_go_on_on_any_number_of_replicas(
         before, after, split = cases[number]
         parts = [(before, split), (after, CALLS)]
         _interrupted(job, among, folder / f"{number}", plan, parts)
+
+
+def test_sums_of_an_older_version_go_on(strategy: Any, job: Any, folder: Path) -> None:
+    # Saved by two replicas, before what shares them out was told of that number.
+    if job.rank == 0:
+        shutil.copyfile(DATA / "accumulating.h5", folder / "ckpt-0000000002.h5")
+    job.Barrier()
+    program = Program(Plan(1, 3, "mean", "zeros"), strategy)
+    assert hs.CheckpointManager(folder, **program.objects).restore() == 2
+    program.train(range(2, CALLS))
+    program.check([2, 2, *[job.size] * (CALLS - 2)])
 
 
 @pytest.mark.parametrize("plan", _plans(4), ids=lambda plan: f"{plan.seed}")
