@@ -13,6 +13,9 @@ from hpcstrat.typing import Array, ArrayLike
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
+# An error for a number out of range, as np.seterr can ask for, would take one replica
+# out: so the library's own arithmetic is quiet, here and elsewhere.
+@np.errstate(all="ignore")
 def compute_average_loss(
     per_example_loss: ArrayLike,
     sample_weight: ArrayLike | None = None,
@@ -79,6 +82,7 @@ def compute_average_loss(
     return as_array(mean).astype(losses.dtype, copy=False)
 
 
+@np.errstate(all="ignore")
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     """Return this replica's part of a loss that does not depend on the examples.
 

@@ -138,7 +138,20 @@ class Objects:
         return found
 
     def spellings(self, path: str) -> list[str]:
-        """Return the paths that a variable's value may have in a file."""
+        """Return the paths that a variable's value may have in a file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        path : str
+            Of today.
+
+        Returns
+        -------
+        list of str
+            As it is found first.
+        """
         owner = self.owner(path)
         if owner is None or not hasattr(owner[0], "checkpoint_spellings"):
             return [path]
@@ -148,7 +161,19 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Tell objects how many replicas had parts of what they now have."""
+        """Tell objects how many replicas had parts of what they now have.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_replicas : int
+            That number.
+        now : int
+            How many have restored it.
+        only : collection of str, optional
+            Names of the objects that were restored; default: all.
+        """
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and hasattr(thing, "checkpoint_restored"):

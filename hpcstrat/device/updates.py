@@ -146,7 +146,20 @@ class Spans:
         return self._real(self.dtype.type(value))
 
     def factor(self, value: float) -> Any:
-        """Return what gradients are multiplied by, not rounded to a half type."""
+        """Return a factor of gradients, not rounded to a half type, for a kernel.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : float
+            The factor.
+
+        Returns
+        -------
+        numpy.float32 or numpy.float64
+            What the kernels take.
+        """
         return self._real(value)
 
     def launch(self, name: str, gradients: Sequence[Any], *arguments: Any) -> None:

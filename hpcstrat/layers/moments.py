@@ -25,6 +25,7 @@ __all__ = [
 _BACKWARD = "sync_batch_moments_backward"
 
 
+@np.errstate(all="ignore")
 def sync_batch_moments(
     x: ArrayLike, axis: int = -1, *, name: str = "sync_batch_moments"
 ) -> tuple[Array, Array, int]:
@@ -95,6 +96,7 @@ def sync_batch_moments(
     return mean, variance, count if is_device(count) else round(float(count))
 
 
+@np.errstate(all="ignore")
 def sync_batch_moments_backward(
     x: ArrayLike,
     moments: tuple[Array, Array, int],

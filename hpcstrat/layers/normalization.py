@@ -113,6 +113,7 @@ class SyncBatchNormalization:
         """Gamma and beta, as far as there are any."""
         return [v for v in (self.gamma, self.beta) if v is not None]
 
+    @np.errstate(all="ignore")
     def forward(self, x: ArrayLike, training: bool = False) -> Array:
         """Normalize this replica's part of the batch.
 
@@ -169,6 +170,7 @@ class SyncBatchNormalization:
             scaled += self._spread(_beside(array, self.beta.component), array)
         return scaled.astype(dtype, copy=False)
 
+    @np.errstate(all="ignore")
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
         """Return the gradients of the latest `forward`, which is forgotten then.
 

@@ -43,6 +43,7 @@ class Sum(Metric):
     def __init__(self, name: str = "sum", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype, ("total",))
 
+    @np.errstate(all="ignore")
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:
@@ -71,6 +72,7 @@ class Sum(Metric):
             array = array * weights
         self._add(total=array.sum())
 
+    @np.errstate(all="ignore")
     def result_of(self, totals: Any) -> Any:
         """Return the total.
 
@@ -95,6 +97,7 @@ class _Average(Metric):
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
 
+    @np.errstate(all="ignore")
     def _average(self, array: Array, sample_weight: ArrayLike | None) -> None:
         count: Any = array.size
         if sample_weight is not None:
@@ -103,6 +106,7 @@ class _Average(Metric):
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
+    @np.errstate(all="ignore")
     def result_of(self, totals: Any) -> Any:
         """Return the quotient of total and count, 0 where the count is 0.
 
@@ -226,6 +230,7 @@ class MeanMetricWrapper(_Average):
         self._average(as_float64(self._fn(y_true, y_pred)), sample_weight)
 
 
+@np.errstate(all="ignore")
 def as_float64(value: ArrayLike) -> Array:
     """Return real numbers as float64.
 
@@ -256,6 +261,7 @@ def as_float64(value: ArrayLike) -> Array:
     return array.astype(np.float64, copy=False)
 
 
+@np.errstate(all="ignore")
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
     """Return the mean over dimensions, 0 where they are empty.
 

@@ -119,6 +119,7 @@ class Metric:
         self._settle()
         return dict(self._totals)
 
+    @np.errstate(all="ignore")
     def _settle(self) -> None:
         """Add to the totals what was kept on the GPU."""
         kept, self._on_device = self._on_device, {}
@@ -136,6 +137,7 @@ class Metric:
                 "runs"
             )
 
+    @np.errstate(all="ignore")
     def _add(self, **amounts: Any) -> None:
         for name, amount in amounts.items():
             total = self._totals[name]

@@ -75,6 +75,7 @@ class BinaryAccuracy(MeanMetricWrapper):
         super().__init__(self._matches, name, dtype)
         self.threshold = threshold
 
+    @np.errstate(all="ignore")
     def _matches(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
         true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
         return _over_columns(true == (predicted > self.threshold))
@@ -170,6 +171,7 @@ class RootMeanSquaredError(MeanMetricWrapper):
     ) -> None:
         super().__init__(_squared, name, dtype)
 
+    @np.errstate(all="ignore")
     def result_of(self, totals: Any) -> Any:
         """Return the root of the quotient of total and count, 0 where that is 0.
 
@@ -204,6 +206,7 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
     return true, predicted
 
 
+@np.errstate(all="ignore")
 def _over_columns(values: Array) -> Array:
     """Average each example over the last dimension, where there is one."""
     array = values.astype(np.float64, copy=False)
@@ -212,6 +215,7 @@ def _over_columns(values: Array) -> Array:
     return mean_over(array, -1) if array.ndim > 1 else array
 
 
+@np.errstate(all="ignore")
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
     if true.dtype.kind == predicted.dtype.kind == "f":
@@ -219,6 +223,7 @@ def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true == predicted)
 
 
+@np.errstate(all="ignore")
 def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_float64(y_true), as_float64(y_pred))
     if true.ndim == 0 or true.shape != predicted.shape:
@@ -230,6 +235,7 @@ def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true.argmax(axis=-1) == predicted.argmax(axis=-1))
 
 
+@np.errstate(all="ignore")
 def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_array(y_true), as_float64(y_pred))
     if predicted.ndim == true.ndim and true.shape[-1:] == (1,):
@@ -243,11 +249,13 @@ def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true == predicted.argmax(axis=-1))
 
 
+@np.errstate(all="ignore")
 def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
     return predicted - true
 
 
+@np.errstate(all="ignore")
 def _squared(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     difference = _difference(y_true, y_pred)
     return as_array(difference * difference)

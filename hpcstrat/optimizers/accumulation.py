@@ -142,13 +142,26 @@ class Accumulation:
         count += 1
 
     def sums(self) -> list[Array]:
-        """Return this replica's sums, of zeros where it has no gradient."""
+        """Return this replica's sums, of zeros where it has no gradient.
+
+        Not collective.
+
+        Returns
+        -------
+        list of ndarray
+            In the order in which `add` returns them.
+        """
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return the names of variables whose restored sums none has come for.
+        """Return for which variables sums were restored that have not come.
 
-        With each, whether this replica has a part.
+        Not collective.
+
+        Returns
+        -------
+        dict of str to bool
+            By name, whether this replica has a gradient.
         """
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
@@ -183,7 +196,10 @@ class Accumulation:
         return total.component, count.component
 
     def restart(self) -> None:
-        """Set everything to zero; not collective."""
+        """Set everything to zero.
+
+        Not collective.
+        """
         if self.steps == 1:
             return
         self._pending.clear()
@@ -196,10 +212,17 @@ class Accumulation:
             self._start = _Start(0, False, {}, {})
 
     def undo(self, error: Exception, strategy: Strategy) -> None:
-        """Put things in order after a call that has failed; not collective.
+        """Put things in order after a call that has failed.
 
-        Where all replicas leave ``run`` together, they go back to its beginning, so
-        that a step without this one can be made; else each begins anew.
+        Not collective. Where all replicas leave ``run`` together, they go back to its
+        beginning, so that a step without it can be made; else each begins anew.
+
+        Parameters
+        ----------
+        error : Exception
+            Why.
+        strategy : Strategy
+            In whose ``run`` this is.
         """
         if isinstance(error, NonFiniteError) or not strategy.raises_together:
             self.restart()

@@ -218,6 +218,13 @@ class Optimizer(SavedState, ABC):
         reduced = collectives.batch_reduce(
             self._op, [gradient for gradient, _ in pairs], routine.label
         )
+        return self._use(reduced, pairs, routine, rate)
+
+    @np.errstate(all="ignore")
+    def _use(
+        self, reduced: list[Gradient], pairs: Pairs, routine: Routine, rate: float
+    ) -> bool:
+        """Update variables with combined gradients; quiet, as the sums of them are."""
         policy = routine.non_finite
         if not routine.targets:
             reduced = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hpcstrat.arrays import is_device
 from hpcstrat.device.update_kernels import prepare
 from hpcstrat.optimizers.gradients import Gradient, checked_gradient, require_names
@@ -16,6 +18,7 @@ __all__ = ["Pairs", "checked", "require_gradients"]
 Pairs = Sequence[tuple[Gradient | None, Variable]]
 
 
+@np.errstate(all="ignore")
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     """Return what the caller of `apply_gradients` gives, if it can be used.
 

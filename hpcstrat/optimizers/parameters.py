@@ -95,7 +95,24 @@ def require_range(
 def require_options(
     accumulate_steps: int, clip_global_norm: float | None, missing_gradients: str
 ) -> None:
-    """Demand options that every optimizer takes to be in range; not collective."""
+    """Demand options that every optimizer takes to be in range.
+
+    Not collective.
+
+    Parameters
+    ----------
+    accumulate_steps : int
+        As of `Optimizer`.
+    clip_global_norm : float or None
+        Likewise.
+    missing_gradients : str
+        Likewise.
+
+    Raises
+    ------
+    ValueError
+        Where one is not.
+    """
     require_range("accumulate_steps", accumulate_steps, 1)
     if int(accumulate_steps) != accumulate_steps:
         raise ValueError(

@@ -59,7 +59,22 @@ class Slots:
         return copied
 
     def find(self, kind: str, variable: Variable) -> Variable | None:
-        """Return state of a variable, if it was made."""
+        """Return state of a variable, if it was made.
+
+        Not collective.
+
+        Parameters
+        ----------
+        kind : str
+            Which state.
+        variable : Variable
+            Whose.
+
+        Returns
+        -------
+        Variable or None
+            The state.
+        """
         owned = self._owned.get(id(variable))
         return None if owned is None else owned.kinds.get(kind)
 
@@ -135,7 +150,19 @@ class Slots:
     def own(self, name: str, strategy: Any) -> Variable:
         """Return a count of the optimizer's own, which belongs to no variable.
 
-        Collective over the strategy's replicas, the first time.
+        Collective over the strategy's replicas, where it has not been restored.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        strategy : Strategy or None
+            Of the variables.
+
+        Returns
+        -------
+        Variable of shape ()
+            Of int64, in host memory.
         """
         zero = np.zeros((), np.int64)
         slot = self._claimed(name, strategy, zero, False)
@@ -184,7 +211,20 @@ class Slots:
         self._waiting[name] = slot
 
     def waiting(self, kind: str) -> dict[str, Variable]:
-        """Return state of a kind for which no variable has come, by variable's name."""
+        """Return restored state for which no variable has come.
+
+        Not collective.
+
+        Parameters
+        ----------
+        kind : str
+            Which state.
+
+        Returns
+        -------
+        dict of str to Variable
+            By the name of the variable.
+        """
         kinds = {n: n.partition("/") for n in self._waiting}
         return {
             rest: self._waiting[name]
@@ -193,7 +233,20 @@ class Slots:
         }
 
     def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
-        """Yield the variables that are alive and have state of a kind, with it."""
+        """Yield the variables that are alive and have state of a kind, with it.
+
+        Not collective.
+
+        Parameters
+        ----------
+        kind : str
+            Which state.
+
+        Yields
+        ------
+        Variable, Variable
+            In the order in which they got it.
+        """
         # A copy in one step: the garbage collector may free a variable meanwhile.
         for owned in list(self._owned.values()):
             variable, slot = owned.variable(), owned.kinds.get(kind)
@@ -203,8 +256,13 @@ class Slots:
     def named(self) -> dict[str, Variable]:
         """Return all state, also what waits for its variable, by its names for files.
 
-        In an order that is the same on every replica: what one of them has taken for a
-        variable may still be waiting on another, which has failed before.
+        Not collective. The order is the same on every replica: what one of them has
+        taken for a variable may be waiting on another, which has failed before.
+
+        Returns
+        -------
+        dict of str to Variable
+            By name.
 
         Raises
         ------
@@ -221,7 +279,15 @@ class Slots:
         return dict(zip(names, [slot for _, slot in found], strict=True))
 
     def drop(self, *kinds: str) -> None:
-        """Drop state of some kinds that waits for its variables."""
+        """Drop state that waits for its variables.
+
+        Not collective.
+
+        Parameters
+        ----------
+        *kinds : str
+            Which.
+        """
         for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
                 del self._waiting[name]
