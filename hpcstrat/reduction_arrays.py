@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
-from hpcstrat.arrays import array_module, is_device
+from hpcstrat.arrays import is_device
+from hpcstrat.overlaps import lies_apart, overlap
 from hpcstrat.tree import flatten
 from hpcstrat.typing import Array, Tree
 
@@ -17,7 +17,6 @@ __all__ = [
     "all_plain",
     "by_memory",
     "checked_outs",
-    "copied_where_overwritten",
     "is_plain",
     "list_structure",
     "require_fitting",
@@ -107,7 +106,9 @@ def is_plain(array: Array) -> bool:
     return flags.c_contiguous and (is_device(array) or flags.aligned)
 
 
-def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
+def checked_outs(
+    out: Tree, arrays: list[Array], structure: Any, sparse: list[int]
+) -> list[Any]:
     """Return the leaves of ``out``, which must have the structure of the value.
 
     Not collective.
@@ -116,6 +117,8 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
     ----------
     out : tree
         Where results are to go.
+    arrays : list of ndarray
+        What is to be reduced.
     structure : optree.PyTreeSpec or None
         Of the value.
     sparse : list of int
@@ -129,7 +132,8 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
     Raises
     ------
     ValueError
-        For another structure, or IndexedSlices, or memory that is not shared.
+        For another structure, or IndexedSlices, or memory that is not shared; or for
+        leaves that share memory with each other.
     """
     if sparse:
         raise ValueError(
@@ -142,7 +146,19 @@ def checked_outs(out: Tree, structure: Any, sparse: list[int]) -> list[Any]:
             f"expected an out of the structure {structure}, as the value, found "
             f"{found}; give one array for each"
         )
-    return [_own_memory(leaf) for leaf in outs]
+    outs = [_own_memory(leaf) for leaf in outs]
+    shared = overlap(outs, arrays)
+    if shared is not None:
+        one, other = (_name(structure.paths()[index]) for index in shared)
+        raise ValueError(
+            f"expected out arrays that lie apart, found that {one} and {other} share "
+            "memory, in which one result would be lost; give each an array of its own"
+        )
+    return outs
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "out" + "".join(f"[{entry!r}]" for entry in path)
 
 
 def _own_memory(out: Any) -> Any:
@@ -195,6 +211,7 @@ def require_fitting(
             (not is_device(out) if on_gpu else type(out) is not np.ndarray)
             or (out.shape, out.dtype) != result
             or not (on_gpu or out.flags.writeable)
+            or not lies_apart(out)
         ):
             raise ValueError(_misfit(out, *result, on_gpu))
 
@@ -209,60 +226,9 @@ def _misfit(
     elif is_device(out):
         kind = f"a cupy.ndarray {out.dtype}{list(out.shape)}"
     library = "cupy" if on_gpu else "numpy"
+    if hasattr(out, "strides") and not lies_apart(out):
+        kind += f" of strides {out.strides}, whose elements share memory"
     return (
         f"expected a writable {library}.ndarray {dtype}{list(shape)} as out, found "
         f"{kind}; make it with {library}.empty"
     )
-
-
-def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
-    """Copy the arrays over which another array's result would be written.
-
-    Not collective.
-
-    Parameters
-    ----------
-    arrays : list of ndarray
-        What is to be reduced.
-    outs : list of ndarray
-        Where the results go, in the same order.
-
-    Returns
-    -------
-    list of ndarray
-        The arrays, or copies of them.
-    """
-    extents = [_extent(array) for array in arrays]
-    ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
-    for index, out in enumerate(outs):
-        own = extents[index]
-        if (out.dtype, out.strides) != (arrays[index].dtype, arrays[index].strides):
-            own = (0, 0)
-        if _extent(out) != own:
-            ends.append((*_extent(out), index))
-    ends.sort()
-    copied: set[int] = set()
-    open_until, holders = 0, list[int]()
-    for start, end, number in ends:
-        if start >= open_until:
-            holders = []
-        holders.append(number)
-        open_until = max(open_until, end)
-        if len(holders) > 1:
-            copied.update(-1 - h for h in holders if h < 0)
-    return [a.copy() if i in copied else a for i, a in enumerate(arrays)]
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    if not array.size:
-        return 0, 0
-    if is_device(array):
-        device: Any = array
-        if array.flags.c_contiguous:
-            return device.data.ptr, device.data.ptr + array.nbytes
-        low, high = array_module(array).byte_bounds(array)
-        return int(low), int(high)
-    if array.flags.c_contiguous:
-        start = array.__array_interface__["data"][0]
-        return start, start + array.nbytes
-    return byte_bounds(array)

@@ -16,12 +16,12 @@ from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.gathers import Gathers
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.overlaps import copied_where_overwritten
 from hpcstrat.recycling import DeviceRecycler, Recycler
 from hpcstrat.reduction_arrays import (
     all_plain,
     by_memory,
     checked_outs,
-    copied_where_overwritten,
     is_plain,
     list_structure,
     require_fitting,
@@ -133,7 +133,7 @@ class Collectives(Gathers):
                 to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
                 for leaf in leaves
             ]
-            outs = None if out is None else checked_outs(out, structure, sparse)
+            outs = None if out is None else checked_outs(out, arrays, structure, sparse)
         except Exception as error:
             self.fail(what, error)
             raise
@@ -199,7 +199,7 @@ class Collectives(Gathers):
                     "expected arrays in one kind of memory in a reduction that is "
                     "started, found host memory and a GPU's; start two reductions"
                 )
-            outs = None if out is None else checked_outs(out, structure, [])
+            outs = None if out is None else checked_outs(out, arrays, structure, [])
         except Exception as error:
             self.fail(what, error)
             raise

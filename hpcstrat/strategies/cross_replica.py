@@ -74,9 +74,9 @@ class CrossReplicaMethods:
             differ; the mean is then weighted by it.
         out : ndarray or tree of ndarray, optional
             Where the results go: of the structure, shapes and dtypes of the result,
-            writable, in any memory order. The value itself reduces in place. An array
-            of another library in host memory will do, such as a tensor of PyTorch, if
-            it shares its memory by DLPack. Only without an axis, and for arrays.
+            writable, in any memory order; no two share memory. The value itself reduces
+            in place. An array of another library in host memory will do, such as a
+            tensor of PyTorch, if it shares its memory by DLPack. Only without an axis, and for arrays.
 
         Returns
         -------

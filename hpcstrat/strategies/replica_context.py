@@ -136,9 +136,9 @@ class ReplicaContext:
             The older name of ``options``.
         out : tree of ndarray, optional
             Where the results go: of the structure, shapes and dtypes of the result,
-            writable, in any memory order. The value itself reduces in place. An array
-            of another library in host memory will do, such as a tensor of PyTorch, if
-            it shares its memory by DLPack. Only for arrays, not for IndexedSlices.
+            writable, in any memory order; no two share memory. The value itself reduces
+            in place. An array of another library in host memory will do, such as a
+            tensor of PyTorch, if it shares its memory by DLPack. Only for arrays, not for IndexedSlices.
 
         Returns
         -------

@@ -47,6 +47,21 @@ def test_held_results_are_left_alone(strategy: Any) -> None:
     _assert_all(bare, size)
 
 
+def test_outs_that_share_memory_are_refused(strategy: Any) -> None:
+    memory = cupy.zeros((ELEMENTS, 3), cupy.float32)
+    value = [cupy.full(ELEMENTS, i, cupy.float32) for i in range(3)]
+    outs = [memory[:, 1], memory[:, 0], memory[:, 2]]
+    for found, number in zip(
+        strategy.reduce("mean", value, axis=None, out=outs), range(3), strict=True
+    ):
+        _assert_all(found, number)
+    memory = cupy.zeros(3 * ELEMENTS, cupy.float32)
+    outs = [memory[i * ELEMENTS // 2 :][:ELEMENTS] for i in (0, 2, 3)]
+    with pytest.raises(ValueError, match=r"out\[1\] and out\[2\] share memory"):
+        strategy.reduce("mean", value, axis=None, out=outs)
+    _assert_all(_total(strategy, 1), strategy.num_replicas_in_sync)
+
+
 def test_results_with_another_shape_are_left_alone(strategy: Any) -> None:
     total = _total(strategy, 1)
     total.shape = (2, ELEMENTS // 2)
