@@ -5,10 +5,12 @@ Threads that do not inherit the context see an empty stack.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
-__all__ = ["Entry", "current", "pop", "push"]
+__all__ = ["Entry", "MadeTogether", "current", "pop", "push"]
 
 
 class Entry:
@@ -77,3 +79,34 @@ def pop(token: Token[Entry | None]) -> None:
         From the matching `push`.
     """
     _stack.reset(token)
+
+
+class MadeTogether:
+    """Base of what all replicas make together in a scope: they learn if one cannot.
+
+    Whatever ``__init__`` raises, a wrong argument too, is announced to the others.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the constructor of a subclass announce its errors."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _announcing(cls.__init__)  # type: ignore[method-assign]
+
+
+def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def initialize_together(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            initialize(self, *args, **options)
+        except Exception as error:
+            entry = current()
+            if entry is not None:
+                name = getattr(self, "name", None)
+                what = type(self).__name__ + (f" {name!r}" if name else "")
+                entry.strategy.collectives.fail(f"creation of {what}", error)
+            raise
+
+    return initialize_together

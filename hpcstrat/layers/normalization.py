@@ -14,6 +14,7 @@ from hpcstrat.arrays import (
     to_device,
     to_host,
 )
+from hpcstrat.context import MadeTogether
 from hpcstrat.layers.moments import (
     checked,
     others,
@@ -30,7 +31,7 @@ from hpcstrat.variables import Variable
 __all__ = ["SyncBatchNormalization"]
 
 
-class SyncBatchNormalization:
+class SyncBatchNormalization(MadeTogether):
     """Normalizes each channel by its mean and variance over the global batch.
 
     With ``m`` and ``v`` these moments, or the moving ones outside training, the result

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import is_device, to_host
-from hpcstrat.context import current
+from hpcstrat.context import MadeTogether, current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, read_all
@@ -16,7 +16,7 @@ from hpcstrat.variables import SyncOnReadVariable, Variable, read_all
 __all__ = ["Metric", "read_totals"]
 
 
-class Metric:
+class Metric(MadeTogether):
     """A quantity computed from totals that each replica keeps for itself.
 
     Made in the scope of a strategy that distributes variables, it covers all replicas,

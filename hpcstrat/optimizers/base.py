@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_device
-from hpcstrat.context import current
+from hpcstrat.context import MadeTogether, current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.filling import Filling
 from hpcstrat.optimizers.gradients import (
@@ -40,7 +40,7 @@ from hpcstrat.variables import Variable
 __all__ = ["Optimizer"]
 
 
-class Optimizer(SavedState, ABC):
+class Optimizer(MadeTogether, SavedState, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, ``_update``, and names the state that it needs.
