@@ -10,9 +10,16 @@ import sys
 from typing import Any
 
 import numpy as np
-import optree
 
 from hpcstrat.borrowing import borrow
+from hpcstrat.casting import (
+    FIRST_FOREIGN_TYPE,
+    PLAIN,
+    cast,
+    from_python,
+    is_half,
+    unmasked,
+)
 from hpcstrat.errors import HpcstratError
 from hpcstrat.typing import Array, ArrayLike
 
@@ -28,11 +35,6 @@ __all__ = [
     "to_reducible",
 ]
 
-_INT32 = np.iinfo(np.int32)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-# NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
-_FIRST_FOREIGN_TYPE = 256
-_PLAIN = (bool, int, float, complex)
 # Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
 # What libraries raise for arrays that they do not share, or of unknown types.
@@ -143,7 +145,7 @@ def to_device(array: Array) -> Array:
 
 def _as_foreign(value: Any) -> Array | None:
     """Return a device array of another library as one of CuPy's; None for the rest."""
-    if type(value) is np.ndarray or isinstance(value, (np.generic, *_PLAIN)):
+    if type(value) is np.ndarray or isinstance(value, (np.generic, *PLAIN)):
         return None
     where = getattr(type(value), "__dlpack_device__", None)
     if where is None and getattr(value, "__cuda_array_interface__", None) is None:
@@ -190,44 +192,6 @@ def _from_list(value: Any) -> Array | None:
     return whole
 
 
-def _from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
-    """Convert Python numbers or nested sequences of them."""
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(str(error)) from error
-    if dtype is not None:
-        # Whether an integer fits an unsigned type, its value says.
-        unsigned = array.dtype.kind in "iu" and dtype.kind == "u"
-        if array.size and not (
-            unsigned or np.can_cast(array.dtype, dtype, "same_kind")
-        ):
-            raise TypeError(f"{array.dtype} is not cast to {dtype}")
-        return np.asarray(value, dtype=dtype)
-    if array.dtype.kind not in "iufO":
-        return array
-    if not isinstance(value, _PLAIN) and any(
-        hasattr(leaf, "dtype") for leaf in optree.tree_leaves(value)
-    ):
-        return array
-    if array.dtype.kind == "f":
-        finite = np.isfinite(array)
-        if (np.abs(array, where=finite, out=np.zeros_like(array)) > _FLOAT32_MAX).any():
-            raise ValueError(
-                "expected Python floats that fit float32, the default, found "
-                f"{value!r:.80}; pass dtype='float64', or an array"
-            )
-        return array.astype(np.float32)
-    if array.size and not (
-        _INT32.min <= array.min(initial=0) and array.max(initial=0) <= _INT32.max
-    ):
-        raise ValueError(
-            "expected Python integers that fit int32, the default, found "
-            f"{value!r:.80}; pass dtype='int64', or an array"
-        )
-    return array.astype(np.int32) if array.dtype.kind in "iuO" else array
-
-
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     """Return a value as an array, without a copy where that is possible.
 
@@ -238,73 +202,64 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     value : array_like of any shape
         Arrays keep their type. Python floats become float32, Python integers int32.
     dtype : dtype, optional
-        The type wanted; Python numbers take it, arrays are cast to it.
+        The type wanted, which must hold the values, see `hpcstrat.casting`.
 
     Returns
     -------
     ndarray
         In native byte order. CuPy's for arrays on a GPU, of whatever library; NumPy's
-        for all else.
+        own class for all else.
 
     Raises
     ------
     ValueError
-        If a Python integer does not fit, or the value holds no numbers.
+        If the type does not hold the values, the value holds no numbers, or has a mask.
+    TypeError
+        For types that hold references, which mean nothing to another process.
     """
     wanted = None if dtype is None else np.dtype(dtype)
     device = value if is_device(value) else _as_foreign(value)
     if device is None:
         device = _from_list(value)
     if device is not None:
-        cast: Array = device if wanted is None else device.astype(wanted, copy=False)
-        return cast
-    if isinstance(value, np.ndarray):
-        array: Array = value if wanted is None else value.astype(wanted, copy=False)
-    elif isinstance(value, np.generic) or hasattr(value, "__array__"):
-        try:
-            array = np.asarray(value, dtype=wanted)
-        except _REFUSALS as error:
-            raise _unreadable(value, "NumPy", error) from error
-    elif hasattr(value, "__dlpack__"):
-        array = np.from_dlpack(value)
-        array = array if wanted is None else array.astype(wanted, copy=False)
-    else:
-        try:
-            array = _from_python(value, wanted)
-        except (TypeError, OverflowError) as error:
-            raise ValueError(
-                f"expected numbers that fit {wanted or 'an array'}, found "
-                f"{value!r:.80}; pass another dtype, or an array"
-            ) from error
+        return device if wanted is None else cast(device, wanted)
+    array = _on_host(value, wanted)
     if array.dtype.kind == "O":
         raise ValueError(
             f"expected numbers, found {type(value).__name__} {value!r:.80}; pass an "
             "array, or nested sequences of numbers of equal lengths"
         )
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"expected an array that is all in one place, found dtype {array.dtype}, "
+            "which refers to other memory; use a type of fixed size"
+        )
+    if wanted is not None:
+        array = cast(array, wanted)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array
 
 
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether a type is a half-precision float: float16, or ml_dtypes' bfloat16.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Any type.
-
-    Returns
-    -------
-    bool
-        True for the two half types.
-    """
-    if dtype.num < _FIRST_FOREIGN_TYPE:
-        return dtype.char == "e"
-    # The name is slow to find.
-    return dtype.name == "bfloat16"
+def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
+    """Return what is in host memory as an array; plain numbers of a wanted type."""
+    if isinstance(value, np.ndarray):
+        # Of subclasses, such as matrices, only the numbers travel.
+        return np.asarray(unmasked(value))
+    if isinstance(value, np.generic) or hasattr(value, "__array__"):
+        try:
+            return np.asarray(value)
+        except _REFUSALS as error:
+            raise _unreadable(value, "NumPy", error) from error
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    try:
+        return from_python(value, wanted)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(
+            f"expected numbers that fit {wanted or 'an array'}, found "
+            f"{value!r:.80}; pass another dtype, or an array"
+        ) from error
 
 
 def to_reducible(value: ArrayLike) -> Array:
@@ -327,21 +282,14 @@ def to_reducible(value: ArrayLike) -> Array:
     ValueError
         For types that have no sum.
     """
-    if isinstance(value, np.ma.MaskedArray):
-        raise ValueError(
-            "expected an array without a mask, found a masked array, whose mask a sum "
-            "over replicas would ignore; fill it first"
-        )
     array = value if type(value) is np.ndarray else as_array(value)
-    if not is_device(array):
-        array = np.asarray(array)
     dtype = array.dtype
     if dtype.char in "gG" and is_device(array):
         raise ValueError(
             f"expected an array that a GPU can sum, found dtype {dtype}; cast it to "
             "float64 or complex128"
         )
-    if dtype.kind in "iufc" and dtype.num < _FIRST_FOREIGN_TYPE:
+    if dtype.kind in "iufc" and dtype.num < FIRST_FOREIGN_TYPE:
         return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
     if is_half(dtype):
         return array

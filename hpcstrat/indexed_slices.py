@@ -25,7 +25,8 @@ class IndexedSlices:
     Parameters
     ----------
     values : array_like of shape (n, ...)
-        The rows.
+        The rows. Python numbers are float32 or int32 here, and take the type of the
+        variable that they update.
     indices : array_like of int of shape (n,)
         Which rows; the same one may come several times and then counts several times.
         Kept in the memory of the rows.
@@ -38,9 +39,10 @@ class IndexedSlices:
         If there are not as many rows as indices, or indices are no integers.
     """
 
-    __slots__ = ("dense_shape", "indices", "values")
+    __slots__ = ("_given", "dense_shape", "indices", "values")
 
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        self._given = values
         self.values: Array = as_array(values)
         # An empty list has no type of its own.
         untyped = not hasattr(indices, "dtype") and not np.size(indices)
@@ -62,6 +64,11 @@ class IndexedSlices:
                 f"{self.indices.shape} and values of shape {self.values.shape}; give "
                 "both the same first dimension"
             )
+
+    @property
+    def given(self) -> Any:
+        """The rows as they were given: an array, or numbers of Python."""
+        return self._given
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -8,10 +8,11 @@ from typing import Any, cast
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_device, to_reducible
+from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.device_group import DeviceGroup, device_group
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.started import Started
-from hpcstrat.collectives.work import Work, assign, quietly
+from hpcstrat.collectives.work import Work
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.gathers import Gathers
 from hpcstrat.indexed_slices import IndexedSlices
@@ -395,5 +396,6 @@ class Collectives(Gathers):
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
         values, indices = self.all_gather([rows.values, rows.indices], 0, label)
         if op is ReduceOp.MEAN:
-            values = values / self.size
+            with np.errstate(all="ignore"):
+                values = values / self.size
         return IndexedSlices(values, indices, rows.dense_shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_device, to_device, to_host
+from hpcstrat.casting import quietly
 from hpcstrat.typing import Array
 
 __all__ = ["apply_at", "replace_at"]
@@ -29,7 +30,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
         The second operands.
     """
     if not is_device(array):
-        getattr(np, name).at(array, indices, values)
+        quietly(getattr(np, name).at, array, indices, values)
         return
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.casting import quietly
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.started import Message
-from hpcstrat.collectives.work import Work, drain, fill, quietly
+from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.packing import Run
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.shared_memory import reduce_scattered
 from hpcstrat.collectives.started import Message
-from hpcstrat.collectives.work import Work, assign, quietly
+from hpcstrat.collectives.work import Work
 from hpcstrat.packing import Run
 from hpcstrat.typing import Array
 

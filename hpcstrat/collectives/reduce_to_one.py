@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.casting import quietly
 from hpcstrat.collectives.flat import PIECE_BYTES, broadcast
 from hpcstrat.collectives.header import Channel, EveryRankError
-from hpcstrat.collectives.work import Work, drain, fill, quietly
+from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 

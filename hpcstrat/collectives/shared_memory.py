@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.slots import Slots
-from hpcstrat.collectives.work import Work, assign, fill, quietly
+from hpcstrat.collectives.work import Work, fill
 from hpcstrat.packing import Piece, Run, Signature
 from hpcstrat.typing import Array
 

@@ -8,21 +8,17 @@ results, which may be the sources themselves.
 
 from __future__ import annotations
 
-import contextvars
-import operator
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.packing import Piece, Run
 from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "Work", "assign", "drain", "fill", "quietly"]
+__all__ = ["Algorithm", "Work", "drain", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +54,6 @@ class Work:
 
 
 Algorithm = Callable[[Work, Channel], Iterator[Any]]
-
-
-class _Quiet(threading.local):
-    """A context of each thread in which NumPy gives no floating-point warnings.
-
-    A sum that overflows to infinity is a value like any other: with warnings as errors,
-    or numpy.seterr, it would take one rank out of a call that the others are in.
-    """
-
-    def __init__(self) -> None:
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        self.run = context.run
-
-
-_quiet = _Quiet()
-
-
-def quietly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of NumPy without its floating-point warnings.
-
-    Not collective. Much faster than ``numpy.errstate``.
-
-    Parameters
-    ----------
-    function : callable
-        Calls no Python code.
-    *args : object
-        Its arguments.
-
-    Returns
-    -------
-    object
-        What it returns.
-    """
-    return _quiet.run(function, *args)
-
-
-assign: Any = operator.setitem
-"""For ``quietly(assign, array, ..., values)``: faster than ``numpy.copyto``."""
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:

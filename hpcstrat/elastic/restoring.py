@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import is_device
+from hpcstrat.casting import quietly
 from hpcstrat.checkpoint.matching import Match, match_entries
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.collectives.work import quietly
 from hpcstrat.device.transfers import store
 from hpcstrat.elastic.commits import Commit, Key
 from hpcstrat.options import ReduceOp

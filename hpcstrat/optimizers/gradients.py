@@ -16,6 +16,7 @@ from hpcstrat.arrays import (
     to_device,
     to_reducible,
 )
+from hpcstrat.casting import rounded
 from hpcstrat.device.update_sums import Norm, sum_rows
 from hpcstrat.device.updates import Spans, real_view
 from hpcstrat.indexed_slices import IndexedSlices
@@ -77,7 +78,7 @@ def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
             f"expected a real gradient for variable {name!r} of dtype {dtype}, found "
             f"{array.dtype}; take its real part"
         )
-    values = array.astype(dtype, copy=False)
+    values = rounded(array, dtype)
     if not sparse:
         if array.shape != shape:
             raise ValueError(

@@ -76,7 +76,8 @@ class CrossReplicaMethods:
             Where the results go: of the structure, shapes and dtypes of the result,
             writable, in any memory order; no two share memory. The value itself reduces
             in place. An array of another library in host memory will do, such as a
-            tensor of PyTorch, if it shares its memory by DLPack. Only without an axis, and for arrays.
+            tensor of PyTorch, if it shares its memory by DLPack. Only without an axis,
+            and for arrays.
 
         Returns
         -------

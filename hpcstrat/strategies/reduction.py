@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import as_array, is_device, is_half, to_reducible
+from hpcstrat.casting import rounded
 from hpcstrat.options import ReduceOp
 from hpcstrat.replica_collectives import Collectives
 from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
@@ -149,16 +150,18 @@ def _over_axes(
 ) -> Array:
     dtype = array.dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
+    wide = np.dtype(np.float32) if is_half(dtype) else dtype
+    if op is ReduceOp.MEAN and dtype.kind in "iu":
+        wide = np.dtype(np.float64)
+    # As in `hpcstrat.casting.quietly`.
+    with np.errstate(all="ignore"):
+        own = as_array(array.sum(axis=axes, dtype=wide))
     if op is ReduceOp.SUM:
-        wide = np.dtype(np.float32) if is_half(dtype) else dtype
-        own = as_array(array.sum(axis=axes, dtype=wide)).astype(dtype, copy=False)
+        own = rounded(own, dtype)
         total: Array = collectives.batch_reduce(ReduceOp.SUM, own, label)
         return total
-    wide = np.dtype(np.float32) if is_half(dtype) else dtype
-    wide = np.dtype(np.float64) if dtype.kind in "iu" else wide
-    own = as_array(array.sum(axis=axes, dtype=wide))
     count = np.int64(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     total, count = collectives.batch_reduce(ReduceOp.SUM, [own, count], label)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = total / int(count) if count else total * np.nan
-    return as_array(mean).astype(dtype if is_half(dtype) else wide, copy=False)
+    with np.errstate(all="ignore"):
+        mean = as_array(total / int(count) if count else total * np.nan)
+    return rounded(mean, dtype if is_half(dtype) else wide)

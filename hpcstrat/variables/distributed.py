@@ -38,18 +38,14 @@ class DistributedVariable(Variable, DistributedValues):
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         collectives = self._strategy.collectives
+        own = super()._initialize(initial_value, dtype)
+        floating = own.dtype.kind == "f" or is_half(own.dtype)
+        if self.aggregation is _MEAN and not floating:
+            raise ValueError(
+                f"expected a floating dtype for variable {self.name!r} with "
+                f"aggregation MEAN, found {own.dtype}; choose SUM or a float"
+            )
         what = f"creation of variable {self.name!r}"
-        try:
-            own = super()._initialize(initial_value, dtype)
-            floating = own.dtype.kind == "f" or is_half(own.dtype)
-            if self.aggregation is _MEAN and not floating:
-                raise ValueError(
-                    f"expected a floating dtype for variable {self.name!r} with "
-                    f"aggregation MEAN, found {own.dtype}; choose SUM or a float"
-                )
-        except Exception as error:
-            collectives.fail(what, error)
-            raise
         if type(initial_value) is HostValue and initial_value.is_own:
             return own
         shared: Array = collectives.broadcast(own, 0, what)
@@ -169,17 +165,17 @@ class MirroredVariable(DistributedVariable, Mirrored):
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
         mode = self._mode()
         if mode is _UPDATE:
-            return super()._scatter(method, rows)
+            return self._scatter_own(method, rows)
         if mode is _CROSS:
             with self._strategy.all_or_none(self, method):
                 self._require_meaning(method)
-                result = super()._scatter(method, rows)
+                result = self._scatter_own(method, rows)
             return self._as_mirrored(result)
         if self._strategy.num_replicas_in_sync > 1:
             rows = self._aggregated_rows(method, rows)
         else:
             self._require_meaning(method)
-        return super()._scatter(method, rows)
+        return self._scatter_own(method, rows)
 
     def _require_meaning(self, method: str) -> None:
         """Refuse what has none for SUM and MEAN; in every context, on any replicas."""
@@ -196,7 +192,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         try:
             self._require_aggregation(method)
             self._require_meaning(method)
-            own = IndexedSlices(self._rows(rows), rows.indices, self.shape)
+            own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
         except Exception as error:
             collectives.fail(what, error)
             raise
@@ -312,7 +308,8 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
         return (wide // num_replicas + remainder).astype(total.dtype)
     if total.dtype.kind == "b":
         return total if replica_id == 0 else array_module(total).zeros_like(total)
-    return (total / num_replicas).astype(total.dtype, copy=False)
+    with np.errstate(all="ignore"):
+        return (total / num_replicas).astype(total.dtype, copy=False)
 
 
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:

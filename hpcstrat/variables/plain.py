@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +15,9 @@ from hpcstrat.arrays import (
     to_device,
     to_host,
 )
-from hpcstrat.context import current
+from hpcstrat.casting import quietly
+from hpcstrat.context import MadeTogether, current
+from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import ArrayOperators, HostValue, Mirrored, PerReplica
@@ -23,14 +25,10 @@ from hpcstrat.variables.scatter import ScatterMethods
 
 __all__ = ["HostValue", "Variable"]
 
-_ASSIGN: dict[str, Callable[[Array, Array], Any]] = {
-    "assign": np.copyto,
-    "assign_add": lambda component, value: np.add(component, value, out=component),
-    "assign_sub": lambda component, value: np.subtract(component, value, out=component),
-}
+_OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
-class Variable(ScatterMethods, ArrayOperators):
+class Variable(MadeTogether, ScatterMethods, ArrayOperators):
     """An array with a name that a program updates in place.
 
     Inside the scope of a strategy that distributes variables, this makes a
@@ -51,7 +49,7 @@ class Variable(ScatterMethods, ArrayOperators):
     name : str, optional
         For messages, and for optimizers' state in checkpoints.
     dtype : dtype, optional
-        Type of the value.
+        Type of the value, which must hold it.
     synchronization : VariableSynchronization or str
         ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables pass it over.
     aggregation : VariableAggregation or str
@@ -72,11 +70,13 @@ class Variable(ScatterMethods, ArrayOperators):
         kind, strategy = cls, None
         if cls is Variable and entry is not None:
             strategy = entry.strategy
-            kind = strategy.variable_class(
-                VariableSynchronization.parse(
-                    kwargs.get("synchronization", VariableSynchronization.AUTO)
+            # What is wrong with an argument, __init__ finds, and says to all replicas.
+            synchronization = VariableSynchronization.AUTO
+            with contextlib.suppress(ValueError):
+                synchronization = VariableSynchronization.parse(
+                    kwargs.get("synchronization", synchronization)
                 )
-            )
+            kind = strategy.variable_class(synchronization)
         self = object.__new__(kind)
         self._strategy = None if kind is Variable else strategy
         return self
@@ -311,24 +311,26 @@ class Variable(ScatterMethods, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        _ASSIGN[method](self._component, array)
-        return self._component.copy() if read_value else None
+        component = self._component
+        operation = _OPERATIONS.get(method)
+        if operation is None:
+            np.copyto(component, array)
+        elif is_device(component):
+            operation(component, array, out=component)
+        else:
+            quietly(operation, component, array, component)
+        return component.copy() if read_value else None
+
+    def _scatter(self, method: str, rows: IndexedSlices) -> Any:
+        self._require_alone(method)
+        return self._scatter_own(method, rows)
 
     def _converted(self, method: str, value: Any) -> Array:
         """Return a value as an array of this variable's dtype and shape."""
         value = value._local if type(value) is Mirrored else value
         if isinstance(value, ArrayOperators):
             value = value._operand()
-        dtype = self._component.dtype
-        array = value if type(value) is np.ndarray else None
-        if array is None:
-            typed = hasattr(value, "dtype") or hasattr(value, "__dlpack__")
-            array = as_array(value, None if typed else dtype)
-        if array.dtype != dtype:
-            raise ValueError(
-                f"expected dtype {dtype} in {method} of variable {self.name!r}, found "
-                f"{array.dtype}; cast the value with astype"
-            )
+        array = self._typed(method, value)
         if array.shape != self._component.shape:
             raise ValueError(
                 f"expected shape {self._component.shape} in {method} of variable "

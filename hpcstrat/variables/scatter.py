@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.arrays import is_device, to_device
+import numpy as np
+
+from hpcstrat.arrays import as_array, is_device, to_device
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.row_updates import apply_at, replace_at
 from hpcstrat.typing import Array
 
 __all__ = ["NOT_SUMMABLE", "ScatterMethods"]
 
-
+# What arrays have, of whatever library, and numbers of Python have not.
+_MARKS = ("dtype", "__dlpack__", "__array__", "__cuda_array_interface__")
 _SCATTER = {
     "scatter_add": "add",
     "scatter_sub": "subtract",
@@ -29,8 +32,30 @@ class ScatterMethods:
     name: str
     _component: Array
 
+    def _typed(self, method: str, value: Any) -> Array:
+        """Return a value as an array of this variable's dtype.
+
+        The one rule for all that updates variables: arrays must have the dtype, and
+        numbers of Python take it, if it holds them.
+        """
+        dtype = self._component.dtype
+        array = value if type(value) is np.ndarray else None
+        if array is None:
+            is_array = any(hasattr(value, mark) for mark in _MARKS)
+            array = as_array(value, None if is_array else dtype)
+        if array.dtype != dtype:
+            raise ValueError(
+                f"expected dtype {dtype} in {method} of variable {self.name!r}, found "
+                f"{array.dtype}; cast the value with astype"
+            )
+        return array
+
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
-        values, indices = self._rows(rows), rows.indices
+        raise NotImplementedError(method)
+
+    def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
+        """Update this replica's component."""
+        values, indices = self._rows(method, rows), rows.indices
         if is_device(self._component):
             values, indices = to_device(values), to_device(indices)
         if method == "scatter_update":
@@ -39,8 +64,14 @@ class ScatterMethods:
             apply_at(_SCATTER[method], self._component, indices, values)
         return self._component.copy()
 
-    def _rows(self, rows: IndexedSlices) -> Array:
+    def _rows(self, method: str, rows: IndexedSlices) -> Array:
         """Check rows against this variable and return them."""
+        dtype = self._component.dtype
+        if method == "scatter_div" and dtype.kind in "biu":
+            raise ValueError(
+                f"expected a floating variable for scatter_div, found {self.name!r} of "
+                f"{dtype}; make it a float, or assign its whole value"
+            )
         shape = self._component.shape
         length = shape[0] if shape else 0
         indices = rows.indices
@@ -60,7 +91,7 @@ class ScatterMethods:
                 "on a GPU; make the variable of a CuPy array, or copy them with "
                 "cupy.asnumpy"
             )
-        return rows.values.astype(self._component.dtype, copy=False)
+        return self._typed(method, rows.given)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Add rows.
@@ -70,9 +101,9 @@ class ScatterMethods:
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            Rows of the variable's other dimensions; a row that comes several times
-            counts several times. In replica context the replicas' rows are put one
-            after the other; with ``MEAN`` they are divided by their number first.
+            Rows of the variable's dtype and other dimensions; one that comes several
+            times counts several times. In replica context the replicas' rows are put
+            one after the other; with ``MEAN`` they are divided by their number first.
 
         Returns
         -------
@@ -82,7 +113,7 @@ class ScatterMethods:
         Raises
         ------
         ValueError
-            For an index or a shape that does not fit.
+            For an index, a shape or a dtype that does not fit.
         NotImplementedError
             For a SyncOnRead variable.
         """

@@ -120,3 +120,300 @@ def test_results_may_lie_over_other_values(strategy: Any, job: Any) -> None:
         strategy.reduce("sum", value, axis=None, out=outs)
         for out, total in zip(outs, wanted, strict=True):
             np.testing.assert_array_equal(out, total)
+
+
+class _OwnMetric(hs.metrics.Metric):
+    """A metric of a user's, who checks arguments after the library's constructor."""
+
+    def __init__(self, name: str, limit: float) -> None:
+        super().__init__(name, "float64", ["total"])
+        if limit < 0:
+            raise LookupError("no such limit")
+
+
+class _Refusing:
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise OSError("the file is gone")
+
+
+WRONGLY_MADE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "no value": (hs.Variable, lambda: hs.Variable(1.0)),
+    "unknown keyword": (
+        lambda: hs.Variable(1.0, aggregation_="sum"),
+        lambda: hs.Variable(1.0, aggregation="sum"),
+    ),
+    "unknown aggregation": (
+        lambda: hs.Variable(1.0, aggregation="summ"),
+        lambda: hs.Variable(1.0, aggregation="sum"),
+    ),
+    "unknown synchronization": (
+        lambda: hs.Variable(1.0, synchronization="on_reed"),
+        lambda: hs.Variable(1.0, synchronization="on_read"),
+    ),
+    "synchronization none": (
+        lambda: hs.Variable(1.0, synchronization="none"),
+        lambda: hs.Variable(1.0),
+    ),
+    "unknown dtype": (
+        lambda: hs.Variable(1.0, dtype="float23"),
+        lambda: hs.Variable(1.0, dtype="float32"),
+    ),
+    "failing value": (
+        lambda: hs.Variable(lambda: 1 / 0),
+        lambda: hs.Variable(lambda: 1.0),
+    ),
+    "failing array": (lambda: hs.Variable(_Refusing()), lambda: hs.Variable(1.0)),
+    "strings": (
+        lambda: hs.Variable(np.array(["a"], np.dtypes.StringDType())),
+        lambda: hs.Variable(np.array(["a"])),
+    ),
+    "metric": (
+        lambda: hs.metrics.Mean(dtype="float23"),
+        hs.metrics.Mean,
+    ),
+    "keyword of a metric": (
+        lambda: hs.metrics.Accuracy(names="a"),
+        lambda: hs.metrics.Accuracy(name="a"),
+    ),
+    "layer": (
+        lambda: hs.layers.SyncBatchNormalization(0),
+        lambda: hs.layers.SyncBatchNormalization(1),
+    ),
+    "optimizer": (
+        lambda: hs.optimizers.Adam(beta_1=2.0),
+        hs.optimizers.Adam,
+    ),
+    "keyword of an optimizer": (
+        lambda: hs.optimizers.SGD(0.1, momentun=0.9),
+        lambda: hs.optimizers.SGD(0.1, momentum=0.9),
+    ),
+    "a user's metric": (lambda: _OwnMetric("m", -1), lambda: _OwnMetric("m", 1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONGLY_MADE)
+def test_what_one_rank_cannot_make_is_told_to_all(
+    strategy: Any, job: Any, name: str
+) -> None:
+    wrong, right = WRONGLY_MADE[name]
+    for faulty in (0, job.size - 1):
+        # A user's class may fail when all variables have been made.
+        with strategy.scope():
+            error = outcome(wrong if job.rank == faulty else right)
+        if error is None:
+            error = outcome(strategy.barrier)
+        assert_told(error, Exception, job.rank == faulty)
+        assert_usable(strategy, job)
+        with strategy.scope():
+            assert outcome(right) is None
+            assert_told(outcome(wrong), Exception, True)
+        assert_usable(strategy, job)
+
+
+# What a variable of a type is given, and whether the type holds it as it is.
+GIVEN: list[tuple[str, Any, bool]] = [
+    ("int32", 3, True),
+    ("int32", 0.9, False),
+    ("int32", 1e30, False),
+    ("int32", float("nan"), False),
+    ("int32", 1 << 31, False),
+    ("int32", np.int32(3), True),
+    ("int32", np.float32(1), False),
+    ("int32", np.int64(1), False),
+    ("int8", 300, False),
+    ("uint8", -1, False),
+    ("uint8", 255, True),
+    ("int32", 1j, False),
+    ("float32", 1, True),
+    ("float32", 0.1, True),
+    ("float32", 1e39, False),
+    ("float32", float("inf"), True),
+    ("float32", float("nan"), True),
+    ("float32", np.float64(1), False),
+    ("float16", 70_000, False),
+    ("float16", 1e-30, True),
+    ("float64", 0.1, True),
+    ("float64", 1e300, True),
+    ("float64", np.float32(1), False),
+    ("complex64", 0.5, True),
+    ("float64", "a", False),
+    ("float64", None, False),
+    ("float64", np.ma.masked_array(1.0), False),
+    ("float64", np.ma.masked, False),
+]
+METHODS = [
+    *("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"),
+    *("scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rule_says_which_values_a_variable_takes(
+    strategy: Any, job: Any, method: str
+) -> None:
+    scatters = method.startswith("scatter")
+    with strategy.scope():
+        variables = {
+            dtype: hs.Variable(
+                np.ones(2, dtype), aggregation="only_first_replica", name=dtype
+            )
+            for dtype in sorted({dtype for dtype, _, _ in GIVEN})
+        }
+    plain = {dtype: hs.Variable(np.ones(2, dtype)) for dtype in variables}
+    for dtype, number, taken in GIVEN:
+        typed = hasattr(number, "dtype")
+        value = np.stack([number]) if typed else [number, number][: 2 - scatters]
+        if typed and not scatters:
+            value = np.stack([number, number])
+        if np.ma.isMaskedArray(number):
+            value = np.ma.array(value, mask=True)
+
+        def update(variable: Any, value: Any = value) -> Any:
+            # Rows are refused where they are made, or where they are used.
+            return getattr(variable, method)(
+                hs.IndexedSlices(value, [1]) if scatters else value
+            )
+
+        # Rows that belong to no variable yet are float32 where they are plain numbers.
+        fits = taken and not (scatters and number == 1e300)
+        divides = method == "scatter_div" and dtype.startswith(("int", "uint"))
+        orders = method in ("scatter_min", "scatter_max") and dtype == "complex64"
+        for call in (
+            lambda d=dtype: update(plain[d]),
+            lambda d=dtype: update(variables[d]),
+            lambda d=dtype: strategy.run(update, (variables[d],)),
+        ):
+            before = variables[dtype].numpy()
+            error = outcome(call)
+            note = f"{method} of {number!r} to {dtype}: {error!r}"
+            if fits and not (divides or orders):
+                assert error is None, note
+            elif not orders:
+                assert isinstance(error, ValueError), note
+                np.testing.assert_array_equal(variables[dtype], before)
+    assert_usable(strategy, job)
+    exact = hs.Variable(np.zeros(2))
+    getattr(exact, method)(hs.IndexedSlices([0.1], [0]) if scatters else [0.1, 0.1])
+    if method in ("assign_add", "scatter_add", "scatter_update"):
+        assert exact[0] == 0.1
+
+
+def test_rows_that_one_rank_may_not_cast_fail_on_all(strategy: Any, job: Any) -> None:
+    with strategy.scope():
+        counts = hs.Variable(np.zeros(3, np.int32), aggregation="sum", name="counts")
+    for values in ([0.9], [np.nan], np.array([1.0]), np.array([1e30], np.float32)):
+        own = np.array([1], np.int32) if job.rank else values
+        rows = hs.IndexedSlices(own, [2])
+        error = outcome(strategy.run, counts.scatter_add, (rows,))
+        assert_told(error, ValueError, job.rank == 0, "int32")
+        np.testing.assert_array_equal(counts, [0, 0, 0])
+    strategy.run(counts.scatter_add, (hs.IndexedSlices([1], [2]),))
+    np.testing.assert_array_equal(counts, [0, 0, job.size])
+    plain = hs.Variable(np.zeros(2), aggregation="sum", name="forgotten")
+    if job.size > 1:
+        rows = hs.IndexedSlices([1.0], [0])
+        error = outcome(strategy.run, plain.scatter_add, (rows,))
+        assert "scope" in str(error)
+
+
+def test_first_values_are_cast_by_the_same_rule(strategy: Any) -> None:
+    for dtype, number, taken in GIVEN:
+        # Where a type is asked for, arrays take it, too.
+        fits = taken or (
+            isinstance(number, np.generic)
+            and (np.dtype(dtype).kind == "f" or number.dtype.kind == "i")
+        )
+        with strategy.scope():
+            error = outcome(hs.Variable, number, dtype=dtype)
+        assert (error is None) == fits, f"{number!r} as {dtype}: {error!r}"
+        assert error is None or isinstance(error, ValueError)
+
+
+def _string() -> Any:
+    return np.array(["a", "bc"], np.dtypes.StringDType())
+
+
+NOT_GATHERED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    "strings of any length": (_string, TypeError),
+    "objects in fields": (
+        lambda: np.array([(1, None)], [("a", "i4"), ("b", "O")]),
+        TypeError,
+    ),
+    "objects in inner fields": (
+        lambda: np.zeros(2, [("a", [("b", "O", (2,))])]),
+        TypeError,
+    ),
+    "objects": (lambda: np.array([None, 1]), ValueError),
+    "masked": (lambda: np.ma.array([1.0, 2.0], mask=[False, True]), ValueError),
+    "masked, without a mask": (lambda: np.ma.array([1.0, 2.0]), ValueError),
+    "masked in a list": (lambda: [np.ma.array([1.0], mask=True)], ValueError),
+}
+
+
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_what_does_not_travel_is_refused(strategy: Any, job: Any, name: str) -> None:
+    make, kind = NOT_GATHERED[name]
+    with strategy.scope():
+        mirrored = hs.Variable(np.zeros(2), aggregation="only_first_replica")
+
+    def in_replica(method: str) -> Callable[[Any], Any]:
+        def step(value: Any) -> Any:
+            return getattr(hs.get_replica_context(), method)(value, 0)
+
+        return lambda value: strategy.run(step, (value,))
+
+    def create(value: Any) -> Any:
+        with strategy.scope():
+            return hs.Variable(value)
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "gather": lambda value: strategy.gather(hs.PerReplica(value), 0),
+        "all_gather": in_replica("all_gather"),
+        "create": create,
+        "reduce": lambda value: strategy.reduce("sum", hs.PerReplica(value), axis=0),
+        "mean": lambda value: strategy.reduce("mean", hs.PerReplica(value)),
+        "assign": lambda value: strategy.run(mirrored.assign, (value,)),
+    }
+    for what, call in calls.items():
+        refused = ValueError if what in ("reduce", "mean") else kind
+        # A variable says it of types by its own.
+        kinds = (refused, ValueError)
+        for faulty in (0, job.size - 1):
+            good = np.zeros(2) if what != "create" else np.zeros(1)
+            error = outcome(call, make() if job.rank == faulty else good)
+            assert_told(error, kinds, job.rank == faulty)
+            assert outcome(strategy.barrier) is None, what
+        error = outcome(call, make())
+        assert_told(error, kinds, True)
+    assert_usable(strategy, job)
+
+
+def test_subclasses_are_arrays_of_their_numbers(
+    strategy: Any, job: Any, tmp_path: Any
+) -> None:
+    mapped = np.memmap(tmp_path / "numbers", np.float64, "w+", shape=(2, 2))
+    mapped[...] = np.arange(4.0).reshape(2, 2)
+    record = np.rec.array([(1, 2.0), (3, 4.0)], dtype=[("a", "i4"), ("b", "f8")])
+    for own in (np.arange(4.0).reshape(2, 2).view(np.matrix), mapped):
+        with strategy.scope():
+            variable = hs.Variable(own, aggregation="sum")
+        results = [
+            strategy.gather(own, 0)[:2],
+            strategy.reduce("mean", own),
+            strategy.reduce("mean", {"a": own})["a"],
+            strategy.local_value(strategy.run(variable.assign, (own,))) / job.size,
+            variable.value() / job.size,
+        ]
+        for result in results:
+            assert type(result) is np.ndarray
+            np.testing.assert_array_equal(result, np.arange(4.0).reshape(2, 2))
+        assert strategy.reduce("sum", own, axis=0).shape == (2,)
+    gathered = strategy.gather(record, 0)
+    assert type(gathered) is np.ndarray
+    assert gathered["b"].tolist() == [2.0, 4.0] * job.size
+
+
+def test_types_of_no_size_are_gathered(strategy: Any, job: Any) -> None:
+    for dtype in ("V0", []):
+        assert strategy.gather(np.zeros(3, dtype), 0).shape == (3 * job.size,)
+    assert_usable(strategy, job)
