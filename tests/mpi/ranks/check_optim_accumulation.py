@@ -358,7 +358,7 @@ def test_one_bad_batch_costs_one_batch(make_strategy: Any, job: Any) -> None:
 
 def test_nan_in_a_sum_does_not_stay(make_strategy: Any, job: Any) -> None:
     settings = hs.Settings(non_finite="raise")
-    with make_strategy(on_error="raise", settings=settings) as strategy:
+    with make_strategy(on_error="raise", comm=job, settings=settings) as strategy:
         with strategy.scope():
             variable = hs.Variable(np.zeros(1), name="v")
             optimizer = optimizers.SGD(1.0, accumulate_steps=2)
