@@ -29,6 +29,10 @@ _ADVICE = (
     "combine the replicas with strategy.reduce or strategy.gather, compute inside "
     "strategy.run, or look at this replica's part with strategy.local_value"
 )
+# Functions of NumPy that write into their first argument.
+_WRITING = frozenset(
+    (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
+)
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
@@ -70,14 +74,24 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
         """Apply a NumPy function to the array that this stands for."""
-        if any(isinstance(out, ArrayOperators) for out in kwargs.get("out", ())):
-            raise TypeError(
-                f"expected an array for the result of {ufunc.__name__}, found a "
-                f"{type(self).__name__}, which is not updated in place; use assign, "
-                "assign_add or assign_sub"
-            )
+        for out in kwargs.get("out", ()):
+            if isinstance(out, ArrayOperators):
+                raise _not_written(ufunc, out)
         arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __array_function__(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of NumPy on the array, which is looked up once."""
+        written = [kwargs.get("out")]
+        if func in _WRITING:
+            written += [*args[:1], *map(kwargs.get, ("dst", "a", "arr"))]
+        for out in written:
+            if isinstance(out, ArrayOperators):
+                raise _not_written(func, out)
+        named = {key: _operands(value) for key, value in kwargs.items()}
+        return func(*[_operands(value) for value in args], **named)
 
     @property
     def __cuda_array_interface__(self) -> Any:
@@ -128,6 +142,23 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __format__(self, specification: str) -> str:
         """Format the array."""
         return format(self._operand(), specification)
+
+
+def _not_written(function: Any, out: Any) -> TypeError:
+    return TypeError(
+        f"expected an array for the result of {function.__name__}, found a "
+        f"{type(out).__name__}, which is not updated in place; use assign, assign_add "
+        "or assign_sub"
+    )
+
+
+def _operands(argument: Any) -> Any:
+    """Replace what stands for arrays, also in the lists that functions take."""
+    if isinstance(argument, ArrayOperators):
+        return argument._operand()
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_operands, argument))
+    return argument
 
 
 class HostValue:

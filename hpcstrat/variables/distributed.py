@@ -89,10 +89,6 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Find no further attributes than a variable's own."""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)

@@ -346,6 +346,21 @@ class Variable(MadeTogether, ScatterMethods, ArrayOperators):
             )
         return array
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say where the attributes of arrays are."""
+        if name.startswith("__"):
+            # NumPy looks for many of these.
+            raise AttributeError(name)
+        kind = type(self).__name__
+        advice = (
+            f"write variable.value().{name}, of its array"
+            if hasattr(np.ndarray, name)
+            else f"dir({kind}) lists them"
+        )
+        raise AttributeError(
+            f"expected an attribute of a {kind}, found {name!r}; {advice}"
+        )
+
     def __dlpack__(self, **options: Any) -> Any:
         """Export a copy of the value, which the consumer may write."""
         return self.read_value().__dlpack__(**options)
