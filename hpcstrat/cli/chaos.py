@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from hpcstrat.cli.groups import Group
 from hpcstrat.testing import chaos as library
 
 __all__ = ["chaos"]
@@ -20,7 +21,7 @@ __all__ = ["chaos"]
 _COLUMNS = ("job", "Slurm job", "ranks", "processes", "command")
 
 
-@click.group()
+@click.group(cls=Group)
 def chaos() -> None:
     """Kill, stop or slow down ranks of a running job at random.
 

@@ -23,6 +23,7 @@ from hpcstrat.checkpoint.other_files import NoCheckpointError
 from hpcstrat.checkpoint.reader import open_checkpoint, read_header, read_values
 from hpcstrat.cli.ckpt_bench import bench
 from hpcstrat.cli.ckpt_progress import progress
+from hpcstrat.cli.groups import Group
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -32,7 +33,7 @@ _DAMAGED = 1
 _DIFFERENT = 1
 
 
-@click.group()
+@click.group(cls=Group)
 def ckpt() -> None:
     """Look into checkpoints."""
 

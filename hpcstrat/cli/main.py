@@ -13,18 +13,16 @@ from hpcstrat.cli.chaos import chaos
 from hpcstrat.cli.ckpt import ckpt
 from hpcstrat.cli.doctor import doctor
 from hpcstrat.cli.examination import launch_words, software
+from hpcstrat.cli.groups import Group
 from hpcstrat.cli.timeline import timeline
 
 __all__ = ["main"]
 
 
-@click.group()
+@click.group(cls=Group)
 @click.version_option(hpcstrat.__version__)
 def main() -> None:
-    """Tools around hpcstrat.
-
-    Not collective.
-    """
+    """Tools around hpcstrat."""
 
 
 main.add_command(chaos)

@@ -6,13 +6,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from hpcstrat.cli.groups import Group
 from hpcstrat.timeline.merging import Timeline, open_timeline
 from hpcstrat.timeline.waits import last_arrivals
 
 __all__ = ["timeline"]
 
 
-@click.group()
+@click.group(cls=Group)
 def timeline() -> None:
     """Look into timelines, which HPCSTRAT_TIMELINE or strategy.timeline() record."""
 
