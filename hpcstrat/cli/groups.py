@@ -13,7 +13,17 @@ class Group(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write the list of commands; click would cut each to one line."""
+        """Write the list of commands; click would cut each to one line.
+
+        Not collective.
+
+        Parameters
+        ----------
+        ctx : Context
+            Of the group.
+        formatter : HelpFormatter
+            Where the list goes.
+        """
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
         rows = [
             (command.name or "", command.get_short_help_str(limit=1000))
