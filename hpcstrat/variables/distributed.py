@@ -276,7 +276,6 @@ class SyncOnReadVariable(DistributedVariable):
         )
 
 
-@np.errstate(all="ignore")
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     """Return one replica's share of a total, so that the shares add up to it.
 
