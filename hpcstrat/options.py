@@ -97,7 +97,7 @@ class ReduceOp(_NamedEnum):
             return ReduceOp.MEAN
         raise ValueError(
             f"expected the aggregation SUM or MEAN, found {parsed.name}, which cannot "
-            "be converted to a ReduceOp; create the variable with one of the two"
+            "be converted to a ReduceOp; choose one of the two"
         )
 
 

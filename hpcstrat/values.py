@@ -17,6 +17,7 @@ from hpcstrat.tree import tree_map
 from hpcstrat.typing import Array, Tree
 
 __all__ = [
+    "ONE_OF_MANY",
     "ArrayOperators",
     "DistributedValues",
     "HostValue",
@@ -27,12 +28,19 @@ __all__ = [
 
 _ADVICE = (
     "combine the replicas with strategy.reduce or strategy.gather, compute inside "
-    "strategy.run, or look at this replica's part with strategy.local_value"
+    "strategy.run, or look at this replica's part with strategy.local_value, which is "
+    "all there is to a value that all_reduce has made equal on all replicas"
 )
 # Functions of NumPy that write into their first argument.
 _WRITING = frozenset(
     (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
 )
+
+ONE_OF_MANY = (
+    "combine its parts with strategy.reduce, or take it with strategy.local_value "
+    "where it is equal on all replicas already, as after all_reduce"
+)
+"""What to do with a PerReplica where one value is expected."""
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):

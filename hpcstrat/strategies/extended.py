@@ -14,7 +14,13 @@ from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.strategies.extended_v1 import ExtendedV1
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Array, Tree
-from hpcstrat.values import DistributedValues, Mirrored, PerReplica, localize
+from hpcstrat.values import (
+    ONE_OF_MANY,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    localize,
+)
 from hpcstrat.variables import MirroredVariable, Variable
 
 if TYPE_CHECKING:
@@ -252,7 +258,7 @@ class StrategyExtended(ExtendedV1):
             raise ValueError(
                 f"expected the same arguments on all replicas to update the mirrored "
                 f"variable {var.name!r}, found a PerReplica, with which its copies "
-                "would come to differ; reduce it first"
+                f"would come to differ; {ONE_OF_MANY}"
             )
 
     @contextmanager

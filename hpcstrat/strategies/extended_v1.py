@@ -14,7 +14,7 @@ from hpcstrat.errors import OutOfRangeError
 from hpcstrat.strategies.steps import Examples, MultiStepContext
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Tree
-from hpcstrat.values import Mirrored, PerReplica, localize
+from hpcstrat.values import ONE_OF_MANY, Mirrored, PerReplica, localize
 
 if TYPE_CHECKING:
     from hpcstrat.strategies.base import Strategy
@@ -184,8 +184,8 @@ class ExtendedV1:
         if several and any(type(leaf) is PerReplica for leaf in leaves):
             raise ValueError(
                 "expected the same arguments on all replicas to update state that they "
-                "share, found a PerReplica, with which it would come to differ; reduce "
-                "it first"
+                "share, found a PerReplica, with which it would come to differ; "
+                f"{ONE_OF_MANY}"
             )
         token = push(strategy.update_entry)
         try:

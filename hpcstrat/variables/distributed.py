@@ -12,7 +12,13 @@ from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.values import DistributedValues, HostValue, Mirrored, PerReplica
+from hpcstrat.values import (
+    ONE_OF_MANY,
+    DistributedValues,
+    HostValue,
+    Mirrored,
+    PerReplica,
+)
 from hpcstrat.variables.plain import Variable
 from hpcstrat.variables.scatter import NOT_SUMMABLE
 
@@ -43,7 +49,8 @@ class DistributedVariable(Variable, DistributedValues):
         if self.aggregation is _MEAN and not floating:
             raise ValueError(
                 f"expected a floating dtype for variable {self.name!r} with "
-                f"aggregation MEAN, found {own.dtype}; choose SUM or a float"
+                f"aggregation MEAN, found {own.dtype}; make it a float, or choose "
+                "SUM for a total"
             )
         what = f"creation of variable {self.name!r}"
         if type(initial_value) is HostValue and initial_value.is_own:
@@ -127,7 +134,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
             raise ValueError(
                 f"expected one value in {method} of mirrored variable {self.name!r} in "
                 "cross-replica context, found a PerReplica, which would make its "
-                "copies differ; reduce it first, or assign inside strategy.run"
+                f"copies differ; {ONE_OF_MANY}"
             )
         return self._converted(method, value)
 
@@ -154,8 +161,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
             raise ValueError(
                 f"expected an aggregation for {method} of mirrored variable "
                 f"{self.name!r} in replica context, found NONE, with which its copies "
-                "could come to differ; create it with aggregation='sum', 'mean' or "
-                "'only_first_replica'"
+                "could come to differ; create it with aggregation='only_first_replica' "
+                "for values that are equal on all replicas already, as after "
+                "all_reduce, or with 'sum' or 'mean' for values to be combined here"
             )
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
@@ -179,7 +187,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
             raise NotImplementedError(
                 f"expected aggregation NONE or ONLY_FIRST_REPLICA for {method} of "
                 f"variable {self.name!r}, found {self.aggregation.name}, which has no "
-                "meaning for it; create it with the other aggregation"
+                "meaning for it; create it with aggregation='only_first_replica', and "
+                "give all rows on replica 0: those of other replicas are passed over"
             )
 
     def _aggregated_rows(self, method: str, rows: IndexedSlices) -> IndexedSlices:
@@ -228,8 +237,9 @@ class SyncOnReadVariable(DistributedVariable):
             raise ValueError(
                 f"expected an aggregation for reading variable {self.name!r} in "
                 "cross-replica context, found NONE, which cannot be converted to a "
-                "reduction; read it inside strategy.run, or create it with "
-                "aggregation='sum', 'mean' or 'only_first_replica'"
+                "reduction; read this replica's part inside strategy.run, or create it "
+                "with aggregation='sum', 'mean', or 'only_first_replica' for that of "
+                "replica 0"
             )
         return read_all([self])[0]
 
@@ -255,11 +265,17 @@ class SyncOnReadVariable(DistributedVariable):
             )
         adds = method != "assign"
         if self.aggregation is _NONE or (adds and self.aggregation is _SUM):
+            advice = "update each replica's part inside strategy.run"
+            if self.aggregation is _SUM:
+                advice = (
+                    "assign the new total, or inside strategy.run add each replica's "
+                    "own part of what is added in all"
+                )
             raise ValueError(
                 f"expected another aggregation for {method} of SyncOnRead variable "
                 f"{self.name!r} in cross-replica context, found "
                 f"{self.aggregation.name}, for which each replica's share is not "
-                "defined; update it inside strategy.run"
+                f"defined; {advice}"
             )
         array = self._converted(method, value)
         share = array

@@ -26,6 +26,16 @@ _SCATTER = {
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 
+def _advice(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Say what to do about a type; to cast a value may change it."""
+    whole = wanted.kind in "iub"
+    if found.kind == "c" and wanted.kind != "c":
+        return "take the value's real part, if that is meant"
+    if whole and found.kind not in "iub":
+        return "create the variable with a floating dtype, or round the value"
+    return "cast the value with astype"
+
+
 class ScatterMethods:
     """The ``scatter_*`` methods; for classes that have a component."""
 
@@ -46,7 +56,7 @@ class ScatterMethods:
         if array.dtype != dtype:
             raise ValueError(
                 f"expected dtype {dtype} in {method} of variable {self.name!r}, found "
-                f"{array.dtype}; cast the value with astype"
+                f"{array.dtype}; {_advice(array.dtype, dtype)}"
             )
         return array
 
