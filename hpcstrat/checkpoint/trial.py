@@ -166,7 +166,7 @@ def _check(directory: str, nbytes: int, num_writers: int) -> None:
     if nbytes < num_writers * STRIPE_BYTES:
         raise CheckpointError(
             f"expected a size of 1 MiB or more for each of {num_writers} writers, "
-            f"found {nbytes} bytes; give a size of {num_writers} MiB or more"
+            f"found {nbytes >> 20} MiB; give a size of {num_writers} MiB or more"
         )
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize

@@ -11,19 +11,23 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hpcstrat.checkpoint.blocks import Blocks
 from hpcstrat.checkpoint.export import export_values
 from hpcstrat.checkpoint.image import Image
-from hpcstrat.checkpoint.layout import Entry, Header, list_checkpoints, named_dtype
+from hpcstrat.checkpoint.layout import (
+    Entry,
+    Header,
+    list_checkpoints,
+    named_dtype,
+    section_of,
+)
 from hpcstrat.checkpoint.other_files import NoCheckpointError
 from hpcstrat.checkpoint.reader import open_checkpoint, read_header, read_values
 from hpcstrat.cli.ckpt_bench import bench
 from hpcstrat.cli.ckpt_progress import progress
 from hpcstrat.cli.groups import Group
+from hpcstrat.cli.tables import add_row, new_console, new_table
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -43,11 +47,6 @@ ckpt.add_command(bench)
 _file = click.argument("file", type=click.Path())
 
 
-def _row(table: Table, *words: Any) -> None:
-    """Add a row; brackets in names are no markup."""
-    table.add_row(*(Text(str(word)) for word in words))
-
-
 def _line(error: Exception) -> str:
     """Return the text of an error in one line."""
     return " ".join(str(error).split())
@@ -56,24 +55,28 @@ def _line(error: Exception) -> str:
 @ckpt.command()
 @click.argument("directory", type=click.Path())
 def ls(directory: str) -> None:
-    """List the checkpoints in DIRECTORY; exit status 1 if one is damaged."""
-    table = Table("file", "step", "replicas", "variables", "bytes")
+    """List the checkpoints in DIRECTORY.
+
+    The exit status is 1 if one is damaged.
+    """
+    table = new_table("file", "step", "replicas", "variables", "bytes")
     problems = []
     for path in _listed(directory):
         name = os.path.basename(path)
         try:
-            size = f"{os.path.getsize(path):,}"
+            # Of the link itself, which may lead to nothing.
+            size = f"{os.lstat(path).st_size:,}"
             header = _read(path)
         except FileNotFoundError:
             # Replaced by newer ones since the folder was listed.
             continue
         except CheckpointError as error:
-            _row(table, name, "damaged", "", "", size)
+            add_row(table, name, "damaged", "", "", size)
             problems.append(f"{name}: {_line(error)}")
             continue
         words = (header.step, header.num_replicas, len(header.entries))
-        _row(table, name, *words, size)
-    Console().print(table)
+        add_row(table, name, *words, size)
+    new_console().print(table)
     for problem in problems:
         click.echo(problem)
     raise SystemExit(_DAMAGED if problems else 0)
@@ -128,18 +131,20 @@ def _require_file(path: str) -> None:
 def show(file: str) -> None:
     """Show what the checkpoint FILE holds."""
     header = _header(file)
-    console = Console(markup=False)
+    console = new_console()
     console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
     for name, value in header.metrics.items():
         console.print(f"metric {name}: {value}")
-    table = Table("name", "dtype", "shape", "synchronization", "aggregation")
+    table = new_table("name", "dtype", "shape", "synchronization", "aggregation")
     for entry in header.entries.values():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         kinds = entry.synchronization, entry.aggregation
-        _row(table, entry.path, entry.dtype, shape, *kinds)
+        add_row(table, entry.path, entry.dtype, shape, *kinds)
     console.print(table)
     for name, state in header.iterators.items():
-        console.print(f"iterators/{name}: {state}")
+        section = section_of(state)
+        about = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        console.print(f"{section}/{name}: {about}")
     for name in header.python:
         console.print(f"python/{name}")
 
@@ -147,9 +152,10 @@ def show(file: str) -> None:
 @ckpt.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 def verify(paths: tuple[str, ...]) -> None:
-    """Check every byte of the checkpoints PATHS, which are files or folders.
+    """Check every byte of checkpoints.
 
-    The exit status is 1 if one is damaged, or has no hashes to check it by.
+    PATHS are files or folders. The exit status is 1 if one is damaged, or has no hashes
+    to check it by.
     """
     files = [
         file
@@ -206,27 +212,30 @@ def _verify(path: str) -> int | None:
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
 def diff(first: str, second: str) -> None:
-    """Say how two checkpoints differ; exit status 1 if they do, apart from the step."""
+    """Say how two checkpoints differ.
+
+    The exit status is 1 if they do, apart from the step.
+    """
     headers = _checked(first), _checked(second)
-    table = Table("name", "difference")
+    table = new_table("name", "difference")
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
     sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
     with progress(sum(sizes.values()), "comparing") as tick:
         for name in names:
             text = _difference(name, headers, (first, second))
             if text:
-                _row(table, name, text)
+                add_row(table, name, text)
             tick(sizes[name])
     for section in ("iterators", "python"):
         states = [getattr(header, section) for header in headers]
         for name in sorted(set(states[0]) | set(states[1])):
             one, other = states[0].get(name), states[1].get(name)
             if not _same_state(one, other):
-                _row(table, f"{section}/{name}", "another state")
+                add_row(table, f"{section}/{name}", "another state")
     steps = [header.step for header in headers]
     click.echo(f"steps {steps[0]} and {steps[1]}")
     if table.row_count:
-        Console().print(table)
+        new_console().print(table)
     else:
         click.echo("no difference")
     raise SystemExit(_DIFFERENT if table.row_count else 0)
@@ -280,7 +289,10 @@ def _difference(
 @_file
 @click.argument("output", type=click.Path(dir_okay=False))
 def export(file: str, output: str) -> None:
-    """Write the values of FILE to OUTPUT, .npz or plain .h5, which must not exist."""
+    """Write the values of a checkpoint for others.
+
+    OUTPUT ends in .npz or, for plain HDF5, in .h5, and must not exist.
+    """
     header = _checked(file)
     if os.path.splitext(output)[1] not in (".npz", ".h5", ".hdf5"):
         raise click.ClickException(

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from hpcstrat.checkpoint.file_systems import file_system_name, is_local
 from hpcstrat.checkpoint.plan import choose_block_bytes
@@ -25,13 +23,14 @@ from hpcstrat.checkpoint.trial import (
 )
 from hpcstrat.checkpoint.trial_group import Group, run_in_threads
 from hpcstrat.cli.ckpt_progress import progress
+from hpcstrat.cli.tables import new_console, new_table
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError, TopologyError
 from hpcstrat.topology import Topology
 
 __all__ = ["advise", "bench", "parse_size"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 _LETTERS = "kmgt"
 _SAME = 1.1
 _MUCH = 1.5
@@ -51,7 +50,9 @@ class _Wish:
 
 @click.command()
 @click.argument("directory", type=click.Path())
-@click.option("--size", default="256MiB", show_default=True, help="Of all together.")
+@click.option(
+    "--size", default="256MiB", show_default=True, help="What all write together."
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "output", type=click.Path(), help="Write all times there, too.")
 def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
@@ -136,7 +137,7 @@ def parse_size(text: str) -> int:
     Parameters
     ----------
     text : str
-        Such as ``256MiB``, ``1.5 GiB``, ``100MB``; a number alone is bytes.
+        Such as ``256MiB``, ``1.5 GiB``, ``100MB``.
 
     Returns
     -------
@@ -152,7 +153,7 @@ def parse_size(text: str) -> int:
     if match is None or not float(match[1]):
         raise CheckpointError(
             f"expected a size such as 256MiB or 2GB, found {text!r}; give a number "
-            "above 0 and a unit"
+            "above 0 and its unit"
         )
     base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
     power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
@@ -161,7 +162,7 @@ def parse_size(text: str) -> int:
 
 
 def _show(results: Sequence[Measured]) -> None:
-    table = Table("layout", "part", "write GB/s", "read GB/s")
+    table = new_table("layout", "part", "write GB/s", "read GB/s")
     for found in results:
         layout = found.layout
         name = "one file" if layout.shared else "a file per writer"
@@ -170,7 +171,7 @@ def _show(results: Sequence[Measured]) -> None:
         rates = found.write_bytes_per_second, found.read_bytes_per_second
         words = [f"{rate / 1e9:.3g}" for rate in rates]
         table.add_row(f"{name}, {way}", f"{layout.piece_bytes >> 20} MiB", *words)
-    Console().print(table)
+    new_console().print(table)
 
 
 def advise(

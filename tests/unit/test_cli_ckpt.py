@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -122,6 +125,41 @@ def test_metrics_are_shown(tmp_path: Path) -> None:
     with hs.CheckpointManager(tmp_path, net=value) as manager:
         manager.save(1, metrics={"val_loss": 0.25})
     assert "metric val_loss: 0.25\n" in _run("show", _paths(tmp_path)[0]).output
+
+
+def test_long_names_are_whole_in_pipes_and_folded_on_terminals(tmp_path: Path) -> None:
+    parts = [f"{'layer' * 9}-{number}" for number in range(3)]
+    net = {parts[0]: {parts[1]: {parts[2]: hs.Variable(np.ones(2))}}}
+    streams = hs.get_strategy().random("noise", seed=3)
+    with hs.CheckpointManager(tmp_path, net=net, noise=streams) as manager:
+        path = manager.save(1)
+        net[parts[0]][parts[1]][parts[2]].assign([1.0, 2.0])
+        other = manager.save(2)
+    name = "/".join(["variables/net", *parts])
+    lines = _run("show", path).output.splitlines()
+    assert len([line for line in lines if f" {name} " in line]) == 1
+    random = [line for line in lines if "noise" in line]
+    about = "{'bit_generator': 'Philox', 'root_entropy': 3, 'generation': 0}"
+    assert random == [f"rng/noise: {about}"]
+    assert name in _run("diff", path, other).output
+    shown = _on_terminal_only("show", path)
+    cells = [line.split("\u2502")[1] for line in shown if "\u2502" in line]
+    assert name in "".join(map(str.strip, cells))
+
+
+def _on_terminal_only(*words: Any) -> list[str]:
+    """Return the lines on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    process = _started(*words, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = bytearray()
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 4096):
+            shown.extend(data)
+    os.close(ours)
+    assert process.wait(100) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
+    return text.splitlines()
 
 
 def test_brackets_in_names_are_shown(tmp_path: Path) -> None:
@@ -331,8 +369,9 @@ def test_bench_measures_all_layouts_and_leaves_nothing(tmp_path: Path) -> None:
         (("{}/missing",), "found none at"),
         (("{}/file",), "expected a folder"),
         (("{}", "--size", "many"), "found 'many'"),
-        (("{}", "--size", "0"), "found '0'"),
-        (("{}", "--size", "1MiB"), "for each of"),
+        (("{}", "--size", "0MB"), "found '0MB'"),
+        (("{}", "--size", "64"), "found '64'; give a number above 0 and its unit"),
+        (("{}", "--size", "1MiB"), "writers, found 1 MiB; give a size of"),
         (("{}", "--size", "1000000TiB"), "expected room for"),
         (("{}", "--json", "{}/missing/x"), "that can be written"),
     ],
@@ -466,13 +505,13 @@ def test_advice_names_a_remedy_for_a_slow_shared_file(kind: str, remedy: str) ->
 
 @pytest.mark.parametrize(
     ("text", "mebibytes"),
-    [("256MiB", 256), ("1.5 GiB", 1536), ("2g", 2048), ("3MB", 3), ("1", 1)],
+    [("256MiB", 256), ("1.5 GiB", 1536), ("2g", 2048), ("3MB", 3), ("1B", 1)],
 )
 def test_sizes_are_rounded_up(text: str, mebibytes: int) -> None:
     assert parse_size(text) == mebibytes << 20
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1PB", "MiB", "1e3", "0.0"])
+@pytest.mark.parametrize("text", ["", "-1", "1PB", "MiB", "1e3", "0.0MB", "64", "1.5"])
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="expected a size such as"):
         parse_size(text)
@@ -494,3 +533,63 @@ def test_file_system_is_named(path: str) -> None:
 
 def test_file_system_of_nothing_is_unknown() -> None:
     assert file_system_name("/nowhere/at/all") == "unknown"
+
+
+def _archive(path: Path) -> None:
+    np.savez(path, w=np.ones(3))
+
+
+def _array(path: Path) -> None:
+    np.save(path, np.ones(3))
+
+
+def _pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"w": 1}))
+
+
+def _bytes_of_any_kind(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 40)
+
+
+OTHERS: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
+    ("notes.txt", lambda path: path.write_text("größe\n" * 900), "a text file"),
+    ("weights.npz", _archive, "a ZIP archive, such as"),
+    ("weights.npy", _array, "an array of numpy.save"),
+    ("model.pt", _pickle, "a pickle"),
+    ("nothing", Path.touch, "an empty file"),
+    ("image.bin", _bytes_of_any_kind, "a file of another kind"),
+    ("keras.h5", _foreign, "an HDF5 file of another program, which holds x"),
+    ("ckpt-0000000003.h5", _archive, "a ZIP archive, such as"),
+)
+
+
+@pytest.mark.parametrize(("name", "make", "said"), OTHERS)
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_what_is_no_checkpoint_is_named(
+    command: str, name: str, make: Callable[[Path], Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    make(path)
+    if not path.exists():
+        # NumPy has put its own end behind the name.
+        path.with_name(f"{name}.npz").rename(path)
+    found = _run(command, path)
+    assert found.exit_code == 1
+    assert f"expected a checkpoint, found {said}" in found.output
+    assert "remove" not in found.output
+    assert "DAMAGED" not in found.output
+    assert len(found.output.splitlines()) == 1
+
+
+def test_list_shows_links_that_lead_nowhere(folder: Path) -> None:
+    (folder / "ckpt-0000000007.h5").symlink_to("ckpt-0000000007.h5")
+    found = _run("ls", folder)
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit)
+    assert "ckpt-0000000007.h5: expected a readable checkpoint" in found.output
+
+
+def test_help_cuts_no_sentences() -> None:
+    _, _, commands = _run("--help").output.partition("Commands:")
+    assert commands
+    assert "..." not in commands
