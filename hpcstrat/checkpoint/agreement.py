@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hpcstrat.checkpoint.disk import NO_DESCRIPTORS
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["explained", "on_first"]
@@ -66,6 +67,8 @@ def explained(what: str, error: BaseException) -> str:
         One sentence with advice.
     """
     advice = "check the path, its permissions and the space on the file system"
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+        advice = "close files, or raise their number (ulimit -n)"
     if isinstance(error, FileExistsError) and what.startswith("save"):
         advice = "pass overwrite=True, or another step"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import TracebackType
 from typing import Self
@@ -121,7 +122,9 @@ class Blocks:
 
         Not collective.
         """
-        os.close(self._file)
+        # All that was read is there.
+        with contextlib.suppress(OSError):
+            os.close(self._file)
 
     def __enter__(self) -> Self:
         """Return this."""

@@ -15,6 +15,7 @@ from hpcstrat.checkpoint.file_names import wait_for_room
 from hpcstrat.checkpoint.plan import PAGE_BYTES
 
 __all__ = [
+    "NO_DESCRIPTORS",
     "PASSING",
     "create",
     "flush",
@@ -24,6 +25,7 @@ __all__ = [
     "open_to_write",
     "read_exactly",
     "read_into",
+    "require_descriptors",
     "write_all",
 ]
 
@@ -33,10 +35,15 @@ PASSING = (
 )
 """Errors that say nothing of a file."""
 
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Those of them that say that too many files are open."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 1 << 30
+# Shared memory takes one, or 6 where MPI gives it; connections to other hosts, some.
+_SPARE_DESCRIPTORS = 32
 
 
 def create(path: str, nbytes: int) -> None:
@@ -59,16 +66,22 @@ def create(path: str, nbytes: int) -> None:
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
         try:
-            _reserve(file, nbytes)
-        except OSError as error:
-            if error.errno not in _NO_ROOM or not wait_for_room():
-                raise
-            _reserve(file, nbytes)
+            _reserve_with_patience(file, nbytes)
+        finally:
+            # On network file systems, this may be what finds the disk full.
+            os.close(file)
     except BaseException:
         os.unlink(path)
         raise
-    finally:
-        os.close(file)
+
+
+def _reserve_with_patience(file: int, nbytes: int) -> None:
+    try:
+        _reserve(file, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_ROOM or not wait_for_room():
+            raise
+        _reserve(file, nbytes)
 
 
 def _reserve(file: int, nbytes: int) -> None:
@@ -155,6 +168,25 @@ def _open(path: str, flags: int, direct: bool) -> int:
             if error.errno != errno.EINVAL:
                 raise
     return os.open(path, flags)
+
+
+def require_descriptors() -> None:
+    """Make sure that MPI can open files: where it cannot, it ends the process.
+
+    Not collective.
+
+    Raises
+    ------
+    OSError
+        If the process has no more descriptors.
+    """
+    held: list[int] = []
+    try:
+        for _ in range(_SPARE_DESCRIPTORS):
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for file in held:
+            os.close(file)
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import on_first
-from hpcstrat.checkpoint.folder import prepare, require_one_writer
+from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
+from hpcstrat.checkpoint.folder import Folder
 from hpcstrat.checkpoint.image import Memory
 from hpcstrat.checkpoint.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.layout import Header, checkpoint_name
@@ -30,6 +31,7 @@ from hpcstrat.variables import read_all
 __all__ = ["CheckpointManager"]
 
 _ON_BUSY = ("wait", "skip")
+_CREATION = "creation of a CheckpointManager"
 
 
 class CheckpointManager(RestoreMethods):
@@ -45,7 +47,8 @@ class CheckpointManager(RestoreMethods):
     Parameters
     ----------
     directory : str or path
-        Where the files ``ckpt-<step>.h5`` are; made where it is missing.
+        Where the files ``ckpt-<step>.h5`` are; the first save makes it where it is
+        missing.
     max_to_keep : int or None
         How many of the newest to keep; None keeps all, whatever the others say.
     keep_every : int or timedelta, optional
@@ -70,9 +73,10 @@ class CheckpointManager(RestoreMethods):
     ------
     ValueError
         If an object cannot be saved, its name is reserved, or one of the above is no
-        such value.
+        such value. Where only some ranks were given such, the others raise
+        ReplicaError.
     CheckpointError
-        If the folder cannot be made.
+        If there is something else in place of the folder.
     RuntimeError
         For a strategy of one replica in a job of several ranks.
     """
@@ -89,19 +93,24 @@ class CheckpointManager(RestoreMethods):
         independent: bool = False,
         **objects: Any,
     ) -> None:
-        self._bandwidth = checked_bandwidth(max_write_bandwidth)
-        rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
-        folder = os.path.abspath(os.fspath(directory))
-        retention, memory = Retention(folder, rules), Memory()
-        super().__init__(folder, Objects(objects), keep_best, retention, memory)
-        if not independent:
-            require_one_writer(self._strategy)
-        self._saver = Saver(self._strategy, self.directory, retention, memory)
+        try:
+            self._bandwidth = checked_bandwidth(max_write_bandwidth)
+            rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
+            folder = Folder(os.path.abspath(os.fspath(directory)))
+            known = Objects(objects)
+            if not independent:
+                names = known.variables() or known.names
+                require_one_writer(known.strategy, names)
+        except Exception as error:
+            strategy_of(objects).collectives.fail(_CREATION, error)
+            raise
+        retention, memory = Retention(folder.path, rules), Memory()
+        super().__init__(folder.path, known, keep_best, retention, memory)
+        self._saver = Saver(self._strategy, folder, retention, memory)
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
-        what = "creation of the folder of checkpoints"
-        on_first(self._strategy, what, partial(prepare, self.directory))
+        on_first(self._strategy, _CREATION, folder.prepare)
 
     def __enter__(self) -> Self:
         """Return this."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hpcstrat.arrays import to_host
+from hpcstrat.checkpoint.arguments import refuse_torch
 from hpcstrat.checkpoint.layout import RESERVED, Entry, Header, section_of
 from hpcstrat.checkpoint.plain_state import as_text
 from hpcstrat.options import VariableAggregation
@@ -54,6 +55,7 @@ class Objects:
         elif hasattr(thing, "restore_state"):
             self._iterators[name] = thing
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            refuse_torch(name, thing)
             self._python[name] = thing
         else:
             raise ValueError(

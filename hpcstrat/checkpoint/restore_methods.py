@@ -107,27 +107,36 @@ class RestoreMethods(SearchMethods):
             has no memory for it, or cannot read it just now.
         """
         self._settle()
-        unknown = set(only or ()) - self._objects.names
-        if isinstance(only, str) or unknown:
-            raise self._refuse(
-                "restore",
-                f"expected only to hold names of {sorted(self._objects.names)}, found "
-                f"{only!r}; pass a list of such names",
-            )
+        try:
+            chosen = None if path is None else os.fspath(path)
+            names = dict(rename or {})
+            self._check_only(only)
+        except Exception as error:
+            self._collectives.fail("restore", error)
+            raise
         step = self._restorer.restore(
-            None if path is None else os.fspath(path),
-            rename or {},
+            chosen,
+            names,
             allow_cast=allow_cast,
             expect_partial=expect_partial,
             per_replica=per_replica,
             only=only,
         )
         if step is None:
+            found = "none" if os.path.isdir(self.directory) else "no such folder"
             raise CheckpointError(
-                f"expected a checkpoint in {self.directory}, found none; check the "
+                f"expected a checkpoint in {self.directory}, found {found}; check the "
                 "folder, or call restore_or_initialize"
             )
         return step
+
+    def _check_only(self, only: Collection[str] | None) -> None:
+        known = self._objects.names
+        if isinstance(only, str) or not known.issuperset(only or ()):
+            raise ValueError(
+                f"expected only to hold names of {sorted(known)}, found {only!r}; pass "
+                "a list of such names"
+            )
 
     def restore_or_initialize(
         self, init_fn: Callable[[], object] | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.checkpoint.disk import PASSING
+from hpcstrat.checkpoint.disk import NO_DESCRIPTORS, PASSING, require_descriptors
 from hpcstrat.checkpoint.file_systems import is_local
 from hpcstrat.checkpoint.image import Image, Memory
 from hpcstrat.checkpoint.layout import named_dtype
@@ -93,7 +93,10 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
     found = f"expected {path} to be readable, found {type(problem).__name__}: {problem}"
     if isinstance(problem, OSError) and problem.errno not in PASSING:
         return CorruptCheckpointError(f"{found}; restore an older checkpoint")
-    return CheckpointError(f"{found}; it may be whole: free memory, and try again")
+    advice = "free memory"
+    if isinstance(problem, OSError) and problem.errno in NO_DESCRIPTORS:
+        advice = "close files, or raise their number (ulimit -n)"
+    return CheckpointError(f"{found}; it may be whole: {advice}, and try again")
 
 
 def _raise_together(strategy: Any, error: Exception | None, path: str) -> None:
@@ -224,6 +227,8 @@ class _Exchange:
         self._nbytes += sum(stop - start for start, stop in spans)
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
+        if self._deal.size > 1:
+            require_descriptors()
         if any(sink.on_device for sink in self._sinks):
             # Memory runs out here, if it does.
             self._uploads = Uploads()

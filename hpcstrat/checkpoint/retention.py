@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hpcstrat.checkpoint.file_names import remove
-from hpcstrat.checkpoint.folder import identity_of
+from hpcstrat.checkpoint.folder import NO_FILE, identity_of
 from hpcstrat.checkpoint.keep_rules import Found, KeepBest, KeepRules, kept, ranked
 from hpcstrat.checkpoint.layout import list_checkpoints, step_of
 from hpcstrat.checkpoint.reader import check, is_passing, read_root
@@ -79,7 +79,7 @@ class Retention:
             return False
         except CheckpointError as error:
             cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno is not None:
+            if isinstance(cause, OSError) and cause.errno not in (None, *NO_FILE):
                 # The file may be whole: it could not be looked at now.
                 raise cause from None
             # One of a newer library is not.

@@ -25,7 +25,7 @@ from hpcstrat.checkpoint.agreement import explained, on_first
 from hpcstrat.checkpoint.commit import Commit, Target
 from hpcstrat.checkpoint.disk import create
 from hpcstrat.checkpoint.file_systems import is_local
-from hpcstrat.checkpoint.folder import identity_of, temporary_name
+from hpcstrat.checkpoint.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.image import Memory, Source, as_bytes
 from hpcstrat.checkpoint.layout import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.plan import Plan
@@ -52,8 +52,8 @@ class Saver:
     ----------
     strategy : Strategy
         Whose replicas save.
-    directory : str
-        The folder.
+    folder : Folder
+        Where.
     retention : Retention
         Removes what need not stay; replica 0's is used.
     memory : Memory
@@ -66,10 +66,10 @@ class Saver:
     """
 
     def __init__(
-        self, strategy: Any, directory: str, retention: Retention, memory: Memory
+        self, strategy: Any, folder: Folder, retention: Retention, memory: Memory
     ) -> None:
-        self._strategy, self._directory, self._memory = strategy, directory, memory
-        self._retention = retention
+        self._strategy, self._folder, self._memory = strategy, folder, memory
+        self._directory, self._retention = folder.path, retention
         self._num_cores = _num_cores(strategy)
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
@@ -235,6 +235,7 @@ class Saver:
             *(path, temporary, replaces, identity_of(path), abandoned),
             self._retention,
         )
+        self._folder.make()
         create(temporary, plan.size + room)
         commits.append(Commit(target, header, skeleton, time.time_ns()))
         nonce = secrets.token_bytes(NONCE_BYTES)

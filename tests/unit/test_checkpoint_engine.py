@@ -361,7 +361,10 @@ def test_files_of_processes_that_end_are_removed(
     text = f"{name}) {' '.join(words)}"
     left = tmp_path / folder.temporary_name("ckpt-0000000001.h5")
     left.touch()
-    opened = lambda *args, **options: io.StringIO(text)  # noqa: E731
+
+    def opened(path: str, **options: Any) -> Any:
+        return io.StringIO(text) if path.endswith("stat") else open(path, **options)
+
     monkeypatch.setattr(folder, "open", opened, raising=False)
     folder.remove_abandoned(str(tmp_path))
     assert left.exists() == stays

@@ -194,3 +194,61 @@ def test_state_that_readers_would_refuse_is_not_saved(
     monkeypatch.setattr(contents, "MOST_STATE_BYTES", 4096)
     with pytest.raises(hs.CheckpointError, match="8,192 bytes in python"):
         manager.restore(manager.checkpoints[0])
+
+
+def _torch_object(kind: str, **members: Any) -> Any:
+    """Return what looks like an object of torch, which need not be there."""
+    base = type(kind, (State,), {"__module__": "torch.somewhere"})
+    found = type("Mine", (base,), {"__module__": "program"})()
+    for name, value in members.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        _torch_object("Module"),
+        _torch_object("Optimizer", defaults={"lr": 0.1, "betas": (0.9, 0.999)}),
+        _torch_object("Optimizer", defaults={"lr": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_torch_objects_with_tensors_are_refused_at_once(
+    thing: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"as 'model', found a torch Mine.*Variables"):
+        hs.CheckpointManager(tmp_path, model=thing)
+
+
+def test_plain_torch_objects_are_saved(tmp_path: Path) -> None:
+    descent = _torch_object("Optimizer", defaults={"lr": 0.1, "momentum": 0})
+    schedule = _torch_object("LRScheduler")
+    descent.state, schedule.state = {"state": {}}, {"milestones": Counter([3, 5])}
+    manager = hs.CheckpointManager(tmp_path, descent=descent, schedule=schedule)
+    manager.save(1)
+    descent.state = schedule.state = None
+    manager.restore()
+    assert descent.state == {"state": {}}
+    assert _same(schedule.state, {"milestones": Counter([3, 5])})
+
+
+def test_models_of_torch_come_back_as_variables(tmp_path: Path) -> None:
+    """What the error says to give, and the guide shows."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="found a torch Sequential"):
+        hs.CheckpointManager(tmp_path, model=model)
+    weights = {k: hs.Variable(v.numpy()) for k, v in model.state_dict().items()}
+    manager = hs.CheckpointManager(tmp_path, model=weights)
+    model(torch.ones(5, 4)).sum().backward()
+    wanted = {k: v.clone() for k, v in model.state_dict().items()}
+    for key, value in model.state_dict().items():
+        weights[key].assign(value.numpy())
+    manager.save(1)
+    for value in model.state_dict().values():
+        value.zero_()
+    manager.restore()
+    restored = {k: torch.from_numpy(v.numpy()) for k, v in weights.items()}
+    model.load_state_dict(restored)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, wanted[key]), key

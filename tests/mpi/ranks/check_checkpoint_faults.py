@@ -7,6 +7,7 @@ import gc
 import itertools
 import operator
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint import commit, image, saving, writing
 from hpcstrat.checkpoint.blocks import Blocks
+from hpcstrat.checkpoint.folder import temporary_name
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (
@@ -129,7 +131,7 @@ def test_missing_checkpoints_are_told(strategy: Any, folder: Path) -> None:
     manager = hs.CheckpointManager(folder / "new" / "deep", x=x)
     assert manager.latest() is None
     assert manager.restore_or_initialize() is None
-    with pytest.raises(CheckpointError, match="found none"):
+    with pytest.raises(CheckpointError, match="found no such folder"):
         manager.restore()
     with pytest.raises(CheckpointError, match="ckpt-0000000009"):
         manager.restore(folder / "ckpt-0000000009.h5")
@@ -155,12 +157,15 @@ def test_vanished_folder_is_an_error_and_a_later_save_works(
     with strategy.scope():
         x = hs.Variable(1.0)
     manager = hs.CheckpointManager(folder / "gone", x=x)
+    manager.save(1)
     job.Barrier()
     if job.rank == 0:
-        (folder / "gone").rmdir()
+        shutil.rmtree(folder / "gone")
     job.Barrier()
     with pytest.raises(CheckpointError, match="gone"):
-        manager.save(1)
+        manager.save(2)
+    # Its file system may be away.
+    assert not (folder / "gone").exists()
     hs.CheckpointManager(folder / "other", x=x).save(1)
 
 
@@ -379,9 +384,9 @@ def test_abandoned_files_of_dead_processes_are_removed(
     strategy: Any, folder: Path, job: Any
 ) -> None:
     host = os.uname().nodename
-    dead = f".ckpt-0000000001.h5.0.{host}-999999999.abcd"
-    alive = f".ckpt-0000000001.h5.0.{host}-{os.getpid()}.abcd"
-    away = ".ckpt-0000000001.h5.0.elsewhere-999999999.abcd"
+    alive = temporary_name("ckpt-0000000001.h5")
+    dead = alive.replace(f"-{os.getpid()}.", "-999999999.")
+    away = dead.replace(host, "elsewhere")
     if job.rank == 0:
         for name in (dead, alive, away, "mine.txt"):
             (folder / name).touch()

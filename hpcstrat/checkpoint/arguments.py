@@ -1,0 +1,110 @@
+"""Arguments of a manager: what is refused, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.strategies import get_strategy
+
+__all__ = ["refuse_torch", "require_one_writer", "strategy_of"]
+
+_MOST_NAMES = 3
+
+
+def strategy_of(things: Any) -> Any:
+    """Return the strategy of what may be faulty arguments; else the current one.
+
+    Not collective.
+
+    Parameters
+    ----------
+    things : object
+        Arguments in any structure.
+
+    Returns
+    -------
+    Strategy
+        To tell the other ranks.
+    """
+    todo = [things]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, (Mapping, list, tuple)):
+            todo.extend(thing.values() if isinstance(thing, Mapping) else thing)
+            continue
+        strategy = getattr(thing, "distribute_strategy", None)
+        if getattr(strategy, "distributes", False):
+            return strategy
+        if hasattr(thing, "checkpoint_variables"):
+            with suppress(Exception):
+                todo.append(thing.checkpoint_variables())
+    return get_strategy()
+
+
+def refuse_torch(name: str, thing: Any) -> None:
+    """Refuse what has tensors in its state, before a program has run for long.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Of the object.
+    thing : object
+        With ``state_dict`` and ``load_state_dict``.
+
+    Raises
+    ------
+    ValueError
+        For a model or an optimizer of torch.
+    """
+    kinds = {
+        kind.__name__
+        for kind in type(thing).__mro__
+        if kind.__module__.partition(".")[0] == "torch"
+    }
+    # SGD without momentum has none.
+    has_state = getattr(thing, "defaults", {}).get("momentum") != 0
+    if "Module" in kinds or ("Optimizer" in kinds and has_state):
+        raise ValueError(
+            f"expected plain state as {name!r}, found a torch {type(thing).__name__}, "
+            "whose state_dict() has tensors; give a dict of Variables made of these, "
+            "such as {k: hs.Variable(v.numpy()) for k, v in model.state_dict()"
+            ".items()}, assign to these before a save, and load_state_dict from them "
+            "after a restore"
+        )
+
+
+def require_one_writer(strategy: Any, names: Collection[str]) -> None:
+    """Refuse objects of which each rank of a job would write the same files.
+
+    Not collective.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas save.
+    names : collection of str
+        Of variables, or of objects where there are none.
+
+    Raises
+    ------
+    RuntimeError
+        For a strategy of one replica in a job of several ranks.
+    """
+    size = launch_from_environment().size
+    if size == 1 or strategy.distributes:
+        return
+    found, advice = f"those of {strategy!r}", "use MultiWorkerMirroredStrategy"
+    if strategy.is_default:
+        some = ", ".join(sorted(names)[:_MOST_NAMES]) or "none"
+        found = f"{some}, made outside of a scope"
+        advice = "make variables and the manager inside `with strategy.scope():`"
+    raise RuntimeError(
+        f"expected objects of a strategy over the {size} ranks of this job, found "
+        f"{found}, so that all ranks would write the same files; {advice}, or pass "
+        "independent=True and a folder for each rank"
+    )
