@@ -587,9 +587,3 @@ def test_list_shows_links_that_lead_nowhere(folder: Path) -> None:
     assert found.exit_code == 1
     assert isinstance(found.exception, SystemExit)
     assert "ckpt-0000000007.h5: expected a readable checkpoint" in found.output
-
-
-def test_help_cuts_no_sentences() -> None:
-    _, _, commands = _run("--help").output.partition("Commands:")
-    assert commands
-    assert "..." not in commands
