@@ -77,7 +77,7 @@ def as_text(name: str, state: Any) -> bytes:
         place += "..." * (len(error.place) > _MOST_SHOWN)
         raise ValueError(
             f"expected plain state of {name!r}, which comes back as it was, found "
-            f"{error.found} at state_dict(){place}; {error.advice}"
+            f"{error.found} at state{place}; {error.advice}"
         ) from None
 
 
@@ -100,7 +100,7 @@ def is_typed(text: bytes) -> bool:
     return b'{"$' in text
 
 
-def from_text(text: bytes, *, typed: bool) -> Any:
+def from_text(text: bytes, *, typed: bool = True) -> Any:
     """Return the state that a text holds; whatever is wrong with it raises.
 
     Not collective.
@@ -110,7 +110,8 @@ def from_text(text: bytes, *, typed: bool) -> Any:
     text : bytes
         JSON.
     typed : bool
-        Whether it may have more types than JSON itself, as of format version 3.
+        Whether it may have more types than JSON itself: not in files of a format
+        version below 3, in which what stands for a value is an object.
 
     Returns
     -------
@@ -193,7 +194,7 @@ def _plain_scalar(value: Any) -> Any:
     if base is not None:
         # It would come back as that, without what its class adds.
         name = base.__name__
-        advice = f"turn it into {name} in state_dict, and back in load_state_dict"
+        advice = f"turn it into {name} before, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):
         advice = "keep arrays and tensors in Variables, and give these to the manager"
     raise _UnkeptError(f"a value of type {found}", advice)

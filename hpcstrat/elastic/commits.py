@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,12 @@ import numpy as np
 from hpcstrat.arrays import to_host
 from hpcstrat.checkpoint.layout import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.plain_state import as_text, from_text
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.typing import Array
 from hpcstrat.variables import SyncOnReadVariable
 
-__all__ = ["Commit", "Key", "dump_json"]
+__all__ = ["Commit", "Key"]
 
 Key = tuple[int, int]
 """Of a commit: the generation of ranks that made it, and its number among theirs."""
@@ -40,8 +40,8 @@ class Commit:
         This replica's components.
     iterators : dict of str to dict
         Positions in data sets, and this replica's row of random streams.
-    python : dict of str to str
-        Plain state, as JSON; the program's own under an empty name.
+    python : dict of str to bytes
+        Plain state, as of `as_text`; the program's own under an empty name.
     copies : dict of int to ndarray
         What other replicas alone have, by replica, see `own_part`.
     """
@@ -53,10 +53,10 @@ class Commit:
     entries: dict[str, Entry] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     iterators: dict[str, dict[str, Any]] = field(default_factory=dict)
-    python: dict[str, str] = field(default_factory=dict)
+    python: dict[str, bytes] = field(default_factory=dict)
     copies: dict[int, Array] = field(default_factory=dict)
 
-    def fill(self, objects: Objects, python: Mapping[str, str]) -> None:
+    def fill(self, objects: Objects, python: Mapping[str, bytes]) -> None:
         """Copy everything; the arrays of the last time are used again.
 
         Not collective.
@@ -65,7 +65,7 @@ class Commit:
         ----------
         objects : Objects
             What is tracked.
-        python : mapping of str to str
+        python : mapping of str to bytes
             The program's own state.
         """
         self.key = None
@@ -95,7 +95,7 @@ class Commit:
         }
         self.python = dict(python)
         for name, thing in objects.python.items():
-            self.python[name] = dump_json(name, thing.state_dict())
+            self.python[name] = as_text(name, thing.state_dict())
         self.copies = {}
 
     def own_part(self) -> Array:
@@ -178,7 +178,7 @@ class Commit:
         Header
             As of a checkpoint.
         """
-        python = {name: json.loads(text) for name, text in self.python.items()}
+        python = {name: from_text(text) for name, text in self.python.items()}
         own = {name: state for name, state in python.items() if name}
         header = Header(self.step, self.num_replicas, dict(self.entries))
         header.iterators, header.python = self.iterators, own
@@ -187,34 +187,3 @@ class Commit:
 
 def _on(read: bool) -> str:
     return "on_read" if read else "on_write"
-
-
-def dump_json(name: str, state: Any) -> str:
-    """Return state as text.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        Whose, for the message.
-    state : object
-        Numbers, strings, lists and dicts.
-
-    Returns
-    -------
-    str
-        JSON.
-
-    Raises
-    ------
-    ValueError
-        If JSON cannot hold it.
-    """
-    try:
-        return json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"expected state that JSON can hold from {name!r}, found: {error}; keep "
-            "numbers, strings, lists and dicts in it, and arrays in variables"
-        ) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.commits import Commit, dump_json
+from hpcstrat.checkpoint.plain_state import as_text, from_text
+from hpcstrat.elastic.commits import Commit
 from hpcstrat.elastic.partners import exchange, partners_of
 from hpcstrat.elastic.restoring import Report, choose, restore_commit
 
@@ -117,7 +117,7 @@ class Memory:
             # What came later has been lost, and is to be done again.
             if other is not commit:
                 other.key = None
-        self.state = json.loads(commit.python[""])
+        self.state = from_text(commit.python[""])
         self._keep(commit.step, commit.python[""], self._spare(commit))
         return commit.step
 
@@ -133,15 +133,15 @@ class Memory:
         step : int
             What `restore` returns.
         **state : object
-            More to keep, the same on every replica: numbers, strings, lists and dicts,
-            as JSON holds them. It comes back as ``memory.state``.
+            More to keep, the same on every replica: plain values, as a
+            `CheckpointManager` saves them. It comes back as ``memory.state``.
 
         Raises
         ------
         RuntimeError
             Before `restore`.
         ValueError
-            If JSON cannot hold the state.
+            If the state would come back as another one.
         """
         self._tracked("commit")
         if not self._restored:
@@ -149,7 +149,7 @@ class Memory:
                 "expected restore() before the first commit, found none; call it after "
                 "track(), on every call of the training function"
             )
-        text = dump_json("commit", state)
+        text = as_text("commit", state)
         oldest = min(self._commits, key=lambda c: c.key or (-1, -1))
         self._keep(int(step), text, oldest)
 
@@ -165,7 +165,7 @@ class Memory:
         """Return the place that does not hold a commit."""
         return next(c for c in self._commits if c is not commit)
 
-    def _keep(self, step: int, text: str, commit: Commit) -> None:
+    def _keep(self, step: int, text: bytes, commit: Commit) -> None:
         strategy, objects = self._strategy, self._objects
         assert objects is not None
         channel = strategy.collectives.channel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from hpcstrat.arrays import is_device
 from hpcstrat.casting import quietly
 from hpcstrat.checkpoint.matching import Match, match_entries
 from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.plain_state import from_text
 from hpcstrat.device.transfers import store
 from hpcstrat.elastic.commits import Commit, Key
 from hpcstrat.options import ReduceOp
@@ -166,7 +166,7 @@ def restore_commit(
         else:
             thing.restore_state(commit.iterators[name])
     for name, thing in objects.python.items():
-        thing.load_state_dict(json.loads(commit.python[name]))
+        thing.load_state_dict(from_text(commit.python[name]))
     check_mirrored(strategy, variables)
 
 

@@ -61,7 +61,7 @@ def test_restore_goes_on_where_the_last_commit_was(strategy: Any, copies: bool) 
     iterator = iter(made["dataset"])
     for step in range(1, 4):
         _train(strategy, made, iterator)
-        memory.commit(step, losses=[step])
+        memory.commit(step, losses=(step,), best={step: np.float32(0.1)})
     # As it goes on without a loss.
     _train(strategy, made, iterator)
     whole = _state(strategy, made)
@@ -72,7 +72,9 @@ def test_restore_goes_on_where_the_last_commit_was(strategy: Any, copies: bool) 
         made = _make(strategy)
         memory.track(**made)
         assert memory.restore() == 3
-        assert memory.state == {"losses": [3]}
+        assert repr(memory.state) == repr(
+            {"losses": (3,), "best": {3: np.float32(0.1)}}
+        )
         _train(strategy, made, iter(made["dataset"]))
         again = _state(strategy, made)
         assert _same(whole, again), (whole, again)
@@ -113,12 +115,12 @@ def test_other_objects_are_refused_on_every_rank(strategy: Any) -> None:
     strategy.barrier()
 
 
-def test_state_that_json_cannot_hold_is_refused(strategy: Any) -> None:
+def test_state_that_would_change_is_refused(strategy: Any) -> None:
     memory = hs.elastic.Memory()
     memory.begin(strategy, 1)
     memory.track()
     memory.restore()
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match=r"ndarray at state\['what'\]"):
         memory.commit(1, what=np.ones(2))
     memory.commit(1, what=[1, None, "text"])
 
