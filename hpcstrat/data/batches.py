@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays import as_array, is_device
+from hpcstrat.tracing import get_logger
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Array, Tree
 
@@ -19,6 +21,7 @@ __all__ = [
     "piece",
     "pieces_of",
     "rows_of",
+    "warn_of_idle",
     "writable",
 ]
 
@@ -188,6 +191,31 @@ def pieces_of(element: Tree, num_replicas: int, replicas: Sequence[int]) -> list
     batch = as_batch(element)
     length = batch_length(batch)
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
+
+
+@functools.lru_cache(maxsize=1024)
+def warn_of_idle(length: int, num_replicas: int) -> None:
+    """Warn, once in a program, where replicas get no rows of a batch.
+
+    Not collective.
+
+    Parameters
+    ----------
+    length : int
+        Rows of the global batch.
+    num_replicas : int
+        Number of pieces.
+    """
+    most = -(-length // num_replicas)
+    busy = -(-length // most) if most else num_replicas
+    if busy < num_replicas:
+        get_logger("data").warning(
+            "global batches of %d rows leave %d of %d replicas without rows, and give "
+            "up to %d to each of the others; with a batch size of %d, which takes as "
+            "long, all have %d",
+            *(length, num_replicas - busy, num_replicas),
+            *(most, most * num_replicas, most),
+        )
 
 
 def own_array(value: Any) -> Array:

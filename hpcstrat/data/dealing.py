@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.data.batches import empty_like, pieces_of
+from hpcstrat.data.batches import batch_length, empty_like, pieces_of, warn_of_idle
 from hpcstrat.data.comparing import (
     END,
     Sighting,
@@ -209,7 +209,10 @@ class _Elements:
         """Cut a batch that all workers read, and hash it; None at the end."""
         parts = None
         if batch is not None:
-            parts = pieces_of(batch, self._place.num_replicas, self._place.replicas)
+            place = self._place
+            parts = pieces_of(batch, place.num_replicas, place.replicas)
+            if not self._index and not place.replica_id:
+                warn_of_idle(batch_length(batch), place.num_replicas)
         if self._every and not self._index % self._every:
             self._seen, self._mark = batch, END
             if batch is not None:

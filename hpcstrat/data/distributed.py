@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.data.batches import piece
+from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
@@ -33,10 +33,10 @@ class DistributedDataset(ReducibleDataset):
 
     Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
     ``next()`` is logically collective: all replicas must call it, and where one does
-    not, the next collective call says so, except for a thread that reads ahead. With ``on_error="raise"`` it is collective: a
-    batch that cannot be read on one replica is then skipped by all. Elements have
-    PerReplica leaves, bare arrays where there is one replica; an array may have no
-    rows.
+    not, the next collective call says so, except for a thread that reads ahead. With
+    ``on_error="raise"`` it is collective: a batch that cannot be read on one replica is
+    then skipped by all. Elements have PerReplica leaves, bare arrays where there is one
+    replica; an array may have no rows, and may be written.
 
     Parameters
     ----------
@@ -58,6 +58,8 @@ class DistributedDataset(ReducibleDataset):
         self._dataset = dataset
         self._placer = Placer(strategy, options or InputOptions())
         self._thread = threading.get_ident()
+        if strategy.replica_id == 0 and dataset.num_rows >= dataset.batch_size:
+            warn_of_idle(dataset.batch_size, strategy.num_replicas_in_sync)
         self._next = (0, 0)
         self._latest: _Position | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.splitting import slot_sizes
 from tests.mpi.ranks.check_reductions import (
     assert_only_one_failed,
@@ -433,3 +436,52 @@ def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
         thread.join()
         assert total == sum(range(40))
     assert_usable(strategy, job)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Yield what is logged about data; what was told before may be told again."""
+    warn_of_idle.cache_clear()
+    told: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(
+        handler, "emit", lambda record: told.append(record.getMessage())
+    )
+    logger = hs.get_logger("data")
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("kind", ["rows", "iterable"])
+def test_replicas_without_rows_are_told_once_with_a_better_batch_size(
+    strategy: Any, job: Any, warnings: list[str], kind: str
+) -> None:
+    for size in range(1, 3 * job.size + 1):
+        for _ in range(2):
+            # The last batch is smaller, as last ones are.
+            whole = np.arange(2 * size + 1)
+            source = hs.Dataset(whole, size)
+            given = source if kind == "rows" else list(source)
+            for _ in strategy.experimental_distribute_dataset(given):
+                pass
+        starts = [piece(size, job.size, r) for r in range(job.size)]
+        idle = sum(start == stop for start, stop in starts)
+        if not idle or job.rank > 0:
+            assert warnings == []
+            continue
+        (text,) = warnings
+        assert text.startswith(f"global batches of {size} rows leave {idle} of")
+        better = int(re.findall(r"batch size of (\d+)", text)[0])
+        longest = max(stop - start for start, stop in starts)
+        assert better == longest * job.size
+        warnings.clear()
+
+
+def test_nine_replicas_are_told_of_72_rows(warnings: list[str]) -> None:
+    for _ in range(2):
+        for rows in (63, 64, 65, 72):
+            warn_of_idle(rows, 9)
+    (text,) = warnings
+    assert "64 rows leave 1 of 9 replicas" in text
+    assert "batch size of 72" in text
