@@ -264,7 +264,7 @@ def find_problem(options: Options) -> str | None:
     if options.picture and importlib.util.find_spec("matplotlib") is None:
         return (
             "expected matplotlib for --picture, found it missing; "
-            "pip install 'hpcstrat[plot]', or leave --picture out"
+            "pip install matplotlib, or leave --picture out"
         )
     folders = {
         "--checkpoint-dir": options.checkpoint_dir,

@@ -1,0 +1,131 @@
+"""The Slurm scripts of jobs/, under an srun that is only a stand-in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
+# Passes its options over, and runs the program once.
+SRUN = """#!/bin/sh
+while case "$1" in -*) true;; *) false;; esac; do shift; done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a folder with the scripts, a program, and an srun."""
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=lambda *_: ["data"])
+    (tmp_path / "program.py").write_text("import sys; print('ran', sys.argv[1:])")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text(SRUN)
+    (tmp_path / "bin/srun").chmod(0o755)
+    return tmp_path
+
+
+def _submit(
+    project: Path, script: str, *words: str, folder: str = ".", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as Slurm does, from a copy that lies elsewhere."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "CONDA"))}
+    kept |= {
+        "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(project / folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        ["bash", project / "jobs" / script, *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=kept | environment,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
+def test_scripts_say_what_is_missing(project: Path, script: str) -> None:
+    elsewhere = _submit(project, script, folder="bin")
+    assert elsewhere.returncode == 1
+    assert "submit from the folder that has it" in elsewhere.stderr
+    bare = _submit(project, script)
+    assert bare.returncode == 1
+    assert "expected a Python environment" in bare.stderr
+    assert str(project / ".venv") in bare.stderr
+
+
+@pytest.mark.parametrize("script", ["cpu.sbatch", "gpu.sbatch", "train_elastic.sbatch"])
+def test_scripts_ask_for_the_program(project: Path, script: str) -> None:
+    _make_environment(project / ".venv")
+    finished = _submit(project, script)
+    assert finished.returncode == 1
+    assert f"sbatch jobs/{script} PROGRAM" in finished.stderr
+
+
+def _make_environment(folder: Path) -> None:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to(sys.executable)
+    activate = f'PATH="{folder}/bin:$PATH"; : "$UNSET_VARIABLE"\n'
+    (folder / "bin/activate").write_text(activate)
+
+
+def test_a_program_runs_in_its_environment(project: Path) -> None:
+    _make_environment(project / ".venv")
+    finished = _submit(project, "cpu.sbatch", "program.py", "--epochs", "3")
+    assert finished.returncode == 0, finished.stderr
+    assert "ran ['--epochs', '3']" in finished.stdout
+
+
+def test_an_environment_without_hpcstrat_is_named(project: Path) -> None:
+    _make_environment(project / ".venv")
+    (project / "nothing/hpcstrat").mkdir(parents=True)
+    (project / "nothing/hpcstrat/__init__.py").write_text("raise ImportError")
+    words = {"PYTHONPATH": str(project / "nothing")}
+    finished = _submit(project, "cpu.sbatch", "program.py", **words)
+    assert finished.returncode == 1
+    assert "expected hpcstrat in the environment of" in finished.stderr
+
+
+def test_conda_environments(project: Path) -> None:
+    missing = _submit(project, "cpu.sbatch", "program.py", SITE_CONDA="science")
+    assert missing.returncode == 1
+    assert "expected the command conda" in missing.stderr
+    _make_environment(project / "envs/science")
+    conda = project / "bin/conda"
+    # `conda shell.bash hook` prints a function that activates in this shell.
+    conda.write_text(
+        "#!/bin/sh\necho 'conda() { . \""
+        + str(project)
+        + '/envs/$2/bin/activate"; echo "$1 $2"; }\'\n'
+    )
+    conda.chmod(0o755)
+    finished = _submit(project, "cpu.sbatch", "program.py", SITE_CONDA="science")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == ["activate science", "ran []"]
+
+
+def test_logs_go_where_there_is_a_folder(project: Path) -> None:
+    """Slurm makes none, and a job that cannot write its output ends without a word."""
+    command = ". jobs/site.env && echo $SBATCH_OUTPUT"
+    said = subprocess.run(
+        ["bash", "-eu", "-c", command],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=project,
+    )
+    assert said.stdout == f"{project}/logs/%x-%j.out\n"
+    assert (project / "logs").is_dir()
+    for path in SCRIPTS:
+        # Without site.env, from anywhere.
+        assert "#SBATCH --output=slurm-%x-%j.out\n" in path.read_text()
