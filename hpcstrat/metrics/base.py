@@ -66,6 +66,7 @@ class Metric(MadeTogether):
         self._settle()
         return list(self._totals.values())
 
+    @np.errstate(all="ignore")
     def result(self) -> Any:
         """Return the metric since the last reset.
 
