@@ -64,7 +64,7 @@ def as_batch(element: Tree) -> Tree:
     tree of ndarray
         The same structure.
     """
-    return tree_map(as_array, element)
+    return tree_map(_leaf, element)
 
 
 def batch_length(batch: Tree) -> int:
@@ -233,5 +233,16 @@ def own_array(value: Any) -> Array:
     ndarray
         In the library of the value.
     """
-    array = as_array(value)
+    array = _leaf(value)
     return array.copy() if is_device(array) else np.array(array)
+
+
+def _leaf(value: Any) -> Array:
+    """Return a leaf of a batch as an array; its parts travel pickled.
+
+    So it may be text of any length, and fields may be Python objects, which no
+    collective call takes.
+    """
+    plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    refers = plain and value.dtype.hasobject and value.dtype.kind != "O"
+    return value if refers else as_array(value)

@@ -153,6 +153,9 @@ def test_wrong_gradients_on_one_rank_fail_on_all(
         faulty = case % job.size
         if job.rank == faulty:
             failure = outcome(apply, strategy, optimizer, *bad)
+            # It makes as many steps as the others.
+            for _ in range(steps - 1):
+                strategy.run(lambda: None)
         else:
             # The others go on adding until they communicate.
             for call in range(steps):
