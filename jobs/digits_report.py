@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-__all__ = ["CURVES", "draw", "progress_bar"]
+__all__ = ["CURVES", "draw", "progress_bar", "rate", "replicas_and_hosts"]
 
 CURVES = ("loss", "train accuracy", "test accuracy")
 
@@ -35,6 +35,53 @@ def progress_bar(wanted: bool | None, is_first: bool) -> Progress:
     shown = is_first and (sys.stderr.isatty() if wanted is None else wanted)
     console = Console(stderr=True, force_terminal=shown or None)
     return Progress(console=console, disable=not shown)
+
+
+def replicas_and_hosts(strategy: Any) -> str:
+    """Return a line that says on what the training runs.
+
+    Collective over all replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Of the training.
+
+    Returns
+    -------
+    str
+        Such as ``4 replicas on 2 hosts: node1, node2``.
+    """
+    replicas = strategy.arrivals().replicas
+    hosts = list(dict.fromkeys(replica.host for replica in replicas))
+    words = [
+        f"{number} {noun}" + ("s" if number > 1 else "")
+        for number, noun in ((len(replicas), "replica"), (len(hosts), "host"))
+    ]
+    return f"{' on '.join(words)}: {', '.join(hosts)}"
+
+
+def rate(epochs: int, examples: int, seconds: float) -> str:
+    """Return a line that says how long a training took.
+
+    Not collective.
+
+    Parameters
+    ----------
+    epochs : int
+        How many were done.
+    examples : int
+        Of all replicas in all these epochs.
+    seconds : float
+        For these, tests and checkpoints included.
+
+    Returns
+    -------
+    str
+        Such as ``30 epochs in 2.9 s: 14900 examples per second``.
+    """
+    count = f"{epochs} epoch" + ("" if epochs == 1 else "s")
+    return f"{count} in {seconds:.1f} s: {examples / seconds:.0f} examples per second"
 
 
 def draw(curves: Any, least_loss: float, path: Path) -> None:

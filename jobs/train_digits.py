@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from digits_network import (
     least_loss,
     losses_and_gradients,
 )
-from digits_report import CURVES, draw, progress_bar
+from digits_report import CURVES, draw, progress_bar, rate, replicas_and_hosts
 from rich.progress import Progress
 
 import hpcstrat as hs
@@ -205,13 +206,14 @@ class Trainer:
             if options.resume:
                 self.restore(checkpoints)
         steps_per_epoch = len(self.train_batches)
+        done, start = self.train_batches.epoch, time.perf_counter()
         with progress_bar(options.progress, self.is_first) as bar:
             bar.add_task(
                 "training",
                 total=options.epochs * steps_per_epoch,
-                completed=self.train_batches.epoch * steps_per_epoch,
+                completed=done * steps_per_epoch,
             )
-            for epoch in range(self.train_batches.epoch, options.epochs):
+            for epoch in range(done, options.epochs):
                 self.run_epoch(bar)
                 if checkpoints is not None:
                     checkpoints.save()
@@ -219,6 +221,9 @@ class Trainer:
                     values = zip(CURVES, self.curves.numpy()[epoch], strict=True)
                     words = [f"{name} {value:.4f}" for name, value in values]
                     hs.print_once(f"epoch {epoch + 1:3d}:", ", ".join(words))
+        epochs = self.train_batches.epoch - done
+        seconds = time.perf_counter() - start
+        hs.print_once(rate(epochs, epochs * self.train_batches.num_rows, seconds))
 
     def finish(self) -> None:
         """Write the files that were asked for, and print the accuracy.
@@ -302,6 +307,7 @@ def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
     problem = strategy.broadcast_object(find_problem(options) if is_first else None)
     if problem is not None:
         raise click.ClickException(problem)
+    hs.print_once(replicas_and_hosts(strategy))
     trainer = Trainer(strategy, options)
     try:
         trainer.fit()

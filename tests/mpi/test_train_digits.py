@@ -124,12 +124,14 @@ def test_an_empty_batch_has_no_losses_and_gradients_of_zero(
 )
 def test_accuracy_is_the_last_line_and_high(n: int, seed: int) -> None:
     finished = train(n, "--seed", seed, "--no-progress")
-    assert finished.stdout.count("\n") == 1
+    where, how_fast, _ = finished.stdout.splitlines()
+    assert re.fullmatch(rf"{n} replicas? on 1 host: \S+", where)
+    assert re.fullmatch(r"30 epochs in [\d.]+ s: \d+ examples per second", how_fast)
     assert accuracy_of(finished.stdout) >= 0.97
 
 
 def test_each_epoch_has_its_line_where_there_is_no_terminal() -> None:
-    *lines, last = train(2, "--epochs", 2).stdout.splitlines()
+    _, *lines, _, last = train(2, "--epochs", 2).stdout.splitlines()
     assert [line[:16] for line in lines] == ["epoch   1: loss ", "epoch   2: loss "]
     assert lines[-1].endswith(f", {last}")
 
