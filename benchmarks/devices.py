@@ -131,7 +131,7 @@ def _cupy(smoke: bool) -> Any:
     if importlib.util.find_spec("cupy") is None:
         _refuse(
             "expected a GPU, and CuPy, found that CuPy is not installed; install "
-            "hpcstrat[cuda12] or hpcstrat[cuda13], where there is a GPU"
+            "hpcstrat with its extra cuda12 or cuda13, where there is a GPU"
         )
     reason = library.why_no_gpu()
     if reason:

@@ -177,7 +177,7 @@ def _checked_picture(context: Any, option: Any, path: str | None) -> str | None:
     """Refuse a picture before minutes are spent on its figures."""
     if path and importlib.util.find_spec("matplotlib") is None:
         raise click.BadParameter(
-            "expected matplotlib, found it missing; pip install 'hpcstrat[plot]', or "
+            "expected matplotlib, found it missing; pip install matplotlib, or "
             "leave --picture out",
             context,
             option,

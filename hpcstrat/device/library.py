@@ -29,7 +29,7 @@ __all__ = [
     "why_no_gpu",
 ]
 
-_EXTRAS = "hpcstrat[cuda12] or hpcstrat[cuda13], whichever the driver's CUDA is"
+_EXTRAS = "hpcstrat's extra cuda12 or cuda13, whichever the driver's CUDA is"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # cudaErrorInsufficientDriver.
 _INSUFFICIENT_DRIVER = 35

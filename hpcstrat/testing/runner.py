@@ -107,7 +107,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except ImportError as exc:
         message = (
             "expected cloudpickle to send the function to the ranks, found it missing; "
-            "pip install 'hpcstrat[test]'"
+            "pip install cloudpickle"
         )
         raise HpcstratError(message) from exc
     module = sys.modules.get(getattr(function, "__module__", None) or "")

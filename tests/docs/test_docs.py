@@ -250,6 +250,30 @@ def test_the_distributed_program_computes_the_same(
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0)
 
 
+def test_pages_can_be_read_where_they_are_not_built() -> None:
+    """The repository's page shows links without a text as nothing."""
+    pages = {**PAGES, "README.md": ROOT / "README.md"}
+    texts = {name: path.read_text() for name, path in pages.items()}
+    assert [name for name, text in texts.items() if "[](" in text] == []
+    targets = [
+        (path.parent / target.partition("#")[0], name)
+        for name, path in pages.items()
+        for target in re.findall(r"\]\(([^)\s]+)\)", texts[name])
+        if not target.startswith(("#", "http"))
+    ]
+    assert len(targets) > 50
+    assert [f"{name}: {path}" for path, name in targets if not path.exists()] == []
+
+
+def test_nobody_is_told_to_install_what_is_not_published() -> None:
+    files = [
+        *[ROOT / "README.md", *PAGES.values()],
+        *[path for top in ("hpcstrat", "jobs") for path in (ROOT / top).rglob("*.py")],
+    ]
+    said = re.compile(r"pip install[^\n]*['\" ]hpcstrat\b|(?<!/)hpcstrat\[")
+    assert [str(path) for path in files if said.search(path.read_text())] == []
+
+
 def test_every_word_of_the_glossary_stands_there_once() -> None:
     text = PAGES["glossary.md"].read_text()
     terms = re.findall(r"^([a-zA-Z][^\n]*)\n: ", text, re.M)
