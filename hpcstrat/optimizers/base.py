@@ -131,7 +131,9 @@ class Optimizer(MadeTogether, SavedState, ABC):
         Collective over the strategy's replicas: call it inside ``strategy.run``. With
         ``accumulate_steps`` above 1, only each last call communicates.
 
-        A replica on which this raises starts its accumulation anew.
+        A replica on which this raises starts its accumulation anew; with
+        ``on_error="raise"`` all go back to what they had before this ``run``, also if
+        anything else in it fails on any of them.
 
         Parameters
         ----------

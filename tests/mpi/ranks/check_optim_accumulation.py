@@ -330,13 +330,25 @@ def test_runs_that_fail_on_one_replica_add_nothing_on_any(
             found = [variable.numpy() for variable in program.variables]
             np.testing.assert_allclose(found, oracle.values, rtol=0, atol=1e-12)
             assert int(program.optimizer.iterations) == oracle.steps
-            if rng.random() < 0.3:
-                # What a run has added and taken back is not in a checkpoint, either.
-                manager = hs.CheckpointManager(folder, **program.objects)
-                manager.save(number)
+            # What a run has added and taken back is in no checkpoint, and no commit.
+            keep = rng.choice(["nowhere", "in a file", "in memory"], p=[0.6, 0.2, 0.2])
+            if keep == "in a file":
+                hs.CheckpointManager(folder, **program.objects).save(number)
+            elif keep == "in memory":
+                memory = hs.elastic.Memory(partner_copies=True)
+                memory.begin(strategy, 1)
+                memory.track(**program.objects)
+                memory.restore()
+                memory.commit(number)
+            if keep != "nowhere":
                 program = Program(plan, strategy)
                 program.optimizer._limit = LIMIT
+            if keep == "in a file":
                 hs.CheckpointManager(folder, **program.objects).restore()
+            elif keep == "in memory":
+                memory.begin(strategy, 2)
+                memory.track(**program.objects)
+                assert memory.restore() == number
 
 
 def test_one_bad_batch_costs_one_batch(make_strategy: Any, job: Any) -> None:
@@ -372,3 +384,25 @@ def test_nan_in_a_sum_does_not_stay(make_strategy: Any, job: Any) -> None:
         ]
     assert [type(error).__name__ for error in errors if error] == ["NonFiniteError"]
     np.testing.assert_array_equal(variable, [-6 * job.size])
+
+
+def test_numbers_out_of_range_take_no_replica_out(strategy: Any, job: Any) -> None:
+    with strategy.scope():
+        variable = hs.Variable(np.zeros(2, np.float32), name="v")
+        optimizer = optimizers.Adam(
+            *(1.0,), accumulate_steps=2, clip_global_norm=1.0, aggregation="mean"
+        )
+        metric = hs.metrics.Mean()
+
+    def step() -> None:
+        # Too large for the variable's type, and too small, on one replica alone.
+        gradient = np.array([1e300, 1e-300]) if job.rank == 0 else np.ones(2)
+        optimizer.apply_gradients([(gradient, variable)])
+        metric.update_state(gradient, gradient)
+        hs.compute_average_loss(gradient, gradient)
+
+    with np.errstate(all="raise"):
+        for _ in range(4):
+            assert outcome(strategy.run, step) is None
+        metric.result()
+    assert int(optimizer.iterations) == 2
