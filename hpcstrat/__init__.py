@@ -7,6 +7,8 @@ neither mpi4py nor h5py.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -173,3 +175,12 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names."""
     return sorted([*globals(), *__all__])
+
+
+# In a job of several ranks, as launchers say, the others must be able to see that this
+# one is there, and how it ends, before MPI runs.
+if "mpi4py.MPI" in sys.modules or any(
+    os.environ.get(name, "1") != "1"
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+):
+    importlib.import_module("hpcstrat.safety.early").begin()

@@ -24,9 +24,10 @@ from types import FrameType
 
 from hpcstrat.tracing import get_logger
 
-__all__ = ["Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
+__all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SAFETY = os.path.join(_PACKAGE, "safety")
 _MAIN_FRAMES = 30
 _OTHER_FRAMES = 8
 _OTHER_THREADS = 4
@@ -45,7 +46,8 @@ _WORDS = {
     "t": "which is stopped by a debugger",
     "D": "which waits in the kernel, as for a disk or a file server (state D)",
 }
-_HELD = "whose threads cannot run (C code holds the interpreter lock)"
+HELD = "whose threads cannot run (C code holds the interpreter lock)"
+"""Said of a process that shows its stacks on a signal alone."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*")
 _FRAME = re.compile(r' +File "(.*)", line (\d+) in (.*)')
@@ -100,21 +102,24 @@ class Process:
 
 
 class _Own:
-    """This process, once it is prepared."""
+    """This process, once it is prepared, and for which signal."""
 
     process: Process | None = None
+    offset: int | None = None
 
 
-def prepare(offset: int) -> Process:
+def prepare(offset: int, *, quiet: bool = False) -> Process:
     """Let neighbours make this process show its stacks, until it ends.
 
-    Not collective. A second call changes nothing.
+    Not collective. A second call for the same signal changes nothing.
 
     Parameters
     ----------
     offset : int
         Which signal, counted from SIGRTMIN; 0: none. One that is in use is refused,
         with a warning.
+    quiet : bool
+        Whether to leave out the warning; it comes with the next call.
 
     Returns
     -------
@@ -132,29 +137,37 @@ def prepare(offset: int) -> Process:
             f"expected stack_signal <= {signal.SIGRTMAX - signal.SIGRTMIN}, found "
             f"{offset}; choose another real-time signal"
         )
-    own = _Own.process
-    if own is None or own.pid != os.getpid():
-        pid, main = os.getpid(), threading.main_thread().ident or 0
-        taken, handle = (0, -1) if offset == 0 else _register(number)
-        own = _Own.process = Process(pid, _stat(pid)[1], main, taken, handle)
-    return own
+    own, pid = _Own.process, os.getpid()
+    if own is not None and own.pid == pid and _Own.offset == offset:
+        return own
+    handle = -1 if own is None or own.pid != pid else own.handle
+    taken = number if own is not None and own.signal == number else 0
+    if offset and not taken:
+        taken, handle = _register(number, handle, quiet)
+    if not quiet or taken or not offset:
+        _Own.offset = offset
+    main = threading.main_thread().ident or 0
+    _Own.process = Process(pid, _stat(pid)[1], main, taken if offset else 0, handle)
+    return _Own.process
 
 
-def _register(number: int) -> tuple[int, int]:
+def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
     """Return the signal and the file, or 0 and -1 where that cannot be."""
     if _is_caught(os.getpid(), number):
-        get_logger().warning(
-            "signal %d is in use, so that this rank cannot show its stack while it is "
-            "in C code; choose another by HPCSTRAT_STACK_SIGNAL",
-            number,
-        )
+        if not quiet:
+            get_logger().warning(
+                "signal %d is in use, so that this rank cannot show its stack while it "
+                "is in C code; choose another by HPCSTRAT_STACK_SIGNAL",
+                number,
+            )
         return 0, -1
-    try:
-        handle = os.memfd_create("hpcstrat-stacks")
-    except (AttributeError, OSError):
-        return 0, -1
-    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-    fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
+    if handle < 0:
+        try:
+            handle = os.memfd_create("hpcstrat-stacks")
+        except (AttributeError, OSError):
+            return 0, -1
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
     # Never taken back: a signal that comes later would end the process.
     faulthandler.register(number, file=handle, all_threads=True, chain=False)
     return number, handle
@@ -220,7 +233,7 @@ def own_stacks() -> Stacks:
     others = [
         (f"thread {names.get(ident, ident)}", frames)
         for ident, frames in threads.items()
-        if ident != main
+        if ident != main and not _is_watching(frames)
     ]
     return _composed("", threads.get(main or 0, []), others)
 
@@ -268,9 +281,17 @@ def look_at(process: Process) -> Stacks:
     others = [
         (f"thread {ident:#x}", frames)
         for ident, frames in found
-        if ident != process.main
+        if ident != process.main and not _is_watching(frames)
     ]
-    return _composed(_HELD, main, others)
+    return _composed(HELD, main, others)
+
+
+def _is_watching(frames: Sequence[_Frame]) -> bool:
+    """Whether a thread is one of ours, of which nobody wants to know."""
+    return any(
+        file.startswith(_SAFETY) and name in ("_loop", "_watch")
+        for file, _, name in frames
+    )
 
 
 def _dump(process: Process) -> str:

@@ -6,6 +6,7 @@ same time.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -338,6 +339,35 @@ def _lines_case(n: int, wait: str) -> str:
 
 def test_traceback_is_whole_before_the_job_ends() -> None:
     _all(_lines_case, 2 * [(2, "reduce"), (2, "worker_each")])
+
+
+def _shown_case(n: int, case: str, word: str, shown: int = 1) -> str:
+    ended = start(n, "plain.py", case)
+    count = len(ended.tracebacks)
+    number = "" if count == shown else f"{count} tracebacks"
+    first = _first(ended, word) if shown else ""
+    # The job may end before the others have said anything.
+    lines = re.findall("^hpcstrat: rank .*", ended.stderr, re.MULTILINE)
+    each = "" if 1 <= len(lines) <= n else f"{len(lines)} lines"
+    if not shown:
+        # Then they say where, and whose error it is.
+        told = [" at plain.py:", "rank 1 failed in reduce (plain.py:"]
+        each += "".join(f"no {w!r}" for w in told if w not in lines[0])
+    notice = "MPI_ABORT was invoked" in ended.stderr
+    advice = "Open MPI's advice was not left out" if notice else ""
+    return _wrong(ended, _failed(ended), number, first, each, advice)
+
+
+def test_one_rank_shows_its_traceback_and_the_others_a_line() -> None:
+    _all(
+        _shown_case,
+        [
+            (3, "guilty", "ValueError"),
+            (3, "guilty_goes_on", "", 0),
+            (3, "all_raise", "ValueError: the cause"),
+            (3, "all_differ", "CollectiveError"),
+        ],
+    )
 
 
 def test_interrupt_of_all_ranks_ends_the_job() -> None:

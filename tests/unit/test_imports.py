@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,24 @@ def test_import_loads_nothing_heavy(module: str, allowed: set[str]) -> None:
     program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(_run(program)))
     assert loaded & HEAVY <= allowed
+
+
+def test_import_in_a_job_of_several_ranks_loads_nothing_heavy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("SIZE", "2"), ("RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("PMIX_NAMESPACE", f"test_imports {os.getpid()}")
+    program = (
+        "import json, sys, hpcstrat, threading\n"
+        "from hpcstrat import presence\n"
+        "assert presence.board() is not None\n"
+        "presence.board().num_local = None\n"
+        "assert threading.active_count() == 1\n"
+        "assert sys.excepthook is not sys.__excepthook__\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    assert not set(json.loads(_run(program))) & (HEAVY | {"numpy"})
 
 
 def test_every_public_name_resolves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 
@@ -52,6 +53,35 @@ def _strategy_after_finalize() -> None:
         hs.MultiWorkerMirroredStrategy()
     except hs.errors.TopologyError as error:
         print(error, flush=True)
+
+
+def _guilty(catches: bool) -> None:
+    import hpcstrat as hs
+
+    strategy = hs.MultiWorkerMirroredStrategy()
+    value = "no number" if strategy.topology.replica_id == 1 else 1.0
+    try:
+        strategy.reduce("sum", value, axis=None)
+    except hs.ReplicaError:
+        raise
+    except ValueError:
+        if not catches:
+            raise
+        time.sleep(60)
+
+
+def _all_raise() -> None:
+    import hpcstrat as hs
+
+    hs.MultiWorkerMirroredStrategy().barrier()
+    raise ValueError("the cause")
+
+
+def _all_differ() -> None:
+    import hpcstrat as hs
+
+    strategy = hs.MultiWorkerMirroredStrategy()
+    strategy.reduce("sum", [1.0] * (1 + strategy.topology.replica_id), axis=None)
 
 
 def _error_after_finalize() -> None:
@@ -104,6 +134,10 @@ CASES = {
     "strategy_twice": _strategy_twice,
     "mpi_before_strategy": _mpi_before_strategy,
     "closed_strategies": _closed_strategies,
+    "guilty": lambda: _guilty(False),
+    "guilty_goes_on": lambda: _guilty(True),
+    "all_raise": _all_raise,
+    "all_differ": _all_differ,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,389 @@
+"""Which ranks of a job are on this host, and what they do, without MPI.
+
+Each process that a launcher started has a page in a file of ``/dev/shm`` that belongs
+to its job, from ``import hpcstrat`` on; so it is there before the first collective call
+of MPI, and the watchdog can say who is missing in it. A process holds a lock on its
+page as long as it lives, whatever ends it. The file is unlinked by the rank that comes
+last; where some never come, by the next job that finds no lock on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
+from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
+
+__all__ = ["CREATES", "FAILED", "IMPORTED", "LEFT", "MADE", "STARTS", "Board", "board"]
+
+IMPORTED, STARTS, CREATES, MADE, FAILED, LEFT = (
+    *("imported", "starts MPI", "creates", "made", "failed", "left"),
+)
+"""What a rank says of itself: that it has imported the library; waits for MPI to start;
+waits in the creation of a strategy; has made it; was left by an error; has ended."""
+
+_FOLDER = "/dev/shm"
+_NAME = "hpcstrat-start-"
+_PAGE_BYTES = 4096
+_MOST_TEXT = 400
+_CHECK = struct.Struct("=IH")
+# struct flock of Linux with 64 bits.
+_LOCK = struct.Struct("@hhqqi4x")
+_ANCESTORS = 8
+# Names as the kernel cuts them: what starts the ranks of one job on one host, each.
+_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted")
+_ATTEMPTS = 3
+_GATE_SECONDS = 2.0
+_OLD_SECONDS = 60.0
+_NAP_SECONDS = 0.001
+
+
+class Board:
+    """The pages of a job's ranks on this host.
+
+    Parameters
+    ----------
+    launch : Launch
+        Of this process.
+    path : str
+        The file.
+
+    Attributes
+    ----------
+    launch : Launch
+        As given.
+    num_local : int or None
+        How many ranks this host has, where the launcher says so.
+    page : dict
+        What this rank says of itself.
+    """
+
+    def __init__(self, launch: Launch, path: str) -> None:
+        self.launch = launch
+        self.num_local = _num_local(launch)
+        self.process = os.getpid()
+        self.page: dict[str, Any] = {}
+        self._path = path
+        self._handle = -1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process, and not a child of it, has a page."""
+        return self._handle >= 0 and self.process == os.getpid()
+
+    def open(self) -> bool:
+        """Take this rank's page; False where that cannot be, or another process has it.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False, too, in a child of the rank's process.
+        """
+        for _ in range(_ATTEMPTS):
+            handle = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            # A lock goes with any descriptor of the file that its process closes.
+            with _gate(handle):
+                if os.fstat(handle).st_nlink and os.fstat(handle).st_uid == os.getuid():
+                    if self._take(handle):
+                        return True
+                    break
+            # The last one that had it has just removed it.
+            os.close(handle)
+        else:
+            return False
+        os.close(handle)
+        return False
+
+    def _take(self, handle: int) -> bool:
+        place = self._place(self.launch.rank)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _PAGE_BYTES, place)
+        except OSError:
+            return False
+        self.page = {"stage": IMPORTED, "since": time.monotonic(), "text": ""}
+        self.page |= {"host": platform.node(), "pid": os.getpid(), "mpi": False}
+        self.page["pids"] = os.stat("/proc/self/ns/pid").st_ino
+        self.page["own"] = _daemon()[1]
+        self._write(handle)
+        self._handle = handle
+        present = sum(self.read(rank) is not None for rank in self.present())
+        if present == self.num_local:
+            # All have it open.
+            os.unlink(self._path)
+        return True
+
+    def show(self, **changes: Any) -> None:
+        """Say what this rank does.
+
+        Not collective.
+
+        Parameters
+        ----------
+        **changes : object
+            Of what its page says, as JSON has them.
+        """
+        if "stage" in changes:
+            changes["since"] = time.monotonic()
+        for name, value in changes.items():
+            # All of it fits into a page.
+            self.page[name] = value[:_MOST_TEXT] if isinstance(value, str) else value
+        if self.is_open:
+            self._write(self._handle)
+
+    def _write(self, handle: int) -> None:
+        text = json.dumps(self.page, ensure_ascii=False)
+        data = text.encode(errors="replace")
+        block = _CHECK.pack(zlib.crc32(data), len(data)) + data
+        with contextlib.suppress(OSError):
+            os.pwrite(handle, block, self._place(self.launch.rank))
+
+    def read(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank says of itself.
+
+        Not collective.
+
+        Parameters
+        ----------
+        rank : int
+            Of the job.
+
+        Returns
+        -------
+        dict or None
+            None for ranks that have not come, or are on another host. ``"ended"`` says
+            whether its process has.
+        """
+        if not self.is_open:
+            return None
+        place = self._place(rank)
+        for _ in range(_ATTEMPTS):
+            block = os.pread(self._handle, _PAGE_BYTES, place)
+            if len(block) < _CHECK.size:
+                return None
+            check, length = _CHECK.unpack_from(block)
+            data = block[_CHECK.size : _CHECK.size + length]
+            if length and zlib.crc32(data) == check:
+                found: dict[str, Any] = json.loads(data)
+                own = rank == self.launch.rank
+                found["ended"] = not own and not _is_locked(
+                    self._handle, place, _PAGE_BYTES
+                )
+                return found
+        return None
+
+    def present(self) -> Iterator[int]:
+        """Yield the ranks that may have a page, without looking at all others.
+
+        Not collective.
+
+        Yields
+        ------
+        int
+            In order.
+        """
+        place = _PAGE_BYTES
+        while self.is_open:
+            try:
+                place = os.lseek(self._handle, place, os.SEEK_DATA)
+            except OSError:
+                # The end of the file.
+                return
+            yield place // _PAGE_BYTES - 1
+            place += _PAGE_BYTES - place % _PAGE_BYTES
+
+    def claims(self, text: str) -> bool:
+        """Whether this rank is the first of this host that is about to say something.
+
+        Not collective.
+
+        Parameters
+        ----------
+        text : str
+            What.
+
+        Returns
+        -------
+        bool
+            True where that is not known.
+        """
+        if not self.is_open:
+            return True
+        mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        with contextlib.suppress(OSError), _gate(self._handle):
+            if os.pread(self._handle, len(mark), _CHECK.size) == mark:
+                return False
+            os.pwrite(self._handle, mark, _CHECK.size)
+        return True
+
+    @staticmethod
+    def _place(rank: int) -> int:
+        # The first page is that of the gate.
+        return (1 + rank) * _PAGE_BYTES
+
+    def close(self) -> None:
+        """Let go of the page, which stays for the others to see how it ended.
+
+        Not collective. Where nobody knows how many ranks are to come, the last one that
+        has a page removes the file.
+        """
+        if not self.is_open:
+            return
+        handle, self._handle = self._handle, -1
+        with contextlib.suppress(OSError), _gate(handle):
+            last = self.num_local is None and not _is_locked(handle, _PAGE_BYTES, 0)
+            if last and os.fstat(handle).st_nlink:
+                os.unlink(self._path)
+        os.close(handle)
+
+
+class _Own:
+    """The board of this process."""
+
+    board: Board | None = None
+
+
+def board() -> Board | None:
+    """Return this job's board; None without a launcher, and in a child of a rank.
+
+    Not collective. The first call takes this process's page.
+
+    Returns
+    -------
+    Board or None
+        Open.
+    """
+    own = _Own.board
+    if own is None:
+        launch = launch_from_environment()
+        name = _job_name(os.environ) if launch.size > 1 else ""
+        if not name:
+            return None
+        path = os.path.join(_FOLDER, f"{_NAME}{os.getuid()}-{name}")
+        own = Board(launch, path)
+        try:
+            _sweep(path)
+            if not own.open():
+                return None
+        except OSError:
+            return None
+        _Own.board = own
+        atexit.register(_leave, own)
+    return own if own.is_open else None
+
+
+def _leave(own: Board) -> None:
+    if own.is_open:
+        if own.page["stage"] not in (FAILED, LEFT):
+            mpi: Any = sys.modules.get("mpi4py.MPI")
+            own.show(stage=LEFT, mpi=bool(mpi and mpi.Is_initialized()))
+        own.close()
+
+
+@contextlib.contextmanager
+def _gate(handle: int) -> Iterator[None]:
+    """Be the only process that looks at the whole of a file."""
+    deadline = time.monotonic() + _GATE_SECONDS
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _PAGE_BYTES, 0)
+            break
+        except OSError:
+            # One that is stopped there must not stop the others.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_NAP_SECONDS)
+    try:
+        yield
+    finally:
+        fcntl.lockf(handle, fcntl.LOCK_UN, _PAGE_BYTES, 0)
+
+
+def _is_locked(handle: int, start: int, length: int) -> bool:
+    """Whether another process has a lock there; a length of 0: to the end."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    answer = fcntl.fcntl(handle, fcntl.F_GETLK, asked)
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _sweep(own: str) -> None:
+    """Remove files of this user's jobs that have ended."""
+    prefix = f"{_NAME}{os.getuid()}-"
+    for entry in list(os.scandir(_FOLDER)):
+        if not entry.name.startswith(prefix) or entry.path == own:
+            continue
+        with contextlib.suppress(OSError):
+            if entry.stat().st_mtime > time.time() - _OLD_SECONDS:
+                # Its first ranks may have ended, and others are to come.
+                continue
+            handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with _gate(handle):
+                    if not _is_locked(handle, _PAGE_BYTES, 0):
+                        os.unlink(entry.path)
+            finally:
+                os.close(handle)
+
+
+def _num_local(launch: Launch) -> int | None:
+    """Return how many of the ranks this host has; None where that is not said."""
+    env = os.environ
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if env.get(name, "").isdigit():
+            return int(env[name])
+    if launch.launcher != "srun":
+        return None
+    with contextlib.suppress(KeyError, ValueError, IndexError):
+        each = expand_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+        return each[int(env["SLURM_NODEID"])]
+    return None
+
+
+def _job_name(env: Mapping[str, str]) -> str:
+    """Return what only the ranks of this job have in common; empty where unknown."""
+    # A name may come again: of a job that is queued again, or with a number of a
+    # process; a process of that number and that age does not.
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
+    key = [*names, _daemon()[0]]
+    if not (names[0] or names[2] or key[-1]):
+        return ""
+    return hashlib.blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
+
+
+def _daemon() -> tuple[str, bool]:
+    """Return the process that started the ranks of this host, if it can be seen.
+
+    And whether it is this one's parent: then the end of this process is that of its
+    rank, and not of a step of a script, or of a child.
+    """
+    parent = pid = os.getppid()
+    for _ in range(_ANCESTORS):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                front, _, rest = file.read().rpartition(")")
+        except OSError:
+            break
+        name, fields = front.partition("(")[2], rest.split()
+        if name in _DAEMONS:
+            space = os.stat("/proc/self/ns/pid").st_ino
+            return f"{name} {pid} {fields[19]} {space}", pid == parent
+        pid = int(fields[1])
+        if pid <= 1:
+            break
+    return "", False

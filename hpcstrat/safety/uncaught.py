@@ -1,0 +1,210 @@
+"""An uncaught exception on one rank ends the job, from ``import hpcstrat`` on.
+
+Of several ranks that raise the same error, or one that another rank has caused, one
+shows its traceback, the others a line each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from hpcstrat import presence
+from hpcstrat.errors import ReplicaError
+from hpcstrat.tracing import place
+
+__all__ = ["abort", "at_abort", "install", "running_mpi"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# How long a rank lets others print first.
+_STAGGER_SECONDS = 0.03
+_SECONDARY_SECONDS = 0.5
+_FORWARD_SECONDS = 0.1
+_ABORT_SECONDS = 10
+_ENDING_SECONDS = 2.0
+_MOST_CHARACTERS = 600
+
+_before_abort: list[Callable[[], None]] = []
+
+
+class _Hooks:
+    """What was there before, so that a program's own hook still runs."""
+
+    process = 0
+    before: list[Any] = []  # noqa: RUF012 - one for the process
+    # A program's hook may call the one before it, which is this one.
+    depth = 0
+
+
+def install() -> None:
+    """Let an uncaught exception of this process end the job, once MPI runs.
+
+    Not collective. Comes before a hook that the program has set meanwhile.
+    """
+    if sys.excepthook is not _end_job:
+        _Hooks.process = os.getpid()
+        _Hooks.before.append(sys.excepthook)
+        sys.excepthook = _end_job
+
+
+def at_abort(function: Callable[[], None]) -> None:
+    """Call a function before this process ends the job.
+
+    Not collective.
+
+    Parameters
+    ----------
+    function : callable
+        Does not raise.
+    """
+    if function not in _before_abort:
+        _before_abort.append(function)
+
+
+def running_mpi() -> Any:
+    """Return ``mpi4py.MPI`` where MPI is initialized and not finalized, or None.
+
+    Not collective.
+
+    Returns
+    -------
+    module or None
+        Never loads it.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return mpi
+
+
+def _show(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show an error by the hook that was there before."""
+    _Hooks.depth += 1
+    try:
+        earlier = len(_Hooks.before) - _Hooks.depth
+        hook = _Hooks.before[earlier] if earlier >= 0 else sys.__excepthook__
+        hook(kind, error, trace)
+    finally:
+        _Hooks.depth -= 1
+
+
+def _end_job(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the error as before, then end all ranks."""
+    mpi = running_mpi()
+    ours = os.getpid() == _Hooks.process
+    if _Hooks.depth or mpi is None or not ours or mpi.COMM_WORLD.size == 1:
+        # MPI does not run, or this is a forked child: no other rank waits for it.
+        if ours and not _Hooks.depth:
+            _note(kind, error)
+        _show(kind, error, trace)
+        return
+    _note(kind, error, mpi=True)
+    # The same error often ends all ranks: the first of them prints it and ends the job
+    # before the others mix in their lines. What another rank caused comes last.
+    time.sleep(min(mpi.COMM_WORLD.rank * _STAGGER_SECONDS, _SECONDARY_SECONDS))
+    caused = isinstance(error, ReplicaError) and error.__cause__ is None
+    if caused:
+        time.sleep(_SECONDARY_SECONDS)
+    first = not caused and _is_first(kind, error)
+    why = f"uncaught {kind.__name__} (see above)"
+    if not first:
+        why = f"{'' if caused else 'the same '}{kind.__name__}{_site(trace)}"
+        why += f": {_words(error)}" if caused else ""
+    try:
+        if first or _Hooks.before[-1] is not sys.__excepthook__:
+            _show(kind, error, trace)
+    finally:
+        abort(
+            f"hpcstrat: {place()} ends the job: {why}",
+            130 if issubclass(kind, KeyboardInterrupt) else 1,
+        )
+
+
+def _is_first(kind: type[BaseException], error: BaseException) -> bool:
+    board = presence.board()
+    # What was expected is the same on all ranks; what each found may not be.
+    words = _words(error).partition(", found ")[0]
+    return board is None or board.claims(f"{kind.__qualname__}: {words}")
+
+
+def _words(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        # The class may be a program's own and faulty.
+        return ""
+    return text if len(text) < _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _site(trace: TracebackType | None) -> str:
+    """Return the last place outside of the library that an error has passed."""
+    site = ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE):
+            site = f" at {os.path.basename(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return site
+
+
+def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
+    """Tell the ranks of this host, which may wait in MPI."""
+    board = presence.board()
+    if board is not None:
+        reason = f"{kind.__name__}: {_words(error)}"
+        board.show(stage=presence.FAILED, reason=reason, **more)
+
+
+def abort(message: str, code: int) -> None:
+    """End all ranks of the job; does not return.
+
+    Not collective.
+
+    Parameters
+    ----------
+    message : str
+        Why; a line of standard error.
+    code : int
+        Of this process, and mostly of the job.
+    """
+    for function in _before_abort:
+        function()
+    sys.stdout.flush()
+    os.write(2, f"{message}\n".encode())
+    sys.stderr.flush()
+    # The launcher must have passed on the lines before it ends all ranks.
+    time.sleep(_FORWARD_SECONDS)
+    if threading.current_thread() is threading.main_thread():
+        # Where the launcher lets others live, it may not answer a second rank's call.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_ABORT_SECONDS)
+    mpi = running_mpi()
+    if mpi is not None:
+        _abort_quietly(mpi, code)
+        mpi.COMM_WORLD.Abort(code)
+    # MPICH's MPI_Abort returns.
+    os._exit(code)
+
+
+def _abort_quietly(mpi: Any, code: int) -> None:
+    """Do what Open MPI's MPI_Abort does in the end, without its ten lines of advice."""
+    if "PMIX_NAMESPACE" not in os.environ:
+        return
+    try:
+        end = ctypes.CDLL(mpi.__file__).PMIx_Abort
+    except (AttributeError, OSError):
+        return
+    if end(ctypes.c_int(code), b"", None, ctypes.c_size_t(0)) == 0:
+        # By then the launcher has ended this process, or does not mean to.
+        time.sleep(_ENDING_SECONDS)
