@@ -1,8 +1,10 @@
 """How a rank waits for others.
 
 It spins for a moment, and then naps and drives MPI's progress, so that signals are
-served, and the death of a process is seen. The watchdog's thread
-(`hpcstrat.safety.watchdog`) reads what it waits for, and says who is late.
+served, and the death of a process is seen. How long that moment is, it learns: where
+cores are short, the one that spins may hold the core that the awaited one needs. The
+watchdog's thread (`hpcstrat.safety.watchdog`) reads what it waits for, and says who is
+late.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from hpcstrat.collectives.records import SegmentRecords
 from hpcstrat.errors import CollectiveError, RankLostError
 from hpcstrat.topology import Topology
 
-__all__ = ["Waiter", "Waiting"]
+__all__ = ["Spin", "Waiter", "Waiting"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
-_SPIN_SECONDS = 0.001
+_MOST_SPIN_SECONDS = 0.001
+_LEAST_SPIN_SECONDS = 2e-5
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
 _LIMIT_SECONDS = 1800.0
@@ -32,6 +35,29 @@ _LIMIT_SECONDS = 1800.0
 # waits for what it finds.
 _LEAD_SECONDS = 8.0
 _VERDICT_SECONDS = 10.0
+
+
+class Spin:
+    """How long to look before the first nap.
+
+    As the Linux kernel's KVM polls for a halted processor
+    (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
+    looking on would have covered, shorter after one that was longer than any spin. A
+    rank whose partner computes, or waits for a core, soon spins no more; one whose
+    waits are short never naps.
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = _MOST_SPIN_SECONDS
+
+    def learn(self, waited_seconds: float) -> None:
+        """Take note of a wait that took longer than the spin; not collective."""
+        if waited_seconds < _MOST_SPIN_SECONDS:
+            self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
+        else:
+            self.seconds = max(self.seconds / 2, _LEAST_SPIN_SECONDS)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +171,7 @@ class Waiter:
         self.late: list[int] = []
         # How often to look for dead processes. Survivors are in a hurry.
         self._look_seconds = 0.05 if topology.survives else 1.0
+        self._spin = Spin()
         # Where ranks share cores, one that looks keeps the awaited one from running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
@@ -176,7 +203,7 @@ class Waiter:
             If a rank does not come in time, or its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
-        while time.monotonic() < start + _SPIN_SECONDS:
+        while time.monotonic() < start + self._spin.seconds:
             for _ in range(_LOOKS_BETWEEN_CLOCKS):
                 if agreed():
                     return True
@@ -188,6 +215,7 @@ class Waiter:
             return self._nap(awaited, self.waiting)
         finally:
             self.waiting = outer
+            self._spin.learn(time.monotonic() - start)
 
     def _nap(self, awaited: Any, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""

@@ -66,7 +66,6 @@ class Metric(MadeTogether):
         self._settle()
         return list(self._totals.values())
 
-    @np.errstate(all="ignore")
     def result(self) -> Any:
         """Return the metric since the last reset.
 

@@ -1,0 +1,100 @@
+"""How long a rank looks before it naps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpcstrat.collectives import waiting
+from hpcstrat.collectives.waiting import Spin, Waiter
+
+MOST, LEAST = waiting._MOST_SPIN_SECONDS, waiting._LEAST_SPIN_SECONDS
+
+
+def test_spins_grow_shorter_where_they_do_not_help() -> None:
+    spin = Spin()
+    assert spin.seconds == MOST
+    for _ in range(20):
+        before = spin.seconds
+        spin.learn(0.01)
+        assert spin.seconds == max(before / 2, LEAST)
+    assert spin.seconds == LEAST
+
+
+def test_spins_grow_longer_where_they_would_have_helped() -> None:
+    spin = Spin()
+    spin.seconds = LEAST
+    for _ in range(10):
+        spin.learn(0.9 * MOST)
+    assert spin.seconds == MOST
+
+
+class _Awaited:
+    """Others that come after some time of a clock that each look moves on."""
+
+    def __init__(self, clock: list[float], comes: float) -> None:
+        self.clock, self.comes, self.looks = clock, clock[0] + comes, 0
+
+    def agreed(self) -> bool:
+        self.looks += 1
+        self.clock[0] += 1e-6
+        return self.clock[0] >= self.comes
+
+    def missing(self) -> list[int]:
+        return [] if self.agreed() else [1]
+
+
+class _Nothing:
+    def Iprobe(self) -> None:  # noqa: N802
+        """Drive no progress."""
+
+    def dead(self) -> list[int]:
+        """Find nobody dead."""
+        return []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        # A nap lasts somewhat longer than it was asked for.
+        now[0] += seconds + 5e-5
+
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting.time, "sleep", sleep)
+    return now
+
+
+def _waiter() -> Waiter:
+    waiter = object.__new__(Waiter)
+    waiter._comm = waiter._steps = _Nothing()
+    waiter._look_seconds, waiter._shares_cores = 1.0, False
+    waiter.limit_seconds, waiter.waiting = 60.0, None
+    waiter._spin = Spin()
+    return waiter
+
+
+def test_a_rank_that_waits_long_soon_leaves_its_core_to_others(
+    clock: list[float],
+) -> None:
+    waiter, looks = _waiter(), []
+    for _ in range(12):
+        awaited = _Awaited(clock, 0.01)
+        assert waiter.wait(awaited, None)  # type: ignore[arg-type]
+        looks.append(awaited.looks)
+    assert looks[0] > 900
+    assert looks[-1] < looks[0] / 5
+    assert all(later <= former for former, later in itertools.pairwise(looks))
+
+
+def test_a_rank_whose_waits_are_short_does_not_nap(clock: list[float]) -> None:
+    waiter = _waiter()
+    waiter._spin.seconds = LEAST
+    for _ in range(8):
+        assert waiter.wait(_Awaited(clock, 5e-4), None)  # type: ignore[arg-type]
+    awaited, start = _Awaited(clock, 5e-4), clock[0]
+    assert waiter.wait(awaited, None)  # type: ignore[arg-type]
+    # To the microsecond: no nap has made it longer.
+    assert clock[0] - start < 5.02e-4
