@@ -26,7 +26,16 @@ from typing import Any
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
 from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
 
-__all__ = ["CREATES", "FAILED", "IMPORTED", "LEFT", "MADE", "STARTS", "Board", "board"]
+__all__ = [
+    "CREATES",
+    "FAILED",
+    "IMPORTED",
+    "LEFT",
+    "MADE",
+    "STARTS",
+    "Board",
+    "own_board",
+]
 
 IMPORTED, STARTS, CREATES, MADE, FAILED, LEFT = (
     *("imported", "starts MPI", "creates", "made", "failed", "left"),
@@ -62,8 +71,6 @@ class Board:
 
     Attributes
     ----------
-    launch : Launch
-        As given.
     num_local : int or None
         How many ranks this host has, where the launcher says so.
     page : dict
@@ -141,14 +148,14 @@ class Board:
         if "stage" in changes:
             changes["since"] = time.monotonic()
         for name, value in changes.items():
-            # All of it fits into a page.
             self.page[name] = value[:_MOST_TEXT] if isinstance(value, str) else value
         if self.is_open:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
-        text = json.dumps(self.page, ensure_ascii=False)
-        data = text.encode(errors="replace")
+        data = _encoded(self.page)
+        if len(data) > _PAGE_BYTES - _CHECK.size:
+            data = _encoded({**self.page, "text": "", "reason": ""})
         block = _CHECK.pack(zlib.crc32(data), len(data)) + data
         with contextlib.suppress(OSError):
             os.pwrite(handle, block, self._place(self.launch.rank))
@@ -239,8 +246,7 @@ class Board:
     def close(self) -> None:
         """Let go of the page, which stays for the others to see how it ended.
 
-        Not collective. Where nobody knows how many ranks are to come, the last one that
-        has a page removes the file.
+        Not collective. Of an unknown number of ranks the last one removes the file.
         """
         if not self.is_open:
             return
@@ -258,7 +264,7 @@ class _Own:
     board: Board | None = None
 
 
-def board() -> Board | None:
+def own_board() -> Board | None:
     """Return this job's board; None without a launcher, and in a child of a rank.
 
     Not collective. The first call takes this process's page.
@@ -285,6 +291,10 @@ def board() -> Board | None:
         _Own.board = own
         atexit.register(_leave, own)
     return own if own.is_open else None
+
+
+def _encoded(page: dict[str, Any]) -> bytes:
+    return json.dumps(page, ensure_ascii=False).encode(errors="replace")
 
 
 def _leave(own: Board) -> None:

@@ -63,12 +63,33 @@ def start_mpi(threads: bool = False) -> Any:
     if not MPI.Is_initialized():
         _share_cores()
         choose_collectives(os.environ)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
+        _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
     _check_launch(MPI)
     set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
     return MPI
+
+
+def _initialize(mpi: Any, level: int) -> None:
+    """Initialize MPI, which waits for all ranks, and let threads run meanwhile.
+
+    mpi4py holds the interpreter lock in that, so that nobody could say who is missing.
+    """
+    try:
+        initialize = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (AttributeError, OSError):
+        mpi.Init_thread(level)
+        return
+    provided = ctypes.c_int()
+    if initialize(None, None, ctypes.c_int(level), ctypes.byref(provided)):
+        raise TopologyError(
+            "expected MPI to start, found an error of MPI_Init_thread; see what it "
+            "has printed"
+        )
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        # As mpi4py does.
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 def _share_cores() -> None:

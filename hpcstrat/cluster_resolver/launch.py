@@ -66,14 +66,11 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     env = os.environ if environment is None else environment
     for name, rank, size, places in _LAUNCHERS:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
-            by_srun = name == _MPIEXEC and _is_of_srun(env)
             local = (
                 int(env[place]) for place in places if env.get(place, "").isdigit()
             )
-            return Launch(
-                *("srun" if by_srun else name, int(env[rank]), int(env[size])),
-                next(local, None),
-            )
+            started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
+            return Launch(started, int(env[rank]), int(env[size]), next(local, None))
     return Launch()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.checkpoint.under_way import give_up_all
+from hpcstrat.collectives.call import describe_call
 from hpcstrat.elastic.ends import (
     end_without_finalize_after_loss,
     remove_marker,
@@ -19,6 +21,7 @@ from hpcstrat.elastic.memory import Memory
 from hpcstrat.elastic.pool import Meeting, Pool
 from hpcstrat.errors import RankLostError
 from hpcstrat.safety import exits
+from hpcstrat.safety.creation import Creation
 from hpcstrat.settings import Settings
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.devices import prepare_mpi
@@ -85,17 +88,20 @@ def run(
     RankLostError
         If too few ranks are left. On every rank.
     ValueError
-        If the numbers do not fit the number of ranks, or an option is not allowed.
+        If the numbers do not fit the number of ranks, or an option is not allowed; the
+        ranks without that option raise ReplicaError.
     """
-    for name in _RESERVED:
-        if name in strategy_options:
-            raise ValueError(
-                f"expected options without {name}, which elastic.run chooses, found "
-                f"{strategy_options[name]!r}; leave it out"
-            )
-    prepare_mpi(strategy_options.get("settings") or Settings())
-    mpi = start_mpi()
-    exits.install()
+    problem = _problem_of(strategy_options)
+    given = strategy_options.get("settings") or Settings()
+    with Creation("start of elastic.run", given) as creation:
+        prepare_mpi(given)
+        mpi = start_mpi()
+        exits.install()
+        numbers = f"spare_ranks={spare_ranks}, min_replicas={min_replicas}"
+        call = describe_call(f"elastic.run({numbers}, max_losses={max_losses})")
+        with contextlib.suppress(RankLostError):
+            # The meeting finds out who has died.
+            creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
     end_without_finalize_after_loss(pool)
@@ -123,6 +129,16 @@ def run(
     if outcome.exits is not None:
         raise outcome.exits
     return outcome.result
+
+
+def _problem_of(options: dict[str, Any]) -> ValueError | None:
+    for name in _RESERVED:
+        if name in options:
+            return ValueError(
+                f"expected options without {name}, which elastic.run chooses, found "
+                f"{options[name]!r}; leave it out"
+            )
+    return None
 
 
 @dataclass(slots=True)

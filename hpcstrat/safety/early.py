@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import astuple
 
-from hpcstrat import presence
+from hpcstrat.presence import own_board
 from hpcstrat.safety import stacks, uncaught
 
 __all__ = ["begin"]
@@ -20,7 +20,7 @@ def begin() -> None:
     Not collective.
     """
     uncaught.install()
-    board = presence.board()
+    board = own_board()
     if board is not None:
         with contextlib.suppress(ValueError):
             offset = int(os.environ.get(_SIGNAL, "9"))

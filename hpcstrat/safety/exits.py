@@ -13,8 +13,8 @@ import os
 import time
 from typing import Any
 
-from hpcstrat import presence
 from hpcstrat.collectives.header import Channel
+from hpcstrat.presence import LEFT, own_board
 from hpcstrat.safety import lateness, recording, uncaught, watchdog
 from hpcstrat.safety.uncaught import abort, running_mpi
 from hpcstrat.topology import start_mpi
@@ -91,10 +91,10 @@ def _leave() -> None:
     if mpi is None or _Leaving.left or os.getpid() != _Leaving.process:
         return
     _Leaving.left = True
-    board = presence.board()
+    board = own_board()
     if board is not None:
         # Ranks that make a strategy of some ranks hear of nothing else.
-        board.show(stage=presence.LEFT)
+        board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
         if channel.broken:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from hpcstrat import presence
 from hpcstrat.errors import ReplicaError
+from hpcstrat.presence import FAILED, own_board
 from hpcstrat.tracing import place
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
@@ -132,7 +132,7 @@ def _end_job(
 
 
 def _is_first(kind: type[BaseException], error: BaseException) -> bool:
-    board = presence.board()
+    board = own_board()
     # What was expected is the same on all ranks; what each found may not be.
     words = _words(error).partition(", found ")[0]
     return board is None or board.claims(f"{kind.__qualname__}: {words}")
@@ -160,10 +160,10 @@ def _site(trace: TracebackType | None) -> str:
 
 def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
     """Tell the ranks of this host, which may wait in MPI."""
-    board = presence.board()
+    board = own_board()
     if board is not None:
         reason = f"{kind.__name__}: {_words(error)}"
-        board.show(stage=presence.FAILED, reason=reason, **more)
+        board.show(stage=FAILED, reason=reason, **more)
 
 
 def abort(message: str, code: int) -> None:

@@ -31,7 +31,7 @@ from hpcstrat.safety.watch import Watch
 from hpcstrat.settings import Settings
 from hpcstrat.tracing import get_logger, place
 
-__all__ = ["expect_slow", "register", "stop", "unregister"]
+__all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
 _REPEAT = 10
 # Workers do not all ask at the same time, and ranks not all of their worker.
@@ -101,7 +101,7 @@ class _Watchdog:
         failure, now = nccl_failure(), time.monotonic()
         self._failed_at = min(self._failed_at, now) if failure else math.inf
         if now > self._failed_at + _NCCL_GRACE_SECONDS:
-            _end_process(
+            end_process(
                 f"NCCL has failed ({failure}), and a kernel that waits for another "
                 "rank's never ends; set NCCL_DEBUG=INFO to see why"
             )
@@ -163,7 +163,7 @@ class _Watchdog:
         if now >= one.exchange.held_until and self._is_due(watch, waiting, now):
             self._inquire(one, waiting)
         if _is_over(watch, waiting, time.monotonic()):
-            _end_process(_endless(watch, waiting))
+            end_process(_endless(watch, waiting))
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
         """Whether it is time for an inquiry, and for this rank to make it."""
@@ -246,7 +246,16 @@ def _endless(watch: Watch, waiting: Waiting) -> str:
     )
 
 
-def _end_process(reason: str) -> None:
+def end_process(reason: str) -> None:
+    """End this process, whose main thread cannot, and with it the job.
+
+    Not collective; by a thread beside the main one.
+
+    Parameters
+    ----------
+    reason : str
+        Why.
+    """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     # The main thread may hold a lock of these files.
     flush = threading.Thread(target=_flush, daemon=True)

@@ -56,14 +56,21 @@ class MirroredStrategy(MpiStrategy):
         on_error: str = "abort",
         settings: Settings | None = None,
     ) -> None:
-        names = None if devices is None else [parse_device(name) for name in devices]
-        gpu_numbers(names or ())
+        names, problem = None, None
+        try:
+            if devices is not None:
+                names = [parse_device(name) for name in devices]
+            gpu_numbers(names or ())
+        except Exception as error:
+            # The others learn of it, where they wait for this rank.
+            problem = error
         super().__init__(
             comm=comm,
             cross_device_ops=cross_device_ops,
             on_error=on_error,
             settings=settings,
             devices=names,
+            problem=problem,
         )
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:

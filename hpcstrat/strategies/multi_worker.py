@@ -72,8 +72,9 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
+        problem = None
         if hasattr(cluster_resolver, "Get_size"):
-            raise TypeError(
+            problem = TypeError(
                 "expected a cluster resolver as first argument, found a communicator; "
                 "pass it as comm="
             )
@@ -86,6 +87,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             progress_thread=progress_thread,
             on_lost_rank=on_lost_rank,
             settings=settings,
+            problem=problem,
         )
         self._cluster_resolver = cluster_resolver
         self._bind()

@@ -57,3 +57,27 @@ def test_silent_rank_that_is_alone_on_its_host(hosts: Hosts) -> None:
     assert "for rank 2 on node2, which " in report, str(stopped.result())
     assert slow.result().returncode == 0, str(slow.result())
     assert "waited" not in slow.result().stderr, str(slow.result())
+
+
+def test_rank_that_does_not_come_to_the_start_is_named_by_its_neighbor(
+    hosts: Hosts,
+) -> None:
+    """Hosts on which all are there say nothing, or that they know nothing of others."""
+    launch = testing.launch_command(4, hosts.launcher((2, 2)))
+    program = [sys.executable, str(PROGRAMS / "starting.py"), "sleeps"]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(
+            lambda when: run_command([*launch, *program, when, "3"], when, 60, LIMITS),
+            ("first", "mpi"),
+        )
+    for ended in (first, second):
+        assert ended.returncode, str(ended)
+        assert not ended.survivors, str(ended)
+        words = (
+            r"rank 2 has waited \d+ s in creation .* for rank 3 on node2, in evaluate"
+        )
+        assert re.search(words, ended.stderr), str(ended)
+        assert (
+            "rank 2 on another host, of which this host knows nothing" in ended.stderr
+        )
+        assert "rank 1 has waited" not in ended.stderr, str(ended)

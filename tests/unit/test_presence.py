@@ -20,7 +20,7 @@ import json, os, sys
 from hpcstrat import presence
 presence._FOLDER = sys.argv[1]
 os.environ |= json.loads(sys.argv[2])
-board = presence.board()
+board = presence.own_board()
 print(board is not None, flush=True)
 sys.stdin.read()
 """
@@ -83,7 +83,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(presence, "_FOLDER", str(tmp_path))
         monkeypatch.setattr(presence._Own, "board", None)
-        board = presence.board()
+        board = presence.own_board()
         assert board is not None
         boards.append(board)
         return board
@@ -107,8 +107,10 @@ def test_file_is_gone_once_all_have_come_and_pages_stay_readable(
     second.end(kill=True)
     assert (board.read(1)["stage"], board.read(1)["ended"]) == (presence.LEFT, True)
     assert (board.read(2)["stage"], board.read(2)["ended"]) == (presence.IMPORTED, True)
-    board.show(stage=presence.STARTS, text="x" * 5000)
+    long = "\U0001f600" * 5000
+    board.show(stage=presence.STARTS, text=long, reason=long, host=long)
     assert board.read(0)["stage"] == presence.STARTS
+    assert board.read(1)["stage"] == presence.LEFT
 
 
 def test_rank_that_has_ended_is_seen_by_those_that_come_later(
@@ -126,7 +128,7 @@ def test_child_of_a_rank_does_not_take_its_page(ranks: Any, own: Any) -> None:
     assert not board.read(0)["ended"]
     child = os.fork()
     if child == 0:
-        os._exit(int(board.is_open or presence.board() is not None))
+        os._exit(int(board.is_open or presence.own_board() is not None))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ranks("job", 1).came
     assert not board.read(0)["ended"]

@@ -1,0 +1,380 @@
+"""Who owns a topology and its channel: the strategies over the same ranks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.collectives.call import Call, describe_call
+from hpcstrat.collectives.header import Channel
+from hpcstrat.errors import RankLostError, TopologyError
+from hpcstrat.options import check_on_error
+from hpcstrat.safety import exits, lateness, recording, watchdog
+from hpcstrat.safety.copies import Copies
+from hpcstrat.safety.creation import Creation
+from hpcstrat.settings import Settings
+from hpcstrat.strategies.devices import Devices, prepare_mpi
+from hpcstrat.survival import is_loss
+from hpcstrat.topology import Topology, start_mpi
+
+__all__ = ["Connection", "Wish", "connect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a strategy is asked for; see `MpiStrategy`.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the strategy.
+    comm : mpi4py.MPI.Intracomm or None
+        The ranks.
+    replicas_per_worker : int or None
+        See `Topology`.
+    on_error, on_lost_rank : str
+        Policies.
+    progress_thread : bool
+        Whether there is to be one.
+    settings : Settings or None
+        What the program gives.
+    devices : sequence of str or None
+        What the program has named.
+    """
+
+    kind: str
+    comm: Any
+    replicas_per_worker: Any
+    on_error: str
+    on_lost_rank: str
+    progress_thread: bool
+    settings: Any
+    devices: Sequence[str] | None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a rank is to be an error on the others."""
+        return self.on_lost_rank == "raise"
+
+    @property
+    def key(self) -> Any:
+        """What is equal for strategies that share a connection."""
+        return self.replicas_per_worker if self.comm is None else object()
+
+    def call(self, size: int) -> Call:
+        """Return the creation as a call; what is by default is left out.
+
+        Not collective.
+
+        Parameters
+        ----------
+        size : int
+            Number of ranks of the job.
+
+        Returns
+        -------
+        Call
+            Different for wishes that are not the same.
+        """
+        words = {
+            "replicas_per_worker": self.replicas_per_worker,
+            "devices": self.devices,
+            "on_error": self.on_error if self.on_error != "abort" else None,
+            "on_lost_rank": "raise" if self.survives else None,
+            "progress_thread": self.progress_thread or None,
+        }
+        given = [f"{name}={value!r}" for name, value in words.items() if value]
+        if self.comm is not None:
+            own = self.comm.size
+            given.insert(0, "comm=..." if own == size else f"comm=... of {own} ranks")
+        return describe_call(f"creation of {self.kind}({', '.join(given)})")
+
+    def check(self) -> None:
+        """Raise an error for what one rank can see to be wrong.
+
+        Not collective.
+        """
+        check_on_error(self.on_error)
+        if self.on_lost_rank not in ("abort", "raise"):
+            raise ValueError(
+                f"expected on_lost_rank 'abort' or 'raise', found "
+                f"{self.on_lost_rank!r}; choose one"
+            )
+        if self.survives and self.progress_thread:
+            raise ValueError(
+                "expected no progress thread with on_lost_rank='raise', found one, in "
+                "which the loss of a rank could not be handled; leave one of them out"
+            )
+        each = self.replicas_per_worker
+        if each is not None and not isinstance(each, numbers.Integral):
+            raise TypeError(
+                f"expected an integer as replicas_per_worker, found {each!r}; pass "
+                "None for one worker per node"
+            )
+        if each is not None and each < 1:
+            raise ValueError(
+                f"expected replicas_per_worker >= 1 or None, found {each}; pass None "
+                "for one worker per node"
+            )
+        if not isinstance(self.settings, (Settings, type(None))):
+            raise TypeError(
+                f"expected Settings as settings, found {self.settings!r}; pass "
+                "hs.Settings(...), or leave them out"
+            )
+        if self.comm is not None and not _is_intracomm(self.comm):
+            raise TypeError(
+                f"expected an intracommunicator of mpi4py as comm, found "
+                f"{self.comm!r}; pass one, or leave it out for all ranks of the job"
+            )
+
+
+def _is_intracomm(comm: Any) -> bool:
+    return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
+
+
+class Connection:
+    """A topology with its channel, and how many strategies use them.
+
+    Collective over ``topology.replica_comm``.
+
+    Parameters
+    ----------
+    topology : Topology
+        Of the ranks; freed with the last of its users.
+    settings : Settings
+        Without None; the same on every rank.
+    replicas_per_worker : int or None
+        See `Topology`.
+    """
+
+    def __init__(
+        self, topology: Topology, settings: Settings, replicas_per_worker: int | None
+    ) -> None:
+        self.topology = topology
+        self.settings = settings
+        self.devices = Devices(topology, settings, replicas_per_worker)
+        self.channel = Channel(topology) if topology.num_replicas > 1 else None
+        self._record()
+        self.copies: Copies | None = None
+        self.users = 0
+        try:
+            self._watch(topology, settings)
+        except Exception:
+            if topology.survives:
+                # Another rank may have died meanwhile.
+                self.abandon(None)
+            elif self.channel is not None:
+                recording.stop(topology, together=False)
+                exits.unregister(self.channel)
+                self.channel.close()
+            raise
+
+    def _watch(self, topology: Topology, settings: Settings) -> None:
+        """Let all that looks after the ranks begin."""
+        if self.channel is not None:
+            self.copies = Copies(self.channel, settings)
+            if settings.divergence != "off":
+                self.channel.copy_check = self.copies
+            exits.register(self.channel)
+            watchdog.register(self.channel, settings)
+            lateness.watch(self.channel.arrivals, settings)
+
+    def _record(self) -> None:
+        """Begin the timeline of the settings."""
+        channel = self.channel
+        comm = None if channel is None else channel.arrivals.comm
+        directory = self.settings.timeline or ""
+        if not directory and not self.settings.nvtx:
+            return
+        try:
+            recording.start(directory, self.settings, self.topology, comm)
+        except OSError:
+            if channel is not None:
+                channel.close()
+            raise
+
+    def close(self, key: Any) -> None:
+        """Free everything, when no other strategy uses it.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        key : object
+            From `connect`.
+        """
+        self.users -= 1
+        if self.users:
+            return
+        _connections.pop(key, None)
+        if self.channel is not None:
+            lateness.conclude(self.channel.arrivals)
+        recording.stop(self.topology)
+        if self.channel is not None:
+            exits.unregister(self.channel)
+            watchdog.unregister(self.channel)
+            self.channel.close()
+        self.topology.close()
+
+    def abandon(self, key: Any) -> None:
+        """Let go of everything on this rank: others have died.
+
+        Not collective.
+
+        Parameters
+        ----------
+        key : object
+            From `connect`.
+        """
+        if _connections.get(key) is self:
+            del _connections[key]
+        recording.stop(self.topology, together=False)
+        if self.channel is not None and not self.channel.closed:
+            lateness.forget(self.channel.arrivals)
+            exits.unregister(self.channel)
+            watchdog.unregister(self.channel)
+            self.channel.abandon()
+        self.topology.abandon()
+
+
+# Strategies over all ranks share a topology, so that calls of two strategies in
+# different order are noticed like any other mismatch.
+_connections: dict[Any, Connection] = {}
+
+
+def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
+    """Return replica 0's settings, or raise its error on all replicas."""
+    found: Settings | Exception | None = None
+    if topology.replica_id == 0:
+        try:
+            found = given.resolved()
+        except (TypeError, ValueError) as error:
+            found = error
+    found = topology.replica_comm.bcast(found)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found
+
+
+def _formed(
+    comm: Any, replicas_per_worker: int | None, given: Settings, survives: bool
+) -> Connection:
+    """Form a topology and its channel."""
+    topology = Topology(
+        comm, replicas_per_worker=replicas_per_worker, survives=survives
+    )
+    try:
+        settings = _agree_on_settings(topology, given)
+        return Connection(topology, settings, replicas_per_worker)
+    except Exception as error:
+        if survives and is_loss(topology.mpi, error, topology.replica_comm):
+            topology.abandon()
+            raise RankLostError(
+                "expected all ranks to form a strategy, found that one was lost; form "
+                "another of those that are left"
+            ) from error
+        if isinstance(error, RankLostError):
+            topology.abandon()
+        else:
+            topology.close()
+        raise
+
+
+def _job_channel() -> Channel | None:
+    """Return an open channel of all ranks of the job, if there is one."""
+    for connection in _connections.values():
+        if connection.channel is not None and connection.topology.spans_job:
+            return connection.channel
+    return None
+
+
+def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
+    """Let all ranks make the same strategy, or none."""
+    mpi = start_mpi()
+    world = Topology.world()
+    good = wish.comm is None or _is_intracomm(wish.comm)
+    comm = wish.comm if good and wish.comm is not None else world
+    call = describe_call(f"creation of {wish.kind}")
+    if problem is None:
+        call = wish.call(world.size)
+    channel = _job_channel()
+    if channel is None or comm.size < world.size:
+        creation.meet(
+            *(mpi, comm, call, problem), survives=wish.survives, guesses=not good
+        )
+        return
+    # Its own watchdog looks after the ranks.
+    creation.pause(True)
+    if problem is not None:
+        channel.fail(call.text, problem)
+        raise problem
+    channel.agree(call)
+    creation.pause(False)
+
+
+def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connection]:
+    """Return the connection of the ranks that are asked for, and its key.
+
+    Collective over ``wish.comm``, the start of MPI over all ranks of the job.
+
+    Parameters
+    ----------
+    wish : Wish
+        What the strategy is asked for.
+    problem : Exception, optional
+        Why this rank cannot make it; raised here, and on the others a ReplicaError.
+
+    Returns
+    -------
+    tuple of object and Connection
+        Whose users are one more.
+    """
+    given = wish.settings if isinstance(wish.settings, Settings) else Settings()
+    with Creation(f"creation of {wish.kind}", given) as creation:
+        if problem is None:
+            try:
+                wish.check()
+            except Exception as error:
+                problem = error
+        if problem is None:
+            prepare_mpi(given, wish.devices)
+        world = start_mpi(threads=bool(wish.progress_thread)).COMM_WORLD
+        if world.size > 1:
+            # An uncaught error ends the job also while its first strategy is formed.
+            exits.install()
+        _meet(creation, wish, problem)
+        key = wish.key
+        return key, _found(key, wish)
+
+
+def _found(key: Any, wish: Wish) -> Connection:
+    """Return an open connection, or form one."""
+    connection, settings = _connections.get(key), wish.settings
+    if connection is None:
+        given = settings or Settings()
+        connection = _formed(wish.comm, wish.replicas_per_worker, given, wish.survives)
+        _connections[key] = connection
+    elif connection.topology.survives is not wish.survives:
+        raise ValueError(
+            f"expected on_lost_rank as in the strategies that are open, found "
+            f"{wish.on_lost_rank!r}; give all the same, or close them first"
+        )
+    elif connection.topology.replica_comm.bcast(
+        settings is not None and settings.differ_from(connection.settings)
+    ):
+        raise ValueError(
+            f"expected the settings of the strategies that are open, "
+            f"{connection.settings}, found {settings}; close them first, or give "
+            "the settings to the first"
+        )
+    connection.users += 1
+    if wish.progress_thread and connection.channel is not None:
+        try:
+            connection.channel.use_progress_thread()
+        except TopologyError:
+            connection.close(key)
+            raise
+    return connection

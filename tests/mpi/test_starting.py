@@ -1,0 +1,176 @@
+"""Before and at the first strategy: who is missing is named, and nobody waits for ever.
+
+Each case is a whole program, launched with a hard limit; the cases of a test run at the
+same time.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hpcstrat.testing import launch_command
+from tests.mpi.programs.started import Ended, start
+
+WARN = 1.5
+# The least at the start.
+LIMIT = 10.0
+AT_ONCE = 3
+# A busy machine takes its time.
+TIME = 60.0
+IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
+
+
+def _together(calls: Sequence[tuple[Any, ...]], limit: float = LIMIT) -> list[Ended]:
+    """Run several cases at the same time, because they mostly wait."""
+    limits = {"HPCSTRAT_WARN_SECONDS": str(WARN), "HPCSTRAT_LIMIT_SECONDS": str(limit)}
+
+    def run(words: tuple[Any, ...]) -> Ended:
+        return start(words[0], "starting.py", *words[1:], limit=TIME, **limits)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(run, calls))
+
+
+def _check_ended(ended: Ended) -> None:
+    assert ended.returncode, f"it did not end as it must\n{ended}"
+    assert not ended.survivors, str(ended)
+    assert "made" not in ended.stdout, str(ended)
+
+
+def _check_named(ended: Ended, late: int, *words: str) -> None:
+    """Check that the others have said for whom they wait, with its place."""
+    _check_ended(ended)
+    report = rf"waited \d+ s in (the )?creation of Multi.* for rank {late} on \S+"
+    assert re.search(report, ended.stderr), str(ended)
+    for word in words:
+        assert word in ended.stderr, f"no {word!r}\n{ended}"
+
+
+def _check_sleeper(ended: Ended, when: str, late: int) -> None:
+    if when == "second":
+        assert ended.stdout.count("made") == 1, str(ended)
+        ended.stdout = ""
+    _check_named(ended, late, "in evaluate (starting.py:", "in main\n")
+    cause = "a call of MPI, or other C code" if when == "first" else "within 10 s"
+    assert cause in ended.stderr, str(ended)
+
+
+def _check_orders(ended: Ended) -> None:
+    _check_named(ended, 1, "which waits in creation of Multi", "on ranks [1, 2]")
+    assert "the same strategies in the same order" in ended.stderr, str(ended)
+
+
+def test_rank_that_does_not_come_is_named_with_what_it_does() -> None:
+    """Before MPI and after; so are ranks that make strategies in another order."""
+    calls = [
+        (2, "sleeps", "first", 1),
+        (2, "sleeps", "mpi", 0),
+        (3, "orders", "mpi", 0),
+    ]
+    first, second, orders = _together(calls)
+    _check_sleeper(first, "first", 1)
+    _check_sleeper(second, "mpi", 0)
+    _check_orders(orders)
+
+
+@pytest.mark.slow
+def test_rank_that_does_not_come_is_named_in_other_layouts() -> None:
+    calls = [
+        (3, "sleeps", "first", 0),
+        (3, "sleeps", "mpi", 2),
+        (3, "sleeps", "second", 0),
+    ]
+    for ended, (_, _, when, late) in zip(_together(calls), calls, strict=True):
+        _check_sleeper(ended, when, late)
+
+
+@pytest.mark.slow
+def test_rank_that_comes_late_disturbs_nobody() -> None:
+    calls = [(2, "comes", "first", 1), (3, "comes", "mpi", 0)]
+    for ended, (n, _, _, late) in zip(_together(calls, limit=30), calls, strict=True):
+        assert ended.returncode == 0, str(ended)
+        assert ended.stdout.count(f"made {n}.0") == n, str(ended)
+        assert f" for rank {late} on " in ended.stderr, str(ended)
+
+
+def _check_ends(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Check that the job has ended long before the limit."""
+    for ended, (_, how, when, late) in zip(
+        _together(calls, limit=300), calls, strict=True
+    ):
+        assert ended.returncode is not None, str(ended)
+        assert not ended.survivors, str(ended)
+        assert "made" not in ended.stdout, str(ended)
+        if how == "raises":
+            assert len(ended.tracebacks) == 1, str(ended)
+            assert "ValueError: the cause" in ended.tracebacks[0], str(ended)
+        if how != "os_exit" or IS_OPEN_MPI:
+            assert ended.returncode, str(ended)
+        if how == "returns" and (when == "mpi" or not IS_OPEN_MPI):
+            words = rf"rank {late} on \S+, which has left the program"
+            assert re.search(words, ended.stderr), str(ended)
+
+
+def test_rank_that_ends_is_not_awaited() -> None:
+    _check_ends([(2, "returns", "mpi", 1), (2, "raises", "mpi", 0)])
+
+
+@pytest.mark.slow
+def test_rank_that_ends_in_any_way_is_not_awaited() -> None:
+    calls = [(2, how, "first", 1) for how in ("returns", "exits", "os_exit", "raises")]
+    calls += [(3, how, "mpi", 1) for how in ("exits", "os_exit", "raises")]
+    calls += [(3, "returns", "second", 1)]
+    _check_ends(calls[:-1])
+    (ended,) = _together(calls[-1:], limit=300)
+    assert ended.returncode, str(ended)
+    assert "rank 1 on " in ended.stderr, str(ended)
+
+
+def _check_wrong(calls: Sequence[tuple[Any, ...]]) -> None:
+    for ended, (n, how, *_) in zip(_together(calls, limit=30), calls, strict=True):
+        assert ended.returncode == 0, str(ended)
+        assert ended.stdout.count("made") == n, str(ended)
+        said = re.findall(r"^(own|replica|all): (.*)", ended.stdout, re.MULTILINE)
+        kinds = sorted(kind for kind, _ in said)
+        if how == "other":
+            assert kinds == ["all"] * n, str(ended)
+        else:
+            assert kinds == ["own"] + ["replica"] * (n - 1), str(ended)
+            own = next(text for kind, text in said if kind == "own")
+            assert all(own in text for kind, text in said), str(ended)
+
+
+def test_wrong_argument_of_one_rank_is_an_error_of_all() -> None:
+    _check_wrong([(2, "on_error", "first", 1), (3, "other", "mpi", 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["first", "mpi"])
+def test_any_wrong_argument_of_one_rank_is_an_error_of_all(when: str) -> None:
+    ways = ["on_error", "settings", "resolver", "per_worker", "options", "other"]
+    calls = [(2 + i % 2, how, when, i % 2) for i, how in enumerate(ways)]
+    _check_wrong([*calls, (2, "comm", "first", 1), (2, "devices", when, 0)])
+
+
+@pytest.mark.slow
+def test_wrong_communicator_does_not_keep_its_rank_waiting() -> None:
+    """The others may wait on another one, where nobody can tell them."""
+    (ended,) = _together([(2, "comm", "mpi", 0)], limit=30)
+    assert "own: expected an intracommunicator" in ended.stdout, str(ended)
+
+
+def test_nothing_is_left_in_memory() -> None:
+    def left() -> set[str]:
+        return set(glob.glob(f"/dev/shm/hpcstrat-start-{os.getuid()}-*"))
+
+    before = left()
+    (ended,) = _together([(2, "os_exit", "mpi", 1)], limit=30)
+    assert ended.returncode is not None
+    assert left() <= before
