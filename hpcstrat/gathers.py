@@ -14,21 +14,23 @@ from hpcstrat.collectives import device_moves, device_select
 from hpcstrat.collectives.call import Call, describe_call, signature_text
 from hpcstrat.collectives.device_group import device_group
 from hpcstrat.collectives.device_moves import Mover
-from hpcstrat.collectives.flat import all_gather_bytes, broadcast
+from hpcstrat.collectives.entries import collective
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.object_collectives import ObjectCollectives
 from hpcstrat.packing import pack, plan, unpack
 from hpcstrat.reduction_arrays import by_memory, list_structure
-from hpcstrat.topology import Topology
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
 __all__ = ["Gathers"]
 
+_LARGE_BYTES = 1 << 30
+
 
 class Gathers(ObjectCollectives):
     """The part of `Collectives` that moves arrays without adding them."""
 
+    @collective
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the replicas' arrays along an axis, on every replica.
 
@@ -58,11 +60,7 @@ class Gathers(ObjectCollectives):
             If replicas disagree on dtype, rank or another dimension. On every replica.
         """
         leaves, structure = flatten(tree)
-        try:
-            arrays = [_gatherable(leaf, axis) for leaf in leaves]
-        except Exception as error:
-            self.fail(what, error)
-            raise
+        arrays = [_gatherable(leaf, axis) for leaf in leaves]
         if self.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
         for indices in by_memory(arrays):
@@ -71,9 +69,7 @@ class Gathers(ObjectCollectives):
             if some and is_device(some[0]):
                 results = self._concatenated_on_gpus(some, axis, call)
             else:
-                self.channel.agree(call, self._timeout_seconds)
-                with self.channel.moving(call):
-                    results = self._concatenated(some, axis, self.channel.topology)
+                results = self._concatenated(some, axis, call)
             for index, result in zip(indices, results, strict=True):
                 leaves[index] = result
         return unflatten(structure, leaves)
@@ -107,24 +103,42 @@ class Gathers(ObjectCollectives):
             results.append(module.ascontiguousarray(moved_back))
         return results
 
-    @staticmethod
-    def _concatenated(
-        arrays: list[Array], axis: int, topology: Topology
-    ) -> list[Array]:
-        lengths = topology.replica_comm.allgather([a.shape[axis] for a in arrays])
-        results: list[Array] = []
-        for index, array in enumerate(arrays):
-            mine = np.ascontiguousarray(np.moveaxis(array, axis, 0))
-            rest = mine.shape[1:]
-            width = int(np.prod(rest, dtype=np.int64))
-            counts = [row[index] for row in lengths]
-            out = np.empty(sum(counts) * width, array.dtype)
-            sizes = [count * width for count in counts]
-            all_gather_bytes(mine.reshape(-1), out, sizes, topology)
-            whole = np.moveaxis(out.reshape(sum(counts), *rest), 0, axis)
-            results.append(np.ascontiguousarray(whole))
+    def _concatenated(self, arrays: list[Array], axis: int, call: Call) -> list[Array]:
+        """Gather arrays in host memory, whose lengths are agreed on first."""
+        channel: Any = self.channel
+        rows = [np.moveaxis(array, axis, 0) for array in arrays]
+        channel.agree(call, self._timeout_seconds)
+        with channel.moving(call) as comm:
+            lengths = comm.lengths([len(row) for row in rows])
+        wholes, results = self._room(rows, lengths, axis)
+        channel.agree(describe_call(f"data of {call.text}"), self._timeout_seconds)
+        with channel.moving(call) as comm:
+            for index, (mine, whole) in enumerate(zip(rows, wholes, strict=True)):
+                _gather_rows(comm, mine, whole, lengths[:, index])
+                if results[index] is not whole:
+                    results[index][...] = np.moveaxis(whole, 0, axis)
         return results
 
+    @collective
+    def _room(
+        self, rows: list[Array], lengths: Array, axis: int
+    ) -> tuple[list[Array], list[Array]]:
+        """Return memory for the rows of all replicas, and for the results.
+
+        It runs out on all ranks or none, and makes this replica's rows contiguous.
+        """
+        wholes, results = list[Array](), list[Array]()
+        for index, row in enumerate(rows):
+            rows[index] = np.ascontiguousarray(row)
+            shape = int(lengths[:, index].sum()), *row.shape[1:]
+            whole = np.empty(shape, row.dtype)
+            wholes.append(whole)
+            if axis:
+                whole = np.empty(np.moveaxis(whole, 0, axis).shape, row.dtype)
+            results.append(whole)
+        return wholes, results
+
+    @collective
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
         """Give every replica one replica's arrays.
 
@@ -150,11 +164,7 @@ class Gathers(ObjectCollectives):
             If replicas disagree on root, structure, shape or dtype. On every replica.
         """
         leaves, structure = flatten(tree)
-        try:
-            arrays = [as_array(leaf) for leaf in leaves]
-        except Exception as error:
-            self.fail(what, error)
-            raise
+        arrays = [as_array(leaf) for leaf in leaves]
         if self.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
         for indices in by_memory(arrays):
@@ -173,9 +183,9 @@ class Gathers(ObjectCollectives):
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
         channel.agree(call, self._timeout_seconds)
-        with channel.moving(call):
+        with channel.moving(call) as comm:
             for flat in flats:
-                broadcast(flat, channel.topology, root)
+                comm.cast_array(flat, root)
         results = list(arrays)
         for bucket, flat in zip(packing.buckets, flats, strict=True):
             parts = unpack(bucket, flat)
@@ -213,6 +223,26 @@ class Gathers(ObjectCollectives):
         with channel.moving(call):
             for awaited in make_steps():
                 channel.wait(awaited, call)
+
+
+def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:
+    """Fill an array with the rows of all replicas."""
+    flat = whole.reshape(-1).view(np.uint8)
+    sent = mine.reshape(-1).view(np.uint8)
+    width = math.prod(whole.shape[1:]) * whole.itemsize
+    sizes = [int(length) * width for length in lengths]
+    if flat.nbytes < _LARGE_BYTES:
+        byte = comm.mpi.BYTE
+        comm.Allgatherv([sent, byte], [flat, sizes, byte])
+        return
+    # Displacements past 2**31 - 1 bytes are beyond many MPIs: one rank after the other.
+    start = 0
+    for root, nbytes in enumerate(sizes):
+        part = flat[start : start + nbytes]
+        if root == comm.rank:
+            part[:] = sent
+        comm.cast_array(part, root)
+        start += nbytes
 
 
 def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> Call:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from hpcstrat.collectives.call import describe_call
+from hpcstrat.collectives.call import Call, describe_call
 from hpcstrat.collectives.closed import ClosedChannel
-from hpcstrat.collectives.flat import all_gather_bytes, broadcast
+from hpcstrat.collectives.entries import collective
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.scopes import Scope
 
@@ -40,6 +39,33 @@ class ObjectCollectives:
         self.channel: Channel | ClosedChannel | None = channel
         self.size = 1 if channel is None else channel.topology.num_replicas
 
+    @property
+    def collectives(self) -> ObjectCollectives:
+        """Itself: its calls are entries of the library, too."""
+        return self
+
+    @collective
+    def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that makes a collective call of the program.
+
+        Collective over ``topology.replica_comm``. If it fails on a replica, all raise.
+
+        Parameters
+        ----------
+        what : str
+            The call, for messages.
+        function : callable
+            Not the program's own.
+        *args : object
+            Its arguments.
+
+        Returns
+        -------
+        object
+            What it returns.
+        """
+        return function(*args)
+
     def close(self) -> None:
         """Refuse all calls from here on.
 
@@ -47,6 +73,7 @@ class ObjectCollectives:
         """
         self.channel = ClosedChannel()
 
+    @collective
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all replicas.
 
@@ -80,7 +107,7 @@ class ObjectCollectives:
             return Scope(self.channel, what, self._timeout_seconds)
         return contextlib.nullcontext()
 
-    def moving(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def moving(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds an exchange that follows a barrier.
 
         Not collective. An error in it leaves the other replicas in the call, and no
@@ -94,12 +121,13 @@ class ObjectCollectives:
         Returns
         -------
         context manager
-            Does nothing where there is no channel.
+            Gives a PatientComm of all replicas; does nothing where there is no channel.
         """
         if isinstance(self.channel, Channel):
             return self.channel.moving(describe_call(what))
         return contextlib.nullcontext()
 
+    @collective
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
         """Give every replica one replica's Python object.
 
@@ -122,22 +150,22 @@ class ObjectCollectives:
         Raises
         ------
         Exception
-            On the root, what pickling raised; the others raise ReplicaError.
+            Where pickling or unpickling fails, what it raised; the other replicas raise
+            ReplicaError.
         """
         if self.channel is None:
             return value
-        topology = self.channel.topology
-        sends = topology.replica_id == root
-        data = self._pickled(value, what) if sends else b""
+        sends = self.channel.topology.replica_id == root
+        data = pickle.dumps(value, protocol=5) if sends else b""
         call = describe_call(f"{what}(root={root})")
         self.channel.agree(call, self._timeout_seconds)
-        with self.channel.moving(call):
-            length = topology.replica_comm.bcast(len(data), root=root)
-            received = np.empty(0 if sends else length, np.uint8)
-            buffer = np.frombuffer(data, np.uint8) if sends else received
-            broadcast(buffer, topology, root)
-        return value if sends else pickle.loads(buffer.data)
+        channel: Any = self.channel
+        with channel.moving(call) as comm:
+            received = comm.cast(data, root)
+        [copy] = self._loaded([b"" if sends else received], call)
+        return value if sends else copy
 
+    @collective
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Give every replica the Python objects of all.
 
@@ -158,28 +186,26 @@ class ObjectCollectives:
         Raises
         ------
         Exception
-            What pickling raised; the other replicas raise ReplicaError.
+            Where pickling or unpickling fails, what it raised; the other replicas raise
+            ReplicaError.
         """
         if self.channel is None:
             return [value]
-        data = np.frombuffer(self._pickled(value, what), np.uint8)
+        data = pickle.dumps(value, protocol=5)
         call = describe_call(what)
         self.channel.agree(call, self._timeout_seconds)
-        topology = self.channel.topology
-        with self.channel.moving(call):
-            sizes = topology.replica_comm.allgather(data.size)
-            out = np.empty(sum(sizes), np.uint8)
-            all_gather_bytes(data, out, sizes, topology)
-        ends = np.cumsum(sizes).tolist()
-        parts = zip(ends, sizes, strict=True)
-        return [pickle.loads(out[end - size : end].data) for end, size in parts]
+        channel: Any = self.channel
+        with channel.moving(call) as comm:
+            parts = comm.gathered(data)
+        return self._loaded(parts, call)
 
-    def _pickled(self, value: Any, what: str) -> bytes:
-        try:
-            return pickle.dumps(value, protocol=5)
-        except Exception as error:
-            self.fail(what, error)
-            raise
+    @collective
+    def _loaded(self, parts: list[Any], call: Call) -> list[Any]:
+        """Unpickle on all ranks or none: classes, or memory, may be missing on some."""
+        values = [pickle.loads(part) if part else None for part in parts]
+        channel: Any = self.channel
+        channel.agree(describe_call(f"end of {call.text}"), self._timeout_seconds)
+        return values
 
     def fail(self, what: str, error: BaseException) -> None:
         """Make the other replicas raise at their next call; then raise ``error``.

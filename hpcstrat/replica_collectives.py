@@ -10,6 +10,7 @@ import numpy as np
 from hpcstrat.arrays import array_module, is_device, to_reducible
 from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.device_group import DeviceGroup, device_group
+from hpcstrat.collectives.entries import collective
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.started import Started
 from hpcstrat.collectives.work import Work
@@ -77,7 +78,7 @@ class Collectives(Gathers):
         self._plans.clear()
         self._device_recycler.clear()
 
-    def batch_reduce(
+    def reduce_inside(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -88,7 +89,8 @@ class Collectives(Gathers):
     ) -> Tree:
         """Reduce all arrays of a tree over the replicas, in as few messages as fit.
 
-        Collective over ``topology.replica_comm``.
+        Collective over ``topology.replica_comm``; inside of an entry of the library,
+        see `hpcstrat.collectives.entries`, to whose last or only call it leads.
 
         Parameters
         ----------
@@ -127,17 +129,13 @@ class Collectives(Gathers):
         if type(trees) is list and out is None and all_plain(trees):
             request = op, what, list_structure(len(trees))
             return self._reduce(request, trees, options, None)
-        try:
-            leaves, structure = flatten(trees)
-            sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
-            arrays = [
-                to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
-                for leaf in leaves
-            ]
-            outs = None if out is None else checked_outs(out, arrays, structure, sparse)
-        except Exception as error:
-            self.fail(what, error)
-            raise
+        leaves, structure = flatten(trees)
+        sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
+        arrays = [
+            to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
+            for leaf in leaves
+        ]
+        outs = None if out is None else checked_outs(out, arrays, structure, sparse)
         for index in sparse:
             leaves[index] = self._reduce_rows(op, leaves[index], what)
         dense = [i for i in range(len(leaves)) if i not in sparse]
@@ -149,7 +147,10 @@ class Collectives(Gathers):
                 leaves[index] = array
         return unflatten(structure, leaves) if out is None else out
 
-    def start_reduce(
+    batch_reduce = collective(reduce_inside)
+    """`reduce_inside` as a call of its own."""
+
+    def start_inside(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -158,7 +159,7 @@ class Collectives(Gathers):
         *,
         out: Tree = None,
     ) -> Started:
-        """Start `batch_reduce`, without waiting for its end.
+        """Start `reduce_inside`, without waiting for its end.
 
         Collective over ``topology.replica_comm``.
 
@@ -187,47 +188,54 @@ class Collectives(Gathers):
             ReplicaError.
         """
         options = options or self._options
-        try:
-            leaves, structure = flatten(trees)
-            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-                raise ValueError(
-                    "expected arrays in a reduction that is started, found "
-                    "IndexedSlices; reduce them with all_reduce"
-                )
-            arrays = [to_reducible(leaf) for leaf in leaves]
-            if len(by_memory(arrays)) > 1:
-                raise ValueError(
-                    "expected arrays in one kind of memory in a reduction that is "
-                    "started, found host memory and a GPU's; start two reductions"
-                )
-            outs = None if out is None else checked_outs(out, arrays, structure, [])
-        except Exception as error:
-            self.fail(what, error)
-            raise
+        leaves, structure = flatten(trees)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            raise ValueError(
+                "expected arrays in a reduction that is started, found IndexedSlices; "
+                "reduce them with all_reduce"
+            )
+        arrays = [to_reducible(leaf) for leaf in leaves]
+        if len(by_memory(arrays)) > 1:
+            raise ValueError(
+                "expected arrays in one kind of memory in a reduction that is started, "
+                "found host memory and a GPU's; start two reductions"
+            )
+        outs = None if out is None else checked_outs(out, arrays, structure, [])
+        if arrays and is_device(arrays[0]):
+            self._group(what, options)
         request = op, what, structure
+        begin = self._start, request, arrays, options, outs, out
+        started: Started = self.call(what, *begin)
+        return started
+
+    def _start(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+        out: Tree,
+    ) -> Started:
         planned, results = self._prepared(request, arrays, options, outs)
         if planned.choice is not None and not planned.choice.starts:
-            refusal = ValueError(
+            raise ValueError(
                 "expected an algorithm that can be started and awaited later, found "
                 f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
             )
-            self.fail(what, refusal)
-            raise refusal
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
-        tree = unflatten(structure, results) if out is None else out
+        tree = unflatten(request[2], results) if out is None else out
         join = None
         if planned.choice is not None and planned.on_gpu:
-            try:
-                planned, arrays, join = marked(planned, arrays, results)
-            except Exception as error:
-                self.fail(what, error)
-                raise
+            planned, arrays, join = marked(planned, arrays, results)
         steps = self._steps(planned, arrays, results, waits=False)
         return Started(
             *(self.channel, planned.call, steps, tree, options.timeout_seconds),
             join=join,
         )
+
+    start_reduce = collective(start_inside)
+    """`start_inside` as a call of its own."""
 
     def _prepared(
         self,
@@ -247,27 +255,19 @@ class Collectives(Gathers):
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
         # Memory runs out here, if it does, and not between the header and the data.
+        if outs is None and not planned.on_gpu:
+            return planned, self._recycler.arrays(planned.results)
         if outs is None:
-            return planned, self._fresh(planned, arrays)
-        try:
-            require_fitting(outs, planned.results, on_gpu)
-        except ValueError as error:
-            self.fail(request[1], error)
-            raise
+            return planned, self._on_gpu(planned, arrays)
+        require_fitting(outs, planned.results, on_gpu)
         return planned, outs
 
-    def _fresh(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
-        """Return arrays for the results of a call."""
-        if not planned.on_gpu:
-            return self._recycler.arrays(planned.results)
-        try:
-            if self.channel is not None:
-                self.channel.forget_done()
-            module = array_module(arrays[0])
-            return self._device_recycler.arrays(planned.call, planned.results, module)
-        except Exception as error:
-            self.fail(planned.call.text, error)
-            raise
+    def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
+        """Return arrays for the results of a call on a GPU."""
+        if self.channel is not None:
+            self.channel.forget_done()
+        module = array_module(arrays[0])
+        return self._device_recycler.arrays(planned.call, planned.results, module)
 
     def _reduce_by_memory(
         self,
@@ -277,13 +277,15 @@ class Collectives(Gathers):
         outs: list[Array] | None,
     ) -> list[Array]:
         """Reduce arrays in host memory and arrays on GPUs, one kind after the other."""
-        groups = by_memory(arrays)
+        # Each is a call of its own, perhaps after others.
+        groups, (op, what, _) = by_memory(arrays), request
         if len(groups) < 2:
-            return self._reduce(request, arrays, options, outs)
-        op, what, _ = request
+            only = self.call(what, self._reduce, request, arrays, options, outs)
+            return list(only)
         results: list[Any] = [None] * len(arrays)
         for some in groups:
-            part = self._reduce(
+            part = self.call(
+                *(what, self._reduce),
                 (op, what, list_structure(len(some))),
                 [arrays[i] for i in some],
                 options,
@@ -307,21 +309,14 @@ class Collectives(Gathers):
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
             separate = outs is None or len(arrays) == 1
-            planned.small(
-                *(arrays, results, planned.divisor, call, timeout_seconds),
-                separate=separate,
-            )
+            planned.small(arrays, results, planned, timeout_seconds, separate)
             if active.recorder is not None:
                 active.recorder.leave_data(call.text, pushed=False)
             return results
-        try:
-            if outs is not None:
-                arrays = copied_where_overwritten(arrays, outs)
-            steps = self._steps(planned, arrays, results, waits=True)
-            next(steps)
-        except Exception as error:
-            self.fail(request[1], error)
-            raise
+        if outs is not None:
+            arrays = copied_where_overwritten(arrays, outs)
+        steps = self._steps(planned, arrays, results, waits=True)
+        next(steps)
         if channel is not None:
             channel.agree(call, timeout_seconds)
             with channel.moving(call):
@@ -368,34 +363,49 @@ class Collectives(Gathers):
     def _plan(
         self, request: _Request, arrays: list[Array], options: CommunicationOptions
     ) -> ReductionPlan:
-        op, what, structure = request
-        channel = cast("Channel | None", self.channel)
-        group: DeviceGroup | None = None
-        if channel is not None and arrays and is_device(arrays[0]):
-            group = device_group(channel, what, options.timeout_seconds)
-        try:
-            for array in arrays:
-                to_reducible(array)
-                if group is not None:
-                    group.require_own(array)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            return plan_reduction(
-                *(arrays, channel, self._ops),
-                op=op,
-                what=what,
-                structure=structure,
-                options=options,
-                group=group,
-            )
-        except Exception as error:
-            self.fail(what, error)
-            raise
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        group = self._group(request[1], options) if on_gpu else None
+        if group is None:
+            return self._planned(request, arrays, options, None)
+        # Its making was a call of all replicas.
+        planned: ReductionPlan = self.call(
+            request[1], self._planned, request, arrays, options, group
+        )
+        return planned
 
-    @np.errstate(all="ignore")
+    def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
+        channel = cast("Channel | None", self.channel)
+        if channel is None:
+            return None
+        return device_group(channel, what, options.timeout_seconds)
+
+    def _planned(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        group: DeviceGroup | None,
+    ) -> ReductionPlan:
+        op, what, structure = request
+        for array in arrays:
+            to_reducible(array)
+            if group is not None:
+                group.require_own(array)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        return plan_reduction(
+            *(arrays, cast("Channel | None", self.channel), self._ops),
+            op=op,
+            what=what,
+            structure=structure,
+            options=options,
+            group=group,
+        )
+
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
         values, indices = self.all_gather([rows.values, rows.indices], 0, label)
         if op is ReduceOp.MEAN:
-            values = values / self.size
+            with np.errstate(all="ignore"):
+                values = values / self.size
         return IndexedSlices(values, indices, rows.dense_shape)

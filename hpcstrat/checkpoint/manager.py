@@ -22,6 +22,7 @@ from hpcstrat.checkpoint.restore_methods import RestoreMethods
 from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.saving import Saver
 from hpcstrat.checkpoint.under_way import Order, checked_bandwidth
+from hpcstrat.collectives.entries import collective
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety.divergence import check_mirrored
 from hpcstrat.safety.recording import measure
@@ -157,6 +158,7 @@ class CheckpointManager(RestoreMethods):
     ) -> str | None: ...
 
     @traced("save", "checkpoint")
+    @collective
     def save(
         self,
         step: int | None = None,
@@ -225,15 +227,15 @@ class CheckpointManager(RestoreMethods):
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
-            self._collectives.fail("save", error)
+            self.collectives.fail("save", error)
             raise
         kind = "asynchronous save" if asynchronous else "save"
         given = f"metrics {numbers} and " if numbers else ""
-        self._collectives.barrier(
+        self.collectives.barrier(
             f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
         # Clocks drift: a timeline measures them where the ranks meet now and then.
-        channel = self._collectives.channel
+        channel = self.collectives.channel
         measure(None if channel is None else channel.topology)
         # Comparing all variables may take longer than copying this replica's share.
         turn = self._turn if asynchronous else None
@@ -262,9 +264,10 @@ class CheckpointManager(RestoreMethods):
         try:
             return checked_metrics(metrics)
         except Exception as error:
-            self._collectives.fail("save", error)
+            self.collectives.fail("save", error)
             raise
 
+    @collective
     def wait(self) -> None:
         """Wait until a save in the background is on the disk, if there is one.
 
@@ -283,6 +286,7 @@ class CheckpointManager(RestoreMethods):
         if pending is not None:
             raise pending
 
+    @collective
     def close(self) -> None:
         """Wait as `wait` does, and give back the memory of saves and restores.
 

@@ -12,6 +12,7 @@ from hpcstrat.checkpoint.report import RestoreReport
 from hpcstrat.checkpoint.restorer import Restorer
 from hpcstrat.checkpoint.retention import Retention
 from hpcstrat.checkpoint.search_methods import SearchMethods
+from hpcstrat.collectives.entries import collective
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["RestoreMethods"]
@@ -54,6 +55,7 @@ class RestoreMethods(SearchMethods):
         """
         return self._restorer.last
 
+    @collective
     def restore(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -112,7 +114,7 @@ class RestoreMethods(SearchMethods):
             names = dict(rename or {})
             self._check_only(only)
         except Exception as error:
-            self._collectives.fail("restore", error)
+            self.collectives.fail("restore", error)
             raise
         step = self._restorer.restore(
             chosen,
@@ -138,6 +140,7 @@ class RestoreMethods(SearchMethods):
                 "a list of such names"
             )
 
+    @collective
     def restore_or_initialize(
         self, init_fn: Callable[[], object] | None = None
     ) -> int | None:

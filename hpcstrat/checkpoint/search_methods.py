@@ -33,7 +33,7 @@ class SearchMethods:
     ) -> None:
         self.directory = directory
         self._strategy = strategy
-        self._collectives = strategy.collectives
+        self.collectives = strategy.collectives
         self._keep_best = keep_best
 
     @abstractmethod
@@ -99,7 +99,7 @@ class SearchMethods:
     def _refuse(self, what: str, text: str) -> ValueError:
         """Tell the other ranks of an argument that cannot be; return the error."""
         error = ValueError(text)
-        self._collectives.fail(what, error)
+        self.collectives.fail(what, error)
         return error
 
     def _newest_step(self) -> int:

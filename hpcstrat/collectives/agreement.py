@@ -12,14 +12,13 @@ program, announces that in the same way.
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.collectives.arrivals import Arrivals
 from hpcstrat.collectives.call import Call, call_site, describe_call
-from hpcstrat.collectives.deaths import Deaths
+from hpcstrat.collectives.conduct import Conduct, EveryRankError
 from hpcstrat.collectives.disagreement import (
     FAILED,
     LEFT,
@@ -28,11 +27,9 @@ from hpcstrat.collectives.disagreement import (
     explain,
     only_marks_differ,
 )
-from hpcstrat.collectives.records import SegmentRecords, WireRecords
+from hpcstrat.collectives.records import WireRecords
 from hpcstrat.collectives.scopes import Failure, Scopes
-from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.started import Started
-from hpcstrat.collectives.waiting import Waiter
 from hpcstrat.errors import CollectiveError
 from hpcstrat.timeline import active
 from hpcstrat.topology import Topology
@@ -48,11 +45,7 @@ _MASK = (1 << 63) - 1
 _ANNOUNCED = "_hpcstrat_announced"
 
 
-class EveryRankError(Exception):
-    """A ValueError in the exchange of data that every rank raises in the same place."""
-
-
-class Agreement(ABC):
+class Agreement(Conduct):
     """The headers of one topology's calls.
 
     Collective over ``topology.replica_comm``.
@@ -76,53 +69,27 @@ class Agreement(ABC):
         compared, ranks may be at different points of the program.
     copy_check : CopyCheck or None
         Looks at the copies of variables at each entry into ``run``.
-    broken : str
-        Why no call can be made any more; empty while all is well.
-    slots : Slots
-        Shared memory of the worker's ranks, for data.
     started : deque of Started
         Calls that have been started and have not ended, in order.
     scopes : Scopes
         Parts of the program that all ranks leave together.
-    deaths : Deaths
-        What it knows of ranks that have died.
-    arrivals : Arrivals
-        How long this rank has waited for the others.
-    last_call : Call or None
-        The last call to which all ranks have come.
-    exchanging : Call or None
-        The call whose data this rank moves now.
-    waiter : Waiter
-        What this rank waits for.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+        super().__init__(topology)
         self.run_index = 0
         self.next_index = 0
         self.run_mark = 0
         # Ranks have told each other different numbers of steps.
         self._apart = False
         self.copy_check: CopyCheck | None = None
-        self.broken = ""
-        self.closed = False
-        self.last_call: Call | None = None
-        self.exchanging: Call | None = None
         self.scopes = Scopes()
-        self._sequence = 0
-        self._comm = topology.duplicate()
-        self.deaths = Deaths(topology, self._comm)
-        self._rank = self._comm.rank
-        self._steps = SegmentRecords(topology)
         self._records: Any = (
             self._steps
             if topology.num_workers == 1
             else WireRecords(topology, self._comm)
         )
-        self.slots = Slots(topology)
         self.started: deque[Started] = deque()
-        self._waiter = self.waiter = Waiter(topology, self._comm, self._steps)
-        self.arrivals = Arrivals(topology, self._comm, lambda: self._sequence)
 
     @abstractmethod
     def drain(self, last: Started | None = None) -> None:
@@ -167,7 +134,7 @@ class Agreement(ABC):
             error = None
             if self.copy_check is not None and only_marks_differ(announcements):
                 with self.moving(call):
-                    error = self.copy_check.difference(self._comm)
+                    error = self.copy_check.difference(self.patient(self._comm))
                 if error is None:
                     self.agree(call, timeout_seconds)
                     return
@@ -258,106 +225,35 @@ class Agreement(ABC):
         """
         if self.broken or self.closed:
             return None
-        told = id(self), self._sequence
+        told = id(self), self.num_calls
         if not leaves and getattr(error, _ANNOUNCED, None) == told:
             # On its way up from a call of which all ranks know.
             return None
         announcement = announce_error(self._rank, what, error)
         agreed = self._announce(0, _FAILING, FAILED, None)
         with contextlib.suppress(Exception):
-            setattr(error, _ANNOUNCED, (id(self), self._sequence))
+            setattr(error, _ANNOUNCED, (id(self), self.num_calls))
         # Even where all have failed, that may be at different points.
         failure = self._exchange(announcement)
         if not agreed and not announcement.secondary:
             error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
         return failure
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls so far; the same on all ranks at the same point."""
-        return self._sequence
-
-    @contextlib.contextmanager
-    def moving(self, call: Call) -> Iterator[None]:
-        """Surround the exchange of data that follows `agree`.
-
-        Not collective. An error in it leaves the other ranks in the call: no further
-        call can be made, and the end of this rank ends the job, unless it is an
-        EveryRankError, which becomes a ValueError.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-
-        Yields
-        ------
-        None
-            Nothing.
-        """
-        recorder = active.recorder
-        if recorder is not None:
-            recorder.enter_data(call.text)
-        outer, self.exchanging = self.exchanging, call
-        self.topology.moves += 1
-        try:
-            yield
-        except EveryRankError as error:
-            raise ValueError(*error.args) from error.__cause__
-        except BaseException as error:
-            self.interrupted(call)
-            self.look_for_death(error, call.text)
-            raise
-        finally:
-            self.exchanging = outer
-            if recorder is not None:
-                recorder.leave_data(call.text)
-
-    def look_for_death(self, error: BaseException, what: str) -> None:
-        """Raise what an error of MPI means, where it comes of the death of a rank.
-
-        Not collective.
-
-        Parameters
-        ----------
-        error : BaseException
-            Of this rank.
-        what : str
-            What it was doing.
-
-        Raises
-        ------
-        RankLostError
-            If another rank has died.
-        """
-        loss = self.deaths.found(error, what)
-        if loss is not None:
-            self.broken = "a rank has died"
-            raise loss from error
-
-    def interrupted(self, call: Call) -> None:
-        """Take note that this rank has left a call half-made.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-        """
-        self.broken = f"{call.text} was interrupted on this rank"
-
     def _announce(
         self, run: int, call: Call, flags: int, timeout_seconds: float | None
     ) -> bool:
-        self._refuse_if_broken(call)
+        if self.broken or self.closed or self.scopes.failure is not None:
+            self._refuse_if_broken(call)
         if self.started:
             self.drain()
             self._refuse_if_broken(call)
         try:
-            self._sequence += 1
+            self.num_calls += 1
             records = self._records
-            records.post(run, self._marked(call), flags)
+            mark = call.digest
+            if records is self._steps:
+                mark ^= self.slots.next
+            records.post(run, mark, flags)
             agreed: Callable[[], bool] = records.agreed
             for _ in range(self._waiter.quick_looks):
                 if agreed():
@@ -367,8 +263,7 @@ class Agreement(ABC):
             self.last_call = call
             return came
         except BaseException as error:
-            self.interrupted(call)
-            self.look_for_death(error, call.text)
+            self.interrupted(call, error)
             raise
 
     def _announce_recorded(self, call: Call, timeout_seconds: float | None) -> bool:
@@ -381,7 +276,7 @@ class Agreement(ABC):
             about = {
                 "call": call.text,
                 "bytes": call.nbytes,
-                "sequence": self._sequence,
+                "sequence": self.num_calls,
                 "channel": self.arrivals.number,
             }
             recorder.agreed(call.text, about, start)
@@ -400,6 +295,9 @@ class Agreement(ABC):
         if self.broken or self.closed:
             if self.deaths.error is not None:
                 raise self.deaths.again(call.text)
+            self.breaks.finish()
+            if self.between_calls and self.met(call):
+                return
             raise CollectiveError(
                 f"expected a working strategy for {call.text}, found that "
                 f"{self.broken or 'it is closed'}; end the program on every rank"
@@ -423,9 +321,9 @@ class Agreement(ABC):
         announcement.pending = len(self.started)
         announcements: list[Announcement]
         try:
-            announcements = self._comm.allgather(announcement)
-        except Exception as error:
-            self.look_for_death(error, announcement.text)
+            announcements = self.patient(self._comm).allgather(announcement)
+        except BaseException as error:
+            self.interrupted(self.last_call or _FAILING, error)
             raise
         # Hashes begin anew. The steps stay what they are: ranks that have not made
         # equally many are not at the same point, whatever the program catches.
@@ -449,5 +347,6 @@ class Agreement(ABC):
         if failure.loses_calls and not self.broken:
             # Nobody knows which of them the others have started, or will start.
             self.broken = f"several started calls were under way when {failure.error}"
-        setattr(failure.error, _ANNOUNCED, (id(self), self._sequence))
+        self.told_at = self.num_calls
+        setattr(failure.error, _ANNOUNCED, (id(self), self.num_calls))
         return failure

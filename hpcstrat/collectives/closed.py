@@ -16,7 +16,9 @@ __all__ = ["ClosedChannel"]
 class ClosedChannel:
     """Stands for the channel of a strategy that is closed."""
 
-    run_index = 0
+    run_index = num_calls = 0
+    thread: int | None = None
+    broken, closed = "", True
     device_group = None
     started: tuple[Started, ...] = ()
 

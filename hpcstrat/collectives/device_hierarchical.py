@@ -18,10 +18,10 @@ import numpy as np
 
 from hpcstrat.collectives.device_pairs import Limits, PairSum, Peers, abandon
 from hpcstrat.collectives.device_peer import PeerTransport
-from hpcstrat.collectives.flat import PIECE_BYTES
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.hierarchical import sum_over_workers
 from hpcstrat.collectives.nccl import NcclWorker
+from hpcstrat.collectives.patient import PIECE_BYTES
 from hpcstrat.collectives.staging import STAGED_BYTES, HostCopies
 from hpcstrat.collectives.work import Work
 from hpcstrat.device.memory import Buffers

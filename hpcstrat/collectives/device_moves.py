@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpcstrat.collectives.device_pairs import abandon
-from hpcstrat.collectives.flat import PIECE_BYTES
 from hpcstrat.collectives.nccl_group import NcclGroup
 from hpcstrat.collectives.pair_moves import (
     PairMover,
@@ -21,6 +20,7 @@ from hpcstrat.collectives.pair_moves import (
     copy_bytes,
     size_of,
 )
+from hpcstrat.collectives.patient import PIECE_BYTES
 from hpcstrat.collectives.started import Message
 from hpcstrat.device.memory import Buffers, pinned_memory
 from hpcstrat.device.streams import Lane

@@ -9,7 +9,12 @@ from typing import Any
 
 from hpcstrat.collectives.agreement import Agreement, EveryRankError
 from hpcstrat.collectives.call import Call, describe_call
-from hpcstrat.collectives.disagreement import LEFT, Announcement
+from hpcstrat.collectives.disagreement import (
+    FAILED,
+    LEFT,
+    Announcement,
+    announce_error,
+)
 from hpcstrat.collectives.progress import ProgressThread, check_progress_thread
 from hpcstrat.collectives.started import Started
 from hpcstrat.collectives.waiting import Waiting
@@ -50,7 +55,7 @@ class Channel(Agreement):
         """
         with contextlib.suppress(Exception):
             self.drain()
-        self._sequence += 1
+        self.num_calls += 1
         self._records.post(0, _LEAVING.digest, LEFT)
         now, thread = time.monotonic(), threading.get_ident()
         self._waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
@@ -74,7 +79,7 @@ class Channel(Agreement):
         late, waiting = self._records.missing(), self._waiter.waiting
         if late:
             self._waiter.late = late
-            self._comm.Iprobe()
+            self.breaks.look()
             if waiting is not None:
                 self._waiter.check_limit(waiting)
             return None
@@ -216,7 +221,7 @@ class Channel(Agreement):
         if self._progress is None:
             self._progress = ProgressThread(self)
 
-    def post_header(self, call: Call, run: int) -> None:
+    def post_header(self, call: Call, run: int, *, failed: bool = False) -> None:
         """Announce a started call; does not wait.
 
         Collective over ``topology.replica_comm``.
@@ -227,12 +232,14 @@ class Channel(Agreement):
             Which call.
         run : int
             ``step_mark`` when it was started.
+        failed : bool
+            Whether this rank cannot make it.
         """
         self._refuse_if_broken(call)
-        self._sequence += 1
-        self._records.post(run, self._marked(call), 0)
+        self.num_calls += 1
+        self._records.post(run, self._marked(call), FAILED if failed else 0)
 
-    def header_came(self, call: Call) -> bool:
+    def header_came(self, call: Call, error: Exception | None = None) -> bool:
         """Look whether all ranks have announced the call of `post_header`.
 
         Not collective until the ranks differ, then collective over ``replica_comm``.
@@ -241,6 +248,8 @@ class Channel(Agreement):
         ----------
         call : Call
             Which call.
+        error : Exception, optional
+            Why this rank has announced that it failed.
 
         Returns
         -------
@@ -253,17 +262,18 @@ class Channel(Agreement):
             On every rank, if any announced something else, or left the program.
         """
         records = self._records
-        if records.agreed():
-            self.last_call = call
-            return True
-        if records.missing():
-            self._comm.Iprobe()
+        if not records.agreed() and records.missing():
+            self.look()
             return False
-        if not records.agreed():
-            self._raise_disagreement(Announcement(self._rank, 0, call.text))
+        self._end_header(call, records.agreed(), error)
         return True
 
-    def wait_header(self, call: Call, timeout_seconds: float | None) -> None:
+    def wait_header(
+        self,
+        call: Call,
+        timeout_seconds: float | None,
+        error: Exception | None = None,
+    ) -> None:
         """Wait until all ranks have announced the call of `post_header`.
 
         Collective over ``topology.replica_comm``.
@@ -274,6 +284,8 @@ class Channel(Agreement):
             Which call.
         timeout_seconds : float, optional
             How long to wait for late ranks.
+        error : Exception, optional
+            Why this rank has announced that it failed.
 
         Raises
         ------
@@ -284,7 +296,12 @@ class Channel(Agreement):
             agreed = self.arrivals.wait(
                 self._waiter, self._records, call, timeout_seconds
             )
+        self._end_header(call, agreed, error)
+
+    def _end_header(self, call: Call, agreed: bool, error: Exception | None) -> None:
         self.last_call = call
+        if error is not None:
+            self._raise_disagreement(announce_error(self._rank, call.text, error))
         if not agreed:
             self._raise_disagreement(Announcement(self._rank, 0, call.text))
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.casting import quietly
-from hpcstrat.collectives.flat import PIECE_BYTES, broadcast
 from hpcstrat.collectives.header import Channel, EveryRankError
+from hpcstrat.collectives.patient import PIECE_BYTES, PatientComm
 from hpcstrat.collectives.work import Work, drain, fill
-from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_to_one"]
@@ -58,7 +57,8 @@ def reduce_to_one(
         fill(run, work.sources, flat)
     yield None
     for run, flat in zip(piece, flats, strict=True):
-        _reduce(flat, channel.topology, root, accumulate)
+        comm = channel.patient(channel.topology.replica_comm)
+        _reduce(flat, comm, root, accumulate)
         if work.divisor:
             quietly(np.divide, flat, work.divisor, flat)
         drain(run, work.results, flat)
@@ -66,17 +66,16 @@ def reduce_to_one(
 
 def _reduce(
     flat: Array,
-    topology: Topology,
+    comm: PatientComm,
     root: int,
     accumulate: Callable[[list[Array]], Any] | None,
 ) -> None:
-    comm: Any = topology.replica_comm
     error = None
-    if topology.replica_id != root:
+    if comm.rank != root:
         for piece in _pieces(flat):
             comm.Send(piece, dest=root, tag=_TAG)
     else:
-        parts = _received(flat, topology, root)
+        parts = _received(flat, comm, root)
         if accumulate is None:
             total = next(parts).copy()
             for part in parts:
@@ -94,21 +93,21 @@ def _reduce(
         error = comm.bcast(error, root=root)
         if error is not None:
             raise EveryRankError(
-                f"expected accumulation_fn to combine {topology.num_replicas} arrays "
+                f"expected accumulation_fn to combine {comm.size} arrays "
                 f"of shape {flat.shape}, found {error}; see replica {root}"
             )
-    broadcast(flat, topology, root)
+    comm.cast_array(flat, root)
 
 
-def _received(flat: Array, topology: Topology, root: int) -> Any:
+def _received(flat: Array, comm: PatientComm, root: int) -> Any:
     """Yield every replica's buffer in order; each is valid until the next."""
     own, buffer = flat.copy(), np.empty_like(flat)
-    for source in range(topology.num_replicas):
+    for source in range(comm.size):
         if source == root:
             yield own
             continue
         for piece in _pieces(buffer):
-            topology.replica_comm.Recv(piece, source=source, tag=_TAG)
+            comm.Recv(piece, source=source, tag=_TAG)
         yield buffer
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.collectives.flat import PIECE_BYTES, reduce_by_mpi
+from hpcstrat.collectives.flat import reduce_by_mpi
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
+from hpcstrat.collectives.patient import PIECE_BYTES
 from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
 from hpcstrat.collectives.work import Algorithm
 from hpcstrat.options import CommunicationOptions
@@ -85,8 +86,9 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     ranks = topology.worker_comm.size
     if topology.num_workers == 1:
         choice = shared_memory(nbytes, topology, options)
-        # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
-        if choice.small or nbytes >= ranks * FROM_BYTES_PER_RANK:
+        # Where ranks share cores, a step costs a turn of each.
+        alone = ranks <= topology.num_cores
+        if choice.small or (alone and nbytes >= ranks * FROM_BYTES_PER_RANK):
             return choice
     elif (
         topology.num_workers < topology.num_replicas
@@ -142,9 +144,6 @@ def shared_memory(
     """
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
-    if ranks > topology.num_cores:
-        # A step costs a turn of each.
-        default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
         return Choice(reduce_directly, piece, nbytes <= piece // 2)

@@ -14,7 +14,7 @@ waits for another. `hpcstrat.collectives.slots` says when a slot may be written,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -217,6 +217,16 @@ _Views = list[tuple[int, list[Array], bool]]
 _MOST_VIEWS = 1024
 
 
+class Planned(Protocol):
+    """What a call is, and by what its sums are divided: 0 for sums."""
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def divisor(self) -> int: ...
+
+
 class SmallReduction:
     """The direct form for one piece, with all its views made beforehand.
 
@@ -262,10 +272,8 @@ class SmallReduction:
         self,
         arrays: Sequence[Array],
         results: Sequence[Array],
-        divisor: int,
-        call: Call,
+        planned: Planned,
         timeout_seconds: float | None,
-        *,
         separate: bool,
     ) -> None:
         """Reduce.
@@ -278,9 +286,7 @@ class SmallReduction:
             This replica's values, in any memory order.
         results : sequence of ndarray
             Where the results go.
-        divisor : int
-            By what to divide the sums; 0 for sums.
-        call : Call
+        planned : Planned
             The call.
         timeout_seconds : float, optional
             How long to wait for late ranks.
@@ -289,9 +295,10 @@ class SmallReduction:
             before the first result is written, and so are right in any case; this
             rank's own are nearer.
         """
-        me, channel = self._rank, self._channel
-        place = channel.slots.take(self._place_bytes)
-        views = channel.slots.kept.get((self, place)) or self._make_views(place)
+        me, channel, call = self._rank, self._channel, planned.call
+        slots, divisor = channel.slots, planned.divisor
+        place = slots.take(self._place_bytes)
+        views = slots.kept.get((self, place)) or self._make_views(place)
         for index, parts, same in views:
             if same:
                 parts[me][...] = arrays[index]
@@ -302,8 +309,8 @@ class SmallReduction:
             for index, parts, same in views:
                 own = arrays[index] if same and separate else None
                 _add_small(parts, results[index], divisor, me, own)
-        except BaseException:
-            channel.interrupted(call)
+        except BaseException as error:
+            channel.interrupted(call, error)
             raise
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.collectives.call import Call
-from hpcstrat.errors import RankLostError
+from hpcstrat.errors import HpcstratError, RankLostError
 
 __all__ = ["Message", "Started"]
 
@@ -82,11 +82,17 @@ class Started:
         self._awaited: Any = None
         self._done = channel is None
         self._error: BaseException | None = None
+        # Of this rank, before the header, which then tells the others.
+        self._own_error: Exception | None = None
         if channel is None:
             for _ in steps:
                 pass
-        else:
+            return
+        try:
             channel.start(self)
+        except BaseException as error:
+            self._lose(error)
+            raise
 
     def test(self) -> bool:
         """Take the reduction further, and say whether it has ended.
@@ -119,7 +125,11 @@ class Started:
             If another replica made another call. On every replica.
         """
         while not self._done:
-            self._channel.drain(self)
+            try:
+                self._channel.drain(self)
+            except BaseException as error:
+                self._lose(error)
+                raise
         if self._error is not None:
             raise self._error
         if self._join is not None:
@@ -151,11 +161,18 @@ class Started:
                 self._channel.look_for_death(error, self.call.text)
             except RankLostError as loss:
                 self.end(loss)
-            self.end(error)
+            self.end(self._own_error or error)
+            self._lose(error)
             if not isinstance(error, Exception):
-                self._channel.interrupted(self.call)
                 raise
         return True
+
+    def _lose(self, error: BaseException) -> None:
+        """End all calls, unless the other ranks know of the error."""
+        channel = self._channel
+        known = channel.told_at == channel.num_calls
+        if not isinstance(error, HpcstratError) and not known:
+            channel.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
         """Let `wait` raise an error; for the channel.
@@ -173,15 +190,20 @@ class Started:
 
     def _post(self, waits: bool) -> bool:
         del waits
-        next(self._steps)
-        self._channel.post_header(self.call, self._run)
+        try:
+            next(self._steps)
+        except Exception as error:
+            self._own_error = error
+        failed = self._own_error is not None
+        self._channel.post_header(self.call, self._run, failed=failed)
         self._advance = self._agree
         return True
 
     def _agree(self, waits: bool) -> bool:
+        error = self._own_error
         if waits:
-            self._channel.wait_header(self.call, self._timeout_seconds)
-        elif not self._channel.header_came(self.call):
+            self._channel.wait_header(self.call, self._timeout_seconds, error)
+        elif not self._channel.header_came(self.call, error):
             return False
         self._advance = self._move
         return True

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,8 @@ class Waiter:
     ----------
     topology : Topology
         Of the ranks.
-    comm : mpi4py.MPI.Intracomm
-        Of all of them; its progress is driven.
+    look : callable
+        Drives MPI's progress, and raises where another rank has ended all calls.
     steps : SegmentRecords
         What knows the processes of this worker.
 
@@ -160,8 +160,10 @@ class Waiter:
         Until when this rank had said that it would be slow.
     """
 
-    def __init__(self, topology: Topology, comm: Any, steps: SegmentRecords) -> None:
-        self._comm = comm
+    def __init__(
+        self, topology: Topology, look: Callable[[], None], steps: SegmentRecords
+    ) -> None:
+        self._look = look
         self._steps = steps
         self.limit_seconds = _LIMIT_SECONDS
         self.waiting: Waiting | None = None
@@ -231,7 +233,7 @@ class Waiter:
                 self._check_alive(waiting.call)
             if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
                 self.check_limit(waiting)
-            self._comm.Iprobe()
+            self._look()
             time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
             turns += 1
 

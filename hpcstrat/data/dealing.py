@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from hpcstrat.collectives.entries import collective
 from hpcstrat.data.batches import batch_length, empty_like, pieces_of, warn_of_idle
 from hpcstrat.data.comparing import (
     END,
@@ -142,6 +143,12 @@ class _Elements:
     def __iter__(self) -> Self:
         return self
 
+    @property
+    def collectives(self) -> Any:
+        """The calls between replicas; for the library's own modules."""
+        return self._strategy.collectives
+
+    @collective
     def __next__(self) -> Tree:
         if self._ended:
             raise StopIteration
@@ -221,12 +228,14 @@ class _Elements:
 
     def _deal(self, dealt: list[Any]) -> tuple[Tree, int, int]:
         """Return this replica's part, and the furthest and the least far state."""
-        topology, collectives = self._strategy.topology, self._strategy.collectives
+        collectives = self._strategy.collectives
+        channel: Any = collectives.channel
         failed: Exception | None = None
-        with collectives.moving(_NEXT):
+        with collectives.moving(_NEXT) as comm:
             part, came = dealt[0], None
             if not self._alone:
-                came = self._place.comm.scatter([None, *dealt[1:]], root=0)
+                own = channel.patient(self._place.comm)
+                came = own.scatter([None, *dealt[1:]], root=0)
             try:
                 if came is not None:
                     part = self._placer.unpacked(came)
@@ -244,9 +253,7 @@ class _Elements:
             mark = self._mark
             marks = mark, mark if mark == _UNSEEN else -mark
             states = np.array([state, -state, failed is not None, *marks], np.int64)
-            topology.replica_comm.Allreduce(
-                topology.mpi.IN_PLACE, states, op=topology.mpi.MAX
-            )
+            comm.Allreduce(comm.mpi.IN_PLACE, states, op=comm.mpi.MAX)
         if failed is not None:
             collectives.fail(_NEXT, failed)
             raise failed

@@ -72,11 +72,17 @@ def sync_batch_moments(
         In cross-replica context.
     """
     strategy = strategy_of(name)
-    try:
-        array, axes = checked(x, axis)
-    except Exception as error:
-        strategy.collectives.fail(name, error)
-        raise
+    moments: tuple[Array, Array, int] = strategy.collectives.call(
+        name, _combined, strategy, x, axis, name
+    )
+    return moments
+
+
+def _combined(
+    strategy: Strategy, x: ArrayLike, axis: int, name: str
+) -> tuple[Array, Array, int]:
+    """Return what `sync_batch_moments` does."""
+    array, axes = checked(x, axis)
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
     library = array_module(row)

@@ -149,7 +149,6 @@ class Mean(_Average):
     def __init__(self, name: str = "mean", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype)
 
-    @np.errstate(all="ignore")
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import is_device, to_host
+from hpcstrat.collectives.entries import collective
 from hpcstrat.context import MadeTogether, current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
@@ -66,6 +67,13 @@ class Metric(MadeTogether):
         self._settle()
         return list(self._totals.values())
 
+    @property
+    def collectives(self) -> Any:
+        """The calls between replicas that reading the totals makes here."""
+        first: Any = next(iter(self._totals.values()))
+        return first.collectives
+
+    @collective
     def result(self) -> Any:
         """Return the metric since the last reset.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_device
+from hpcstrat.collectives.entries import collective
 from hpcstrat.context import MadeTogether, current
 from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.optimizers.filling import Filling
@@ -124,7 +125,13 @@ class Optimizer(MadeTogether, SavedState, ABC):
         """Return whether kernels treat a variable in another way than the rest."""
         return False
 
+    @property
+    def collectives(self) -> Collectives:
+        """The calls between the replicas of the current strategy."""
+        return get_strategy().collectives
+
     @traced("apply_gradients", "optimizer")
+    @collective
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> bool:
         """Combine the gradients of all replicas and update the variables in place.
 

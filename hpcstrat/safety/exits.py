@@ -97,7 +97,7 @@ def _leave() -> None:
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
-        if channel.broken:
+        if channel.broken and not channel.between_calls:
             _give_up(channel)
         elif not channel.closed:
             channel.post_leave()

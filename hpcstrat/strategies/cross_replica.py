@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
+from hpcstrat.collectives.entries import collective
 from hpcstrat.options import InputContext, InputOptions, ReduceOp, ValueContext
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.replica_collectives import Collectives
@@ -50,6 +51,7 @@ class CrossReplicaMethods:
         """
         raise NotImplementedError(what)
 
+    @collective
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -100,6 +102,7 @@ class CrossReplicaMethods:
         self._require_cross("reduce")
         return reduction.reduce(self.collectives, reduce_op, value, axis, out)
 
+    @collective
     def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenate the replicas' values along an axis, on every rank.
 
@@ -197,6 +200,7 @@ class CrossReplicaMethods:
             value = value_fn(ValueContext(self.replica_id, self.num_replicas_in_sync))
         return tree_map(PerReplica, value) if self.distributes else value
 
+    @collective
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
@@ -222,6 +226,7 @@ class CrossReplicaMethods:
             cast("Strategy", self), dataset, options or InputOptions()
         )
 
+    @collective
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
@@ -249,6 +254,7 @@ class CrossReplicaMethods:
             cast("Strategy", self), dataset_fn, options or InputOptions()
         )
 
+    @collective
     def random(self, name: str, seed: int = 0) -> RandomStreams:
         """Return random numbers: this replica's own, and some that all share.
 
@@ -274,14 +280,11 @@ class CrossReplicaMethods:
         CollectiveError
             If ranks disagree on name or seed. On every rank.
         """
-        try:
-            streams = RandomStreams(cast("Strategy", self), name, seed)
-        except Exception as error:
-            self.collectives.fail("random", error)
-            raise
+        streams = RandomStreams(cast("Strategy", self), name, seed)
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
+    @collective
     def barrier(self) -> None:
         """Wait for all replicas.
 
@@ -334,6 +337,7 @@ class CrossReplicaMethods:
         self._require_cross("check_equal")
         check_equal(cast("Strategy", self), tree)
 
+    @collective
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Give every replica one replica's Python object.
 
@@ -359,12 +363,10 @@ class CrossReplicaMethods:
             If ranks disagree on the root. On every rank.
         """
         if not 0 <= root < self.num_replicas_in_sync:
-            error = ValueError(
+            raise ValueError(
                 f"expected 0 <= root < {self.num_replicas_in_sync}, the number of "
                 f"replicas, found {root}; choose one of them"
             )
-            self.collectives.fail("broadcast_object", error)
-            raise error
         return self.collectives.broadcast_object(value, root, "broadcast_object")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from hpcstrat.collectives.entries import collective
 from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.errors import RankLostError
 from hpcstrat.options import CommunicationOptions
@@ -174,6 +175,7 @@ class MpiStrategy(Strategy):
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
 
+    @collective
     def check_divergence(self) -> None:
         """Compare all copies of all mirrored variables now.
 
@@ -213,6 +215,7 @@ class MpiStrategy(Strategy):
         self._closed = True
         self._connection.abandon(self._key)
 
+    @collective
     def close(self) -> None:
         """Free the communicators, when this is the last strategy that uses them.
 

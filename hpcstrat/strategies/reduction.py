@@ -62,23 +62,18 @@ def reduce(
     tree of ndarray
         The same on every rank.
     """
-    try:
-        op = ReduceOp.parse(reduce_op)
-        if axis is not None:
-            array, axes = _checked(value, axis)
-            if out is not None:
-                raise ValueError(
-                    f"expected no out in a reduction over axis {axis!r}, found one; "
-                    "leave it out"
-                )
-    except Exception as error:
-        collectives.fail("reduce", error)
-        raise
+    op = ReduceOp.parse(reduce_op)
     if axis is not None:
+        array, axes = _checked(value, axis)
+        if out is not None:
+            raise ValueError(
+                f"expected no out in a reduction over axis {axis!r}, found one; leave "
+                "it out"
+            )
         return _over_axes(collectives, op, array, axes)
     if is_leaf(value) and not isinstance(value, Mirrored):
         part = value._local if isinstance(value, DistributedValues) else value
-        return collectives.batch_reduce(op, part, "reduce", out=out)
+        return collectives.reduce_inside(op, part, "reduce", out=out)
     return _structure(collectives, op, value, out)
 
 
@@ -86,22 +81,18 @@ def _structure(collectives: Collectives, op: ReduceOp, value: Tree, out: Tree) -
     leaves, structure = flatten(value)
     mirrored = [isinstance(leaf, Mirrored) for leaf in leaves]
     if not any(mirrored):
-        return collectives.batch_reduce(op, contributions(value), "reduce", out=out)
+        return collectives.reduce_inside(op, contributions(value), "reduce", out=out)
     if out is not None:
-        error = ValueError(
+        raise ValueError(
             "expected values that differ between replicas in a reduction with an out, "
             "found a Mirrored value; leave out away"
         )
-        collectives.fail("reduce", error)
-        raise error
     if op is ReduceOp.SUM and any(mirrored) and collectives.size > 1:
-        error = ValueError(
+        raise ValueError(
             "expected a value for each replica in the SUM over replicas, found a "
             f"Mirrored value, which is the same on all {collectives.size}; use MEAN, "
             "or multiply it by the number of replicas"
         )
-        collectives.fail("reduce", error)
-        raise error
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = [contributions(leaves[i]) for i in rest]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.collectives.entries import collective
 from hpcstrat.collectives.started import Started
 from hpcstrat.context import current, pop, push
 from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.replica_collectives import Collectives
 from hpcstrat.typing import Tree
 from hpcstrat.values import localize
 
@@ -29,11 +29,17 @@ class ReplicaContext:
         The strategy that runs the function.
     replica_id_in_sync_group : int
         Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
+
+    Attributes
+    ----------
+    collectives : Collectives
+        For the library's own modules.
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
+        self.collectives = strategy.collectives
 
     @property
     def strategy(self) -> Strategy:
@@ -96,14 +102,11 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
-        self._require_current("merge_call")
-        strategy = self._strategy
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         what = f"merge_call of {name}"
-        strategy.collectives.barrier(what)
+        merged, named = self._merged(what, args, kwargs)
+        strategy = self._strategy
         with strategy.together(what):
-            merged = [strategy.distributed(argument) for argument in args]
-            named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
             token = push(strategy.cross_entry)
             try:
                 result = merge_fn(strategy, *merged, **named)
@@ -111,6 +114,16 @@ class ReplicaContext:
                 pop(token)
             return localize(result)
 
+    @collective
+    def _merged(self, what: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Meet all replicas, and return the arguments of a merged function."""
+        self._require_current("merge_call")
+        strategy = self._strategy
+        strategy.collectives.barrier(what)
+        named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
+        return [strategy.distributed(argument) for argument in args], named
+
+    @collective
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -157,11 +170,14 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
-        op, collectives = self._reduction("all_reduce", reduce_op)
-        return collectives.batch_reduce(
-            op, value, "all_reduce", options or experimental_hints, out=out
-        )
+        entry = current()
+        if entry is None or entry.replica_context is not self:
+            self._require_current("all_reduce")
+        options = options or experimental_hints
+        op = ReduceOp.parse(reduce_op)
+        return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
 
+    @collective
     def start_all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -203,18 +219,12 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
-        op, collectives = self._reduction("start_all_reduce", reduce_op)
-        return collectives.start_reduce(op, value, "start_all_reduce", options, out=out)
-
-    def _reduction(self, what: str, reduce_op: Any) -> tuple[ReduceOp, Collectives]:
+        what = "start_all_reduce"
         self._require_current(what)
-        collectives = self._strategy.collectives
-        try:
-            return ReduceOp.parse(reduce_op), collectives
-        except ValueError as error:
-            collectives.fail(what, error)
-            raise
+        op = ReduceOp.parse(reduce_op)
+        return self.collectives.start_inside(op, value, what, options, out=out)
 
+    @collective
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
@@ -247,7 +257,7 @@ class ReplicaContext:
         """
         del options
         self._require_current("all_gather")
-        return self._strategy.collectives.all_gather(value, axis, "all_gather")
+        return self.collectives.all_gather(value, axis, "all_gather")
 
     def __repr__(self) -> str:
         """Show the replica's place."""

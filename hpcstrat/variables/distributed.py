@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays import array_module, is_half
+from hpcstrat.collectives.entries import collective
 from hpcstrat.context import current
 from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.object_collectives import ObjectCollectives
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import (
@@ -37,26 +39,40 @@ _MEAN = VariableAggregation.MEAN
 _WIDEST = np.dtype(np.int64).itemsize
 
 _CROSS, _REPLICA, _UPDATE = "cross", "replica", "update"
+_ALONE = ObjectCollectives(None)
 
 
 class DistributedVariable(Variable, DistributedValues):
     """A variable with one component per replica; this process holds its own."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
+        what, make = f"creation of variable {self.name!r}", super()._initialize
         collectives = self._strategy.collectives
-        own = super()._initialize(initial_value, dtype)
-        floating = own.dtype.kind == "f" or is_half(own.dtype)
-        if self.aggregation is _MEAN and not floating:
-            raise ValueError(
-                f"expected a floating dtype for variable {self.name!r} with "
-                f"aggregation MEAN, found {own.dtype}; make it a float, or choose "
-                "SUM for a total"
-            )
-        what = f"creation of variable {self.name!r}"
-        if type(initial_value) is HostValue and initial_value.is_own:
-            return own
-        shared: Array = collectives.broadcast(own, 0, what)
-        return shared
+
+        def shared() -> Any:
+            own = make(initial_value, dtype)
+            floating = own.dtype.kind == "f" or is_half(own.dtype)
+            if self.aggregation is _MEAN and not floating:
+                raise ValueError(
+                    f"expected a floating dtype for variable {self.name!r} with "
+                    f"aggregation MEAN, found {own.dtype}; make it a float, or choose "
+                    "SUM for a total"
+                )
+            if type(initial_value) is HostValue and initial_value.is_own:
+                return own
+            return collectives.broadcast(own, 0, what)
+
+        component: Array = collectives.call(what, shared)
+        return component
+
+    @property
+    def collectives(self) -> ObjectCollectives:
+        """The calls between replicas that a use of the variable makes here."""
+        return self._strategy.collectives if self._communicates() else _ALONE
+
+    def _communicates(self) -> bool:
+        """Whether a use of the variable is collective in the current context."""
+        raise NotImplementedError
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -100,6 +116,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
+    def _communicates(self) -> bool:
+        return self._mode() is _REPLICA
+
     def _made(self) -> None:
         self._strategy.register(self)
 
@@ -116,6 +135,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         self._mode()
         return self._view
 
+    @collective
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         mode = self._mode()
         if mode is _REPLICA:
@@ -142,12 +162,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
         """Combine the replicas' values by the variable's aggregation."""
         collectives = self._strategy.collectives
         what = f"{method} of variable {self.name!r}"
-        try:
-            self._require_aggregation(method)
-            array = self._converted(method, value)
-        except Exception as error:
-            collectives.fail(what, error)
-            raise
+        self._require_aggregation(method)
+        array = self._converted(method, value)
         combined: Array
         if self.aggregation in (_SUM, _MEAN):
             op = ReduceOp.from_variable_aggregation(self.aggregation)
@@ -166,6 +182,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 "all_reduce, or with 'sum' or 'mean' for values to be combined here"
             )
 
+    @collective
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
         mode = self._mode()
         if mode is _UPDATE:
@@ -194,13 +211,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
     def _aggregated_rows(self, method: str, rows: IndexedSlices) -> IndexedSlices:
         collectives = self._strategy.collectives
         what = f"{method} of variable {self.name!r}"
-        try:
-            self._require_aggregation(method)
-            self._require_meaning(method)
-            own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
-        except Exception as error:
-            collectives.fail(what, error)
-            raise
+        self._require_aggregation(method)
+        self._require_meaning(method)
+        own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
         combined: IndexedSlices
         if self.aggregation in (_SUM, _MEAN):
             op = ReduceOp.from_variable_aggregation(self.aggregation)
@@ -215,6 +228,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
 class SyncOnReadVariable(DistributedVariable):
     """A variable whose components are updated apart, and combined when read."""
 
+    def _communicates(self) -> bool:
+        # An assignment itself does not, but reads the value that it returns.
+        return self._mode() is _CROSS and self.aggregation is not _NONE
+
+    @collective
     def value(self) -> Array:
         """Return this replica's component, or in cross-replica context the aggregate.
 
@@ -247,6 +265,7 @@ class SyncOnReadVariable(DistributedVariable):
         # Readers of the interface keep the variable alive, not what was made of it.
         return self._view if self._mode() is not _CROSS else None
 
+    @collective
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         if self._mode() is not _CROSS:
             return self._apply(method, self._converted(method, value), read_value)

@@ -1,0 +1,112 @@
+"""The one way into the library's collective calls, and the ways out of it by an error.
+
+A rank that leaves a call by an error, whatever it is, leaves the other ranks there, and
+would take part in it with its next one. So it tells them: in the header for which they
+wait, where it has come to no header of the call itself; else by ending all calls, since
+nobody knows how far the others are. Calls of two threads at the same time, which have
+no order in common with those of other ranks, are refused here, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, TypeVar
+
+from hpcstrat.errors import CollectiveError, HpcstratError, OutOfRangeError
+
+__all__ = ["collective"]
+
+_NAP_SECONDS = 1e-3
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def collective(method: _Method) -> _Method:
+    """Make a method an entry: its object has ``collectives``, whose ranks all call."""
+    what = method.__name__.strip("_")
+
+    @functools.wraps(method)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        channel = self.collectives.channel
+        if channel is None:
+            return method(self, *args, **kwargs)
+        # No other thread runs between the look and the assignment.
+        thread, outer = get_ident(), channel.thread
+        if outer is not None and outer != thread:
+            _refuse(channel, outer, what)
+            outer = None
+        entered, channel.thread = channel.num_calls, thread
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            named = inspect.signature(method).bind_partial(self, *args, **kwargs)
+            _leave(channel, named.arguments.get("what", what), error, entered)
+            raise
+        finally:
+            channel.thread = outer
+
+    return entry  # type: ignore[return-value]
+
+
+def _leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
+    """Let the other ranks know of an error that leaves an entry on this one."""
+    if channel.broken or channel.closed:
+        return
+    failure = channel.scopes.failure
+    if failure is not None:
+        # Until the scope ends, every call raises what ends it.
+        if isinstance(error, Exception) and error is not failure.error:
+            raise failure.error
+        return
+    if channel.told_at == channel.num_calls > entered:
+        return
+    if isinstance(error, (StopIteration, OutOfRangeError)):
+        # The end of the data, at which all ranks are.
+        return
+    if isinstance(error, Exception) and channel.num_calls == entered:
+        channel.fail(what, error)
+    elif not isinstance(error, HpcstratError):
+        # Errors of our own classes are raised on every rank.
+        channel.break_off(f"{what} was left", error, entered)
+
+
+def _refuse(channel: Any, other: int, what: str) -> None:
+    """End all calls where another thread is in one, by an error that names both."""
+    its_call = _call_of(other, channel)
+    if its_call is None:
+        # It was interrupted where it left its call.
+        return
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.current_thread().name
+    text = (
+        f"thread {own!r} called {what} while thread {names.get(other, other)!r} was in "
+        f"{its_call}"
+    )
+    channel.broken = channel.broken or text
+    # MPI serves one thread at a time; a wait of the other one ends now.
+    while _call_of(other, channel) is not None:
+        time.sleep(_NAP_SECONDS)
+    channel.between_calls = False
+    channel.breaks.tell(f"{text} on a rank")
+    raise CollectiveError(
+        f"expected calls of one thread at a time, found that {text}; make them one "
+        "after the other, in the same order on every rank"
+    )
+
+
+def _call_of(thread: int, channel: Any) -> str | None:
+    """Return the entry that another thread is in; None where it is in none."""
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None:
+        # The outermost is what the program has called.
+        if frame.f_code.co_filename == __file__:
+            local = frame.f_locals
+            found = local["what"] if local.get("channel") is channel else found
+        frame = frame.f_back
+    return found
