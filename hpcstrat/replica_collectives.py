@@ -48,10 +48,8 @@ class Collectives(Gathers):
     ----------
     channel : Channel or None
         Carries the headers; None for a single replica, where nothing moves.
-    ops : CrossDeviceOps
-        How arrays are summed.
-    options : CommunicationOptions
-        Defaults of every call.
+    ops, options : CrossDeviceOps, CommunicationOptions
+        How arrays are summed; defaults of every call.
     """
 
     def __init__(
@@ -60,10 +58,9 @@ class Collectives(Gathers):
         ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        options = options or CommunicationOptions()
+        self._options = options = options or CommunicationOptions()
         super().__init__(channel, options.timeout_seconds)
         self._ops = ops or CrossDeviceOps()
-        self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
@@ -89,8 +86,8 @@ class Collectives(Gathers):
     ) -> Tree:
         """Reduce all arrays of a tree over the replicas, in as few messages as fit.
 
-        Collective over ``topology.replica_comm``; inside of an entry of the library,
-        see `hpcstrat.collectives.entries`, to whose last or only call it leads.
+        Collective over ``topology.replica_comm``; the only call of what is an entry of
+        the library by itself, see `hpcstrat.collectives.entries`.
 
         Parameters
         ----------
@@ -148,7 +145,6 @@ class Collectives(Gathers):
         return unflatten(structure, leaves) if out is None else out
 
     batch_reduce = collective(reduce_inside)
-    """`reduce_inside` as a call of its own."""
 
     def start_inside(
         self,
@@ -201,12 +197,11 @@ class Collectives(Gathers):
                 "found host memory and a GPU's; start two reductions"
             )
         outs = None if out is None else checked_outs(out, arrays, structure, [])
+        request = op, what, structure
         if arrays and is_device(arrays[0]):
             self._group(what, options)
-        request = op, what, structure
         begin = self._start, request, arrays, options, outs, out
-        started: Started = self.call(what, *begin)
-        return started
+        return cast("Started", self.call(what, *begin))
 
     def _start(
         self,
@@ -235,7 +230,6 @@ class Collectives(Gathers):
         )
 
     start_reduce = collective(start_inside)
-    """`start_inside` as a call of its own."""
 
     def _prepared(
         self,
@@ -255,11 +249,12 @@ class Collectives(Gathers):
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
         # Memory runs out here, if it does, and not between the header and the data.
-        if outs is None and not planned.on_gpu:
-            return planned, self._recycler.arrays(planned.results)
-        if outs is None:
-            return planned, self._on_gpu(planned, arrays)
-        require_fitting(outs, planned.results, on_gpu)
+        if outs is None and not on_gpu:
+            outs = self._recycler.arrays(planned.results)
+        elif outs is None:
+            outs = self._on_gpu(planned, arrays)
+        else:
+            require_fitting(outs, planned.results, on_gpu)
         return planned, outs
 
     def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
@@ -276,21 +271,18 @@ class Collectives(Gathers):
         options: CommunicationOptions,
         outs: list[Array] | None,
     ) -> list[Array]:
-        """Reduce arrays in host memory and arrays on GPUs, one kind after the other."""
-        # Each is a call of its own, perhaps after others.
+        """Reduce arrays in host memory, and on GPUs, one kind after the other."""
         groups, (op, what, _) = by_memory(arrays), request
         if len(groups) < 2:
-            only = self.call(what, self._reduce, request, arrays, options, outs)
-            return list(only)
+            return list(self.call(what, self._reduce, request, arrays, options, outs))
         results: list[Any] = [None] * len(arrays)
         for some in groups:
-            part = self.call(
-                *(what, self._reduce),
+            asked, own = (
                 (op, what, list_structure(len(some))),
                 [arrays[i] for i in some],
-                options,
-                None if outs is None else [outs[i] for i in some],
             )
+            its_outs = None if outs is None else [outs[i] for i in some]
+            part = self.call(what, self._reduce, asked, own, options, its_outs)
             for index, result in zip(some, part, strict=True):
                 results[index] = result
         return results
@@ -308,10 +300,10 @@ class Collectives(Gathers):
             channel.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
-            separate = outs is None or len(arrays) == 1
-            planned.small(arrays, results, planned, timeout_seconds, separate)
-            if active.recorder is not None:
-                active.recorder.leave_data(call.text, pushed=False)
+            apart = outs is None or len(arrays) == 1
+            planned.small(arrays, results, planned, timeout_seconds, apart)
+            if (recorder := active.recorder) is not None:
+                recorder.leave_data(call.text, pushed=False)
             return results
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
@@ -368,16 +360,13 @@ class Collectives(Gathers):
         if group is None:
             return self._planned(request, arrays, options, None)
         # Its making was a call of all replicas.
-        planned: ReductionPlan = self.call(
-            request[1], self._planned, request, arrays, options, group
-        )
-        return planned
+        begin = self._planned, request, arrays, options, group
+        return cast("ReductionPlan", self.call(request[1], *begin))
 
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
-        channel = cast("Channel | None", self.channel)
-        if channel is None:
-            return None
-        return device_group(channel, what, options.timeout_seconds)
+        channel: Any = self.channel
+        seconds = options.timeout_seconds
+        return None if channel is None else device_group(channel, what, seconds)
 
     def _planned(
         self,

@@ -14,12 +14,11 @@ waits for another. `hpcstrat.collectives.slots` says when a slot may be written,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hpcstrat.casting import assign, quietly
-from hpcstrat.collectives.call import Call
 from hpcstrat.collectives.header import Channel
 from hpcstrat.collectives.slots import Slots
 from hpcstrat.collectives.work import Work, fill
@@ -217,16 +216,6 @@ _Views = list[tuple[int, list[Array], bool]]
 _MOST_VIEWS = 1024
 
 
-class Planned(Protocol):
-    """What a call is, and by what its sums are divided: 0 for sums."""
-
-    @property
-    def call(self) -> Call: ...
-
-    @property
-    def divisor(self) -> int: ...
-
-
 class SmallReduction:
     """The direct form for one piece, with all its views made beforehand.
 
@@ -272,7 +261,7 @@ class SmallReduction:
         self,
         arrays: Sequence[Array],
         results: Sequence[Array],
-        planned: Planned,
+        planned: Any,
         timeout_seconds: float | None,
         separate: bool,
     ) -> None:
@@ -286,8 +275,8 @@ class SmallReduction:
             This replica's values, in any memory order.
         results : sequence of ndarray
             Where the results go.
-        planned : Planned
-            The call.
+        planned : ReductionPlan
+            Of the call.
         timeout_seconds : float, optional
             How long to wait for late ranks.
         separate : bool

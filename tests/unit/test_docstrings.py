@@ -65,7 +65,13 @@ def _parameters(docstring: str) -> list[str]:
     return [name.strip().lstrip("*") for name in names]
 
 
-FUNCTIONS = [(name, node) for name, node in NODES if _is_function(node)]
+# Not for users: one line says all that types and names do not.
+INTERNAL = {"Breaks", "PatientComm", "collective"}
+FUNCTIONS = [
+    (name, node)
+    for name, node in NODES
+    if _is_function(node) and not INTERNAL & set(name.split("."))
+]
 DATACLASSES = [
     (name, node)
     for name, node in NODES

@@ -1,0 +1,35 @@
+"""Faults planted at every event of collective calls: all ranks raise, or none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.mpi.programs.planted import CALLS
+from tests.mpi.programs.started import start
+
+_SAMPLE = "all_reduce,start_all_reduce,gather,broadcast_object,assign,next_dealt"
+
+
+def _swept(n: int, limit: float, *options: str) -> dict[str, Any]:
+    ended = start(n, "planted.py", *options, limit=limit, OMP_NUM_THREADS="1")
+    assert ended.stdout, str(ended)
+    last: dict[str, Any] = json.loads(ended.stdout.strip().rpartition("\n")[2])
+    assert ended.returncode == 0, last["wrong"]
+    return last["counts"]
+
+
+def test_a_sample_of_faults_is_told_to_all_ranks() -> None:
+    counts = _swept(2, 120, "--calls", _SAMPLE, "--every", "97", "--ranks", "1")
+    found = [key for count in counts.values() for key in count]
+    for outcome in ("all raised", "all raised, broken", "next raised, broken"):
+        assert outcome in found, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_fault_is_told_to_all_ranks(n: int, call: str) -> None:
+    assert _swept(n, 3600, "--calls", call)[call]["events"]
