@@ -391,10 +391,10 @@ class Collectives(Gathers):
             group=group,
         )
 
+    @np.errstate(all="ignore")
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
         values, indices = self.all_gather([rows.values, rows.indices], 0, label)
         if op is ReduceOp.MEAN:
-            with np.errstate(all="ignore"):
-                values = values / self.size
+            values = values / self.size
         return IndexedSlices(values, indices, rows.dense_shape)

@@ -149,6 +149,7 @@ class Mean(_Average):
     def __init__(self, name: str = "mean", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype)
 
+    @np.errstate(all="ignore")
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:
@@ -200,6 +201,7 @@ class MeanMetricWrapper(_Average):
         super().__init__(name, dtype)
         self._fn = fn
 
+    @np.errstate(all="ignore")
     def update_state(
         self,
         y_true: ArrayLike,
