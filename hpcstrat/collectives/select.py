@@ -86,9 +86,8 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     ranks = topology.worker_comm.size
     if topology.num_workers == 1:
         choice = shared_memory(nbytes, topology, options)
-        # Where ranks share cores, a step costs a turn of each.
-        alone = ranks <= topology.num_cores
-        if choice.small or (alone and nbytes >= ranks * FROM_BYTES_PER_RANK):
+        # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
+        if choice.small or nbytes >= ranks * FROM_BYTES_PER_RANK:
             return choice
     elif (
         topology.num_workers < topology.num_replicas
@@ -144,6 +143,9 @@ def shared_memory(
     """
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
+    if ranks > topology.num_cores:
+        # A step costs a turn of each.
+        default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
         return Choice(reduce_directly, piece, nbytes <= piece // 2)

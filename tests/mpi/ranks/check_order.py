@@ -1,0 +1,90 @@
+"""Inside a worker sums are those of adding the replicas' values in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.collectives import select
+from tests.mpi.ranks.check_reductions import all_reduce, assert_same_bits, random_parts
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+TYPES = [np.dtype(code) for code in "efdFD"]
+if ml_dtypes is not None:
+    TYPES.append(np.dtype(ml_dtypes.bfloat16))
+
+
+def in_order(parts: list[Any], op: str) -> Any:
+    """Return the sum or mean of adding the parts one after the other."""
+    dtype = parts[0].dtype
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    total = parts[0].astype(wide)
+    for part in parts[1:]:
+        total = total + part.astype(wide)
+    return (total / wide.type(len(parts)) if op == "mean" else total).astype(dtype)
+
+
+def switches(strategy: Any) -> list[int]:
+    """Return the sizes in bytes at which another way is taken, and some between."""
+    topology = strategy.topology
+    ranks = topology.worker_comm.size
+    edges = {
+        *(64, ranks * select.FROM_BYTES_PER_RANK, select.SMALL_BYTES // ranks),
+        *(select.SCATTERED_PIECE_BYTES // 2, select.SCATTERED_PIECE_BYTES),
+        *(select.DIRECT_PIECE_BYTES // 2, select.DIRECT_PIECE_BYTES),
+        *(topology.slot_bytes // 2, topology.slot_bytes, 3 * topology.slot_bytes),
+    }
+    return sorted(edges)
+
+
+def test_sums_inside_a_worker_are_in_the_order_of_the_replicas(
+    strategy: Any, job: Any
+) -> None:
+    if strategy.topology.num_workers > 1:
+        pytest.skip("between workers the MPI library chooses the order")
+    for nbytes in switches(strategy):
+        for number, dtype in enumerate(TYPES):
+            wire = max(dtype.itemsize, 4)
+            # One element less, and one more, than the size.
+            for length in (nbytes // wire - 1, nbytes // wire, nbytes // wire + 1):
+                if length > 100_000 and number > 1:
+                    continue
+                parts = random_parts(nbytes, job.size, (length,), dtype)
+                own = parts[job.rank]
+                for op in ("sum", "mean"):
+                    wanted = in_order(parts, op)
+                    found = strategy.reduce(op, own)
+                    note = f"{op} of {length} {dtype}"
+                    assert found.tobytes() == wanted.tobytes(), note
+
+
+def test_all_ways_to_call_add_in_the_same_order(strategy: Any, job: Any) -> None:
+    if strategy.topology.num_workers > 1:
+        pytest.skip("between workers the MPI library chooses the order")
+    for length in (3, 7_000, 70_000):
+        parts = random_parts(length, job.size, (length,), np.float32)
+        own, wanted = parts[job.rank], in_order(parts, "sum")
+
+        def start(own: Any = own) -> Any:
+            return hs.get_replica_context().start_all_reduce("sum", own).wait()
+
+        nest = [own[:5], own.astype(np.float64), own]
+        out = own.copy()
+        strategy.reduce("sum", out, out=out)
+        small = hs.CommunicationOptions(bytes_per_pack=1000)
+        for found in (
+            out,
+            strategy.local_value(strategy.run(start)),
+            strategy.reduce("sum", nest)[2],
+            all_reduce(strategy, "sum", own, small),
+            strategy.reduce("sum", own[None], axis=0),
+        ):
+            assert found.tobytes() == wanted.tobytes()
+            assert_same_bits(job, found)
