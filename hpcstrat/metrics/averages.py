@@ -201,7 +201,6 @@ class MeanMetricWrapper(_Average):
         super().__init__(name, dtype)
         self._fn = fn
 
-    @np.errstate(all="ignore")
     def update_state(
         self,
         y_true: ArrayLike,

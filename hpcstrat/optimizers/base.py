@@ -270,7 +270,6 @@ class Optimizer(MadeTogether, SavedState, ABC):
                 raise
         return rate
 
-    @np.errstate(all="ignore")
     def _update_all(
         self, gradients: Sequence[Gradient], targets: Sequence[Target]
     ) -> None:
