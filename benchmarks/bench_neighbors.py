@@ -5,8 +5,9 @@ Run it with as many ranks as the machine has cores::
     mpirun --bind-to none -n 2 python benchmarks/bench_neighbors.py --json FILE
 
 Beside the ranks run programs of one thread that compute all the time. Each turn makes
-the same steps: with hpcstrat; with hpcstrat as it was before, when each rank that waited
-looked for a millisecond; or with mpi4py's ``Allreduce``. One turn follows the other:
+the same steps: with hpcstrat; with hpcstrat as it was before, when each rank that
+waited looked for a millisecond; or with mpi4py's ``Allreduce``. One turn follows the
+other:
 
 * ``steps``: all ranks compute 0.3 ms, then add 16 KiB;
 * ``large``: all ranks add 4 MiB;

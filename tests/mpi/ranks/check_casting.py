@@ -52,6 +52,8 @@ METHODS = [
 def test_values_are_taken_as_they_are_or_refused(
     strategy: Any, job: Any, method: str
 ) -> None:
+    if job.size > 2:
+        pytest.skip("two ranks show it")
     scatters = method.startswith("scatter")
     with strategy.scope():
         variables = {
