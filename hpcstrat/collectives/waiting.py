@@ -53,7 +53,15 @@ class Spin:
         self.seconds = _MOST_SPIN_SECONDS
 
     def learn(self, waited_seconds: float) -> None:
-        """Take note of a wait that took longer than the spin; not collective."""
+        """Take note of a wait that took longer than the spin.
+
+        Not collective.
+
+        Parameters
+        ----------
+        waited_seconds : float
+            The spin included.
+        """
         if waited_seconds < _MOST_SPIN_SECONDS:
             self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
         else:
