@@ -1,4 +1,4 @@
-"""What the strategies on MPI share: who owns topology and channel."""
+"""What the strategies on MPI share, beside their connection."""
 
 from __future__ import annotations
 
