@@ -45,10 +45,7 @@ class _Awaited:
         return [] if self.agreed() else [1]
 
 
-class _Nothing:
-    def Iprobe(self) -> None:  # noqa: N802
-        """Drive no progress."""
-
+class _Nobody:
     def dead(self) -> list[int]:
         """Find nobody dead."""
         return []
@@ -69,7 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _waiter() -> Waiter:
     waiter = object.__new__(Waiter)
-    waiter._comm = waiter._steps = _Nothing()
+    waiter._steps, waiter._look = _Nobody(), lambda: None  # type: ignore[assignment]
     waiter._look_seconds, waiter._shares_cores = 1.0, False
     waiter.limit_seconds, waiter.waiting = 60.0, None
     waiter._spin = Spin()
