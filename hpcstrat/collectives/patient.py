@@ -24,6 +24,7 @@ PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
 
 _BYTES_PER_SECOND = 1e9
+_TAG = 13
 
 
 class PatientComm:
@@ -40,6 +41,7 @@ class PatientComm:
         self.size: int = comm.size
         # Kept where it is left, for MPI may still write into its memory.
         self._request: Any = None
+        self._sent: Any = None
 
     def _done(self, nbytes: int = 0) -> None:
         # Data that moves takes the processor in any case.
@@ -84,6 +86,21 @@ class PatientComm:
         """Receive an array from a rank; not collective."""
         self._request = self._comm.Irecv(buffer, source, tag)
         self._done(buffer.nbytes)
+
+    def sendrecv(self, value: Any, dest: int, source: int) -> Any:
+        """Exchange objects with ranks, which make the same call; not collective."""
+        data = np.frombuffer(pickle.dumps(value, 5), np.uint8)
+        sent, came = np.array([data.size], np.int64), np.empty(1, np.int64)
+        self._swap(sent, dest, came, source)
+        found = np.empty(int(came[0]), np.uint8)
+        self._swap(data, dest, found, source)
+        return pickle.loads(found.data)
+
+    def _swap(self, sent: Any, dest: int, received: Any, source: int) -> None:
+        self._sent = self._comm.Isend(sent, dest, _TAG)
+        self.Recv(received, source, _TAG)
+        self._request = self._sent
+        self._done(sent.nbytes)
 
     def allreduce(self, value: int, op: Any) -> int:
         """Combine integers."""
