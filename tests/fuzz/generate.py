@@ -1,0 +1,300 @@
+"""Draws a program from a seed. It does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fuzz.declarations import TYPES, Declarations
+from tests.fuzz.program import Op, Program
+
+__all__ = ["generate"]
+
+_CLASSES = ("ValueError", "FloatingPointError", "OSError", "BadBatchError")
+_LOOPED = (3,)
+
+
+class _Maker(Declarations):
+    """Draws what a program does with what it has declared."""
+
+    def step(self) -> list[Op]:
+        """Return an operation, or some that belong together."""
+        ways = [self.reduce, self.gather, self.run, self.run, self.other]
+        if self.variables:
+            ways += [self.variable, self.run]
+        if self.optimizers:
+            ways += [self.train, self.train]
+            ways += [self.trained_on] * (2 * self.has_save)
+        if self.datasets:
+            ways += [self.epoch, self.epoch]
+        if self.metrics:
+            ways += [self.metric]
+        if self.has_save and (self.variables or self.optimizers or self.states):
+            ways += [self.save, self.restart]
+        made = self.one(*ways)()
+        return made if isinstance(made, list) else [made]
+
+    def reduce(self) -> list[Op]:
+        ops: list[Op] = []
+        args: dict[str, Any] = {"how": self.one("sum", "sum", "mean")}
+        way = self.random.random()
+        if way < 0.35:
+            dtype = self.one("float64", "int64", "int8", "float32", "float16", "uint8")
+            style = "huge" if dtype == "float64" and self.chance(0.3) else "exact"
+            shape = self.one((4,), (3, 2), (1,))
+            args |= {"axis": 0, "values": [self.draw(dtype, shape, style)]}
+            if style == "huge" and self.chance(0.5):
+                ops.append(Op("errors", {"all": "raise"}))
+        elif way < 0.6:
+            shape, style = self.one((3,), (40,), (3000,)), "rounding"
+            dtype = self.one("float64", "float32")
+            args |= {"how": "sum", "values": [self.draw(dtype, shape, style)]}
+        else:
+            args["values"] = self.draws(self.random.randrange(1, 4))
+            if args["how"] == "sum":
+                args["out"] = self.one(None, "self", "new")
+                if args["out"] and self.chance(0.3):
+                    dtype = self.one("float64", "int64")
+                    pair = [self.draw(dtype, (3,)), self.draw(dtype, (4,))]
+                    args |= {"out": "overlap", "values": pair}
+        if self.chance(0.08) and not args.get("out") and args.get("axis") is None:
+            args["fault"] = ("text", self.rank())
+        args["thread"] = self.chance(0.1) or None
+        return [*ops, Op("reduce", args)]
+
+    def gather(self) -> Op:
+        shapes = [self.one((3,), (2, 3), (5,)) for _ in range(self.one(1, 1, 2))]
+        values = [self.draw(self.one(*TYPES), shape) for shape in shapes]
+        return Op("gather", {"values": values, "thread": self.chance(0.1) or None})
+
+    def variable(self) -> Op:
+        var = self.one(*self.variables)
+        start = var.start
+        if var.sync is None and start.shape and self.chance(0.2):
+            return self._rows(var, "rows")
+        if self.chance(0.5):
+            return Op("read", {"var": var.id})
+        method = self.one("assign", "assign_add", "assign_sub")
+        value = self.draw(start.dtype, start.shape)
+        args = {"var": var.id, "method": method, "value": value}
+        if self.raises and self.chance(0.1):
+            allowed = var.sync is None or method == "assign"
+            if allowed and var.aggregation != "none":
+                args["fault"] = ("shape", self.rank())
+        return Op("assign", args)
+
+    def _rows(self, var: Op, kind: str) -> Op:
+        start, method = var.start, self.one("scatter_add", "scatter_sub")
+        if var.aggregation in ("none", "only_first_replica") and self.chance(0.4):
+            method = self.one("scatter_update", "scatter_max")
+        if start.dtype.startswith("complex"):
+            method = "scatter_add"
+        dtype, count = start.dtype, self.random.randrange(1, 4)
+        if dtype.startswith("int") and self.chance(0.3):
+            dtype = "float64"
+        lines = range(start.shape[0])
+        indices = [
+            tuple(self.random.sample(lines, min(count, len(lines)))) for _ in range(4)
+        ]
+        value = self.draw(dtype, (len(indices[0]), *start.shape[1:]))
+        args = {"var": var.id, "method": method, "value": value}
+        return Op(kind, {**args, "indices": tuple(indices)})
+
+    def metric(self) -> Op:
+        return Op(self.one("result", "result", "reset"), {"metric": "measured"})
+
+    def other(self) -> Op:
+        mirrored = [
+            var
+            for var in self.variables
+            if var.sync is None and 0 not in var.start.shape
+        ]
+        if mirrored and self.chance(0.3):
+            fault = ("differ", self.rank())
+            return Op("differ", {"var": self.one(*mirrored).id, "fault": fault})
+        if self.chance(0.3):
+            return Op("errors", {"all": self.one("raise", "raise", "ignore")})
+        return Op(self.one("barrier", "check"))
+
+    def save(self) -> Op:
+        return Op("save", {"background": self.chance(0.3) or None})
+
+    def restart(self) -> list[Op]:
+        args = {**self.strategy.args, "per_worker": self.one(None, 1, 2)}
+        args["ranks"] = self.one(None, 1, 2, 3, 4)
+        ops = [self.save(), Op("restart", args)]
+        return ops if self.chance(0.7) else [ops[0], *self.step(), ops[1]]
+
+    def run(self) -> Op:
+        body = [self.inner() for _ in range(self.random.randrange(1, 4))]
+        return self._with_fault(body)
+
+    def _with_fault(self, body: list[Op]) -> Op:
+        args: dict[str, Any] = {"body": body}
+        faulty = any(map(self._may_fail, body))
+        if self.raises and not faulty and self.chance(0.25):
+            at = self.random.randrange(len(body) + 1)
+            args["fault"] = (self.one(*_CLASSES), self.rank(), at)
+        return Op("run", args)
+
+    def _may_fail(self, op: Op) -> bool:
+        """Whether an operation may be an error by itself; two at once are too much."""
+        scatters = op.kind == "scatter"
+        alone = any(
+            one.id == op.var and one.aggregation == "none" for one in self.variables
+        )
+        return bool(op.fault or op.lacks or scatters or alone)
+
+    def train(self) -> list[Op]:
+        """Return some steps of the optimizer."""
+        ops = []
+        for _ in range(self.random.randrange(1, 5)):
+            body = self.apply(None)
+            if self.chance(0.2):
+                body.insert(0, self.inner())
+            ops.append(self._with_fault(body))
+        return [*ops, Op("progress", {"optimizer": "optimizer"})]
+
+    def trained_on(self) -> list[Op]:
+        """Return steps before and after a restart, perhaps amid an accumulation."""
+        return [*self.train(), *self.restart(), *self.train()]
+
+    def apply(self, fixed: bool | None) -> list[Op]:
+        """Return a call of the optimizer; one for each variable without a name."""
+        optimizer = self.optimizers[0]
+        each = [(name,) for name in optimizer.over]
+        groups = each if optimizer.unnamed else [optimizer.over]
+        if optimizer.unnamed and optimizer.options.get("accumulate_steps", 1) > 1:
+            groups = groups[:1]
+        return [self._apply_one(optimizer, names, fixed) for names in groups]
+
+    def _apply_one(self, optimizer: Op, names: tuple[str, ...], plain: Any) -> Op:
+        starts = [one.start for one in self.variables if one.id in names]
+        gradients: list[Any] = [self.draw(one.dtype, one.shape) for one in starts]
+        args = {"optimizer": optimizer.id, "over": names, "gradients": gradients}
+        if plain:
+            return Op("apply", args)
+        if len(names) == 1 and starts[0].shape and self.chance(0.3):
+            lines, (start,) = range(starts[0].shape[0]), starts
+            rows = tuple(tuple(self.random.choices(lines, k=2)) for _ in range(4))
+            args["gradients"] = [self.draw(start.dtype, (2, *start.shape[1:]))]
+            return Op("apply", {**args, "rows": rows})
+        if starts[0].dtype == "float16" and self.chance(0.5):
+            gradients[0] = self.draw("float16", starts[0].shape, "half")
+        for index in range(len(names)):
+            if len(names) > 1 and self.chance(0.15):
+                gradients[index] = None
+        if self.strategy.non_finite != "off" and self.chance(0.15):
+            gradients[0] = self.draw(starts[0].dtype, starts[0].shape, "nan")
+        if self.chance(0.15):
+            args["lacks"] = (self.random.randrange(len(names)), self.rank())
+        elif self.raises and any(gradients) and self.chance(0.1):
+            args["fault"] = ("shape", self.rank())
+        return Op("apply", args)
+
+    def inner(self) -> Op:
+        """Return an operation inside of a replica function."""
+        ways = [self._all_reduce, self._all_reduce, self._all_gather, self._merge]
+        if self.strategy.ops is None:
+            ways.append(self._started)
+        if self.variables:
+            ways += [self._update, self._update, self._own]
+        if self.metrics:
+            ways.append(self._measure)
+        return Op(*self.one(*ways)())
+
+    def _all_reduce(self) -> tuple[str, dict[str, Any]]:
+        args: dict[str, Any] = {"how": self.one("sum", "mean")}
+        args["values"] = self.draws(self.random.randrange(1, 4))
+        if args["how"] == "sum" and self.chance(0.3):
+            args["out"] = "self"
+        elif self.chance(0.08):
+            args["fault"] = ("text", self.rank())
+        return "all_reduce", args
+
+    def _all_gather(self) -> tuple[str, dict[str, Any]]:
+        return "all_gather", {"values": self.gather().values}
+
+    def _started(self) -> tuple[str, dict[str, Any]]:
+        return "started", {"how": "sum", "values": self.draws(2)}
+
+    def _merge(self) -> tuple[str, dict[str, Any]]:
+        return "merge", {"how": self.one("sum", "mean"), "values": self.draws(1)}
+
+    def _update(self) -> tuple[str, dict[str, Any]]:
+        var = self.one(*self.variables)
+        start = var.start
+        if var.sync is None and start.shape and self.chance(0.3):
+            op = self._rows(var, "scatter")
+            return op.kind, op.args
+        method = self.one("assign", "assign_add", "assign_sub")
+        value = self.draw(start.dtype, start.shape)
+        args = {"var": var.id, "method": method, "value": value}
+        if var.sync is None and var.aggregation != "none" and self.chance(0.1):
+            args["fault"] = ("shape", self.rank())
+        return "update", args
+
+    def _own(self) -> tuple[str, dict[str, Any]]:
+        return "own", {"var": self.one(*self.variables).id}
+
+    def _measure(self) -> tuple[str, dict[str, Any]]:
+        return "measure", {"metric": "measured", "value": self.draw("float64", (4,))}
+
+    def epoch(self) -> Op:
+        dataset = self.datasets[0]
+        args: dict[str, Any] = {"dataset": dataset.id, "body": []}
+        if dataset.form != "shuffling":
+            args["steps"] = self.one(None, None, 1, 2)
+            args["gathers"] = True
+            if self.optimizers and self.chance(0.6):
+                args["body"] = self.apply(True)
+        if self.chance(0.5):
+            args["body"] = [*args["body"], self.looped()]
+        return Op("epoch", args)
+
+    def looped(self, **more: Any) -> Op:
+        """Return the same call as in other steps, with other numbers."""
+        values = [self.draw("int64", _LOOPED)]
+        return Op("all_reduce", {"how": "sum", "values": values, **more})
+
+    def parting(self) -> list[Op]:
+        """Return a call that one rank leaves, and what it might be taken for."""
+        ways = ["interrupt", "memory"]
+        if not self.raises:
+            ways.append("caught")
+        if self.datasets and self.datasets[0].form in ("rows", "list"):
+            ways += ["step", "step"]
+        way, rank = self.one(*ways), self.rank()
+        later = [Op("run", {"body": [self.looped()]}) for _ in range(4)]
+        body = [self.looped()]
+        if way == "step":
+            rows, batch = self.datasets[0].rows, self.datasets[0].batch
+            number = self.random.randrange(-(-rows // batch))
+            fault: tuple[Any, ...] = (way, rank, number)
+            args = {"dataset": "data", "body": body, "fault": fault}
+            return [Op("epoch", args), *later]
+        if way == "caught":
+            return [Op("run", {"body": body, "fault": ("ValueError", rank, 0)}), *later]
+        call = self.looped(fault=(way, rank))
+        if self.chance(0.5):
+            # The same call comes again, of cross-replica context.
+            again = [Op("reduce", dict(self.looped().args)) for _ in range(4)]
+            return [Op("reduce", call.args), *again]
+        return [Op("run", {"body": [call]}), *later]
+
+
+def generate(seed: int) -> Program:
+    """Return the program of a seed."""
+    maker = _Maker(seed)
+    ops = [maker.strategy, *maker.declare()]
+    for _ in range(maker.random.randrange(3, 9)):
+        ops += maker.step()
+    if maker.chance(0.2):
+        ops += maker.parting()
+    elif maker.chance(0.08):
+        dtype, shape = maker.one("int64", "float64"), maker.one((), (3,), (500,))
+        values = [maker.draw(dtype, shape) for _ in range(2)]
+        ops.append(Op("threads", {"values": values}))
+    else:
+        ops += [Op("read", {"var": var.id}) for var in maker.variables]
+        ops += [Op("progress", {"optimizer": one.id}) for one in maker.optimizers]
+    return Program(ops, f"seed {seed}")

@@ -1,0 +1,378 @@
+"""One rank's side of a program: what the operations outside of ``run`` do."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hpcstrat as hs
+from tests.fuzz.faults import Interrupting, memory_runs_out
+from tests.fuzz.program import Op
+from tests.fuzz.replica import step_of
+from tests.fuzz.sources import iterable_of, rows_of
+
+__all__ = ["ABSENT", "Machine", "PlainState", "settle"]
+
+ABSENT = "this rank has no part in it"
+_FAR_SECONDS = 3600.0
+_DECLARED = ("variable", "optimizer", "metric", "dataset", "state")
+
+
+class PlainState:
+    """State of the program's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+class Machine:
+    """What a program has made so far on this rank.
+
+    Parameters
+    ----------
+    world : mpi4py.MPI.Intracomm
+        Of the fuzzer's own, over all ranks.
+    folder : path
+        For checkpoints; empty.
+    """
+
+    def __init__(self, world: Any, folder: Path) -> None:
+        self.world, self._folder = world, folder
+        self.comm: Any = None
+        self.strategy: Any = None
+        self._declared: list[Op] = []
+        self.variables: dict[str, Any] = {}
+        self.optimizers: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
+        self.datasets: dict[str, Any] = {}
+        self.states: dict[str, PlainState] = {}
+        self._manager: Any = None
+        self._saves = 0
+        self._numpy = ExitStack()
+
+    @property
+    def rank(self) -> int:
+        """This replica's number, in the strategy that there is now."""
+        return int(self.strategy.topology.replica_id)
+
+    def struck(self, op: Op) -> bool:
+        """Whether the fault of an operation is this rank's."""
+        size = self.strategy.num_replicas_in_sync
+        if not op.fault or (size == 1 and op.fault[0] == "step"):
+            return False
+        return bool(op.fault[1] % size == self.rank)
+
+    def do(self, op: Op) -> Any:
+        """Perform an operation, and return what a program sees of it."""
+        if op.kind in ("strategy", "restart"):
+            return getattr(self, f"_{op.kind}")(op)
+        self._saves += op.kind == "save"
+        if self.strategy is None:
+            if op.kind in _DECLARED:
+                self._declared.append(op)
+            return ABSENT
+        with self._planted(op):
+            return self.seen(getattr(self, f"_{op.kind}")(op))
+
+    def seen(self, value: Any) -> Any:
+        """Return a copy of this rank's part of a result."""
+        value = self.strategy.local_value(value)
+        if isinstance(value, dict):
+            return {key: self.seen(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.seen(part) for part in value]
+        return np.array(value) if isinstance(value, np.ndarray) else value
+
+    def _planted(self, op: Op) -> AbstractContextManager[Any]:
+        if op.fault and op.fault[0] == "memory" and self.struck(op):
+            return memory_runs_out()
+        return ExitStack()
+
+    def _strategy(self, op: Op) -> Any:
+        count = op.ranks or self.world.size
+        within = self.world.rank < min(count, self.world.size)
+        self.comm = self.world.Split(int(not within), self.world.rank)
+        if not within:
+            return ABSENT
+        ops = getattr(hs, op.ops)() if op.ops else None
+        settings = hs.Settings(
+            non_finite=op.non_finite,
+            divergence=op.divergence,
+            warn_seconds=_FAR_SECONDS,
+            limit_seconds=_FAR_SECONDS,
+            summary="off",
+        )
+        self.strategy = hs.MultiWorkerMirroredStrategy(
+            comm=self.comm,
+            replicas_per_worker=op.per_worker,
+            cross_device_ops=ops,
+            on_error=op.on_error or "abort",
+            settings=settings,
+        )
+        return None
+
+    def _restart(self, op: Op) -> Any:
+        declared, self._declared = self._declared, []
+        self.end()
+        absent = self._strategy(op) == ABSENT
+        self._manager = None
+        if absent:
+            self._declared = declared
+            return ABSENT
+        for one in declared:
+            self.do(one)
+        manager = self._checkpoints()
+        step = manager.restore()
+        return [step, {name: state.value for name, state in self.states.items()}]
+
+    def end(self) -> None:
+        """Let go of the strategy, whatever has become of it."""
+        self._numpy.close()
+        if self.strategy is not None:
+            settle(self.strategy, self.comm)
+        self.strategy = None
+        if self.comm is not None:
+            self.comm.Free()
+            self.comm = None
+
+    def _variable(self, op: Op) -> None:
+        self._declared.append(op)
+        with self.strategy.scope():
+            self.variables[op.id] = hs.Variable(
+                op.start.value(0),
+                name=op.name,
+                synchronization=op.sync or "auto",
+                aggregation=op.aggregation or "none",
+            )
+
+    def _optimizer(self, op: Op) -> None:
+        self._declared.append(op)
+        with self.strategy.scope():
+            optimizer = getattr(hs.optimizers, op.rule)(**op.options)
+        self.optimizers[op.id] = optimizer
+        if op.build:
+            optimizer.build([self.variables[name] for name in op.over])
+
+    def _metric(self, op: Op) -> None:
+        self._declared.append(op)
+        with self.strategy.scope():
+            self.metrics[op.id] = getattr(hs.metrics, op.rule)(name=op.id)
+
+    def _state(self, op: Op) -> None:
+        self._declared.append(op)
+        # What was declared anew before a restore is not what was saved.
+        value = op.value if self._saves == 0 else None
+        self.states[op.id] = PlainState(value)
+
+    def _dataset(self, op: Op) -> None:
+        self._declared.append(op)
+        strategy = self.strategy
+        if op.form == "function":
+            made = strategy.distribute_datasets_from_function(
+                lambda context: iterable_of(op, context)
+            )
+        elif op.form == "rows":
+            rows = hs.Dataset(
+                rows_of(op), op.batch, shuffle=bool(op.shuffle), seed=op.seed or 0
+            )
+            made = strategy.experimental_distribute_dataset(rows)
+        else:
+            made = strategy.experimental_distribute_dataset(iterable_of(op, None))
+        self.datasets[op.id] = made
+
+    def _checkpoints(self) -> Any:
+        if self._manager is None:
+            rows = {
+                name: dataset
+                for name, dataset in self.datasets.items()
+                if hasattr(dataset, "restore_state")
+            }
+            things = {**self.optimizers, **self.metrics, **rows, **self.states}
+            if self.variables:
+                things["values"] = self.variables
+            with self.strategy.scope():
+                self._manager = hs.CheckpointManager(self._folder, **things)
+        return self._manager
+
+    def _save(self, op: Op) -> int:
+        self._checkpoints().save(self._saves, asynchronous=bool(op.background))
+        self._checkpoints().wait()
+        return self._saves
+
+    def _reduce(self, op: Op) -> Any:
+        value = self.arrays(op)
+        out: Any = None
+        if op.out == "self":
+            out = value
+        elif op.out == "new":
+            out = {name: np.zeros_like(part) for name, part in value.items()}
+        elif op.out == "overlap":
+            first, second = list(value.values())[:2]
+            memory = np.zeros(first.size + second.size - 1, first.dtype)
+            parts = memory[: first.size], memory[first.size - 1 :]
+            out = dict(zip(value, parts, strict=True))
+        if op.axis is not None:
+            (value,) = value.values()
+        return self._call(
+            op, lambda: self.strategy.reduce(op.how, value, op.axis, out=out)
+        )
+
+    def _call(self, op: Op, call: Callable[[], Any]) -> Any:
+        if not op.thread:
+            return call()
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append((True, call()))
+            except BaseException as error:
+                found.append((False, error))
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        good, value = found[0]
+        if good:
+            return value
+        raise value
+
+    def arrays(self, op: Op) -> dict[str, Any]:
+        """Return this rank's values of a call, one of them perhaps a wrong one."""
+        ragged = op.axis is not None or op.kind in ("gather", "all_gather")
+        value = {
+            f"v{index}": draw.value(self.rank, ragged=ragged)
+            for index, draw in enumerate(op.values)
+        }
+        if self.struck(op) and op.fault[0] in ("text", "interrupt"):
+            wrong = np.array("text") if op.fault[0] == "text" else Interrupting()
+            value["v0"] = wrong
+        return value
+
+    def _gather(self, op: Op) -> Any:
+        value = self.arrays(op)
+        return self._call(op, lambda: self.strategy.gather(value, 0))
+
+    def _threads(self, op: Op) -> list[Any]:
+        """Reduce in two threads at once; return what each of them has got."""
+        gate = threading.Barrier(2)
+        found: list[Any] = [None, None]
+
+        def work(index: int, value: Any) -> None:
+            gate.wait()
+            try:
+                found[index] = np.array(self.strategy.reduce("sum", value))
+            except Exception as error:
+                found[index] = f"{type(error).__name__}: {error}"
+
+        values = [draw.value(self.rank) for draw in op.values]
+        threads = [threading.Thread(target=work, args=one) for one in enumerate(values)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _assign(self, op: Op) -> None:
+        value = op.value.value(0)
+        if self.struck(op):
+            value = np.zeros((*value.shape, 2), value.dtype)
+        getattr(self.variables[op.var], op.method)(value, read_value=False)
+
+    def _rows(self, op: Op) -> None:
+        values = op.value.value(0)
+        rows = hs.IndexedSlices(values, np.array(op.indices[0]))
+        getattr(self.variables[op.var], op.method)(rows)
+
+    def _read(self, op: Op) -> Any:
+        return self.variables[op.var].numpy()
+
+    def _progress(self, op: Op) -> list[int]:
+        optimizer = self.optimizers[op.optimizer]
+        return [int(optimizer.iterations.numpy()), optimizer.skipped_steps]
+
+    def _result(self, op: Op) -> Any:
+        return self.metrics[op.metric].result()
+
+    def _reset(self, op: Op) -> None:
+        self.metrics[op.metric].reset_state()
+
+    def _barrier(self, op: Op) -> None:
+        self.strategy.barrier()
+
+    def _hang(self, op: Op) -> None:
+        """Stand still on one rank; only the tests of the fuzzer do that."""
+        if self.rank == 0:
+            time.sleep(_FAR_SECONDS)
+        self.strategy.barrier()
+
+    def _check(self, op: Op) -> None:
+        self.strategy.check_divergence()
+
+    def _differ(self, op: Op) -> None:
+        """Write into one rank's copy, and look whether that is found."""
+        component = self.variables[op.var].component
+        before = component.copy()
+        if self.struck(op):
+            component += 1
+        try:
+            self.strategy.check_divergence()
+        finally:
+            component[...] = before
+
+    def _errors(self, op: Op) -> None:
+        self._numpy.enter_context(np.errstate(all=op.all))
+
+    def _run(self, op: Op) -> Any:
+        return self.strategy.run(step_of(self, op))
+
+    def _epoch(self, op: Op) -> Any:
+        """Go through a data set; return each step's rows, and what the body gave."""
+        steps: list[Any] = []
+        for number, batch in enumerate(self.datasets[op.dataset]):
+            if op.fault and op.fault[2] == number and self.struck(op):
+                continue
+            own = np.array(self.strategy.local_value(batch))
+            ran = self.strategy.run(step_of(self, op), args=(batch,))
+            rows = self.strategy.gather(batch, 0) if op.gathers else None
+            steps.append([own, self.seen(ran), rows])
+            if op.steps is not None and number + 1 >= op.steps:
+                break
+        return steps
+
+    def clear(self) -> None:
+        """Remove the checkpoints; on one rank."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def settle(strategy: Any, comm: Any) -> None:
+    """Close a strategy, or leave it as the end of a process would where it is broken.
+
+    Collective over ``comm``, which the library does not use.
+    """
+    channel = strategy.collectives.channel
+    outcome: str | None = ""
+    if channel is not None and not channel.broken:
+        # A rank that has made fewer calls than the others is waited for by them.
+        channel.post_leave()
+        outcome = channel.poll_leave()
+        while outcome is None:
+            time.sleep(0)
+            outcome = channel.poll_leave()
+    fine = channel is None or not (outcome or channel.broken)
+    if min(comm.allgather(fine)):
+        strategy.close()
+    else:
+        strategy.abandon()

@@ -1,0 +1,356 @@
+"""What a program must do, worked out in one process without any of hpcstrat.
+
+All replicas live here side by side: a variable is a list of its copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from tests.fuzz.arithmetic import combine, over_axis
+from tests.fuzz.oracle_data import Reader
+from tests.fuzz.oracle_optimizer import Optimizing
+from tests.fuzz.oracle_variables import Copies
+from tests.fuzz.program import Op, Program
+from tests.fuzz.wanted import ALIKE, ANY, EXACT, LOOSE, UNORDERED, Refused, Want
+
+__all__ = ["Oracle", "is_plain"]
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Oracle:
+    """Goes through a program, replica by replica.
+
+    Parameters
+    ----------
+    program : Program
+        What is run.
+    n : int
+        On how many ranks.
+    """
+
+    def __init__(self, program: Program, n: int) -> None:
+        self._program, self._ranks = program, n
+        self.size = 0
+        self.raises = False
+        self._after = EXACT
+        self.workers: list[int] = []
+        self.declared: list[Op] = []
+        self.variables: dict[str, Copies] = {}
+        self.optimizers: dict[str, Optimizing] = {}
+        self.metrics: dict[str, list[list[float]]] = {}
+        self.datasets: dict[str, Reader] = {}
+        self.states: dict[str, Any] = {}
+        self.policy = "off"
+        self._saved: dict[str, Any] = {}
+        self._saves = 0
+
+    def wants(self) -> list[Want]:
+        """Return what each operation must give."""
+        found = []
+        for op in self._program.ops:
+            try:
+                want = getattr(self, f"_{op.kind}")(op)
+            except Refused as refused:
+                want = Want([None] * self.size, refused.errors)
+            if self._after != EXACT:
+                want.mode = self._after
+            found.append(want)
+        return found
+
+    # What is wanted of all replicas.
+
+    def same(self, value: Any, **more: Any) -> Want:
+        """Want one value on all replicas, in the same bits."""
+        return self.each([value] * self.size, alike=True, **more)
+
+    def each(self, values: list[Any], **more: Any) -> Want:
+        """Want a value on each replica."""
+        return Want(values, [None] * self.size, **more)
+
+    def everywhere(self, *names: str) -> Refused:
+        """Return an error that every replica raises by itself."""
+        return Refused([names] * self.size)
+
+    def told(self, rank: int, name: str) -> Refused:
+        """Return an error of one replica that the others are told."""
+        one = rank % self.size
+        return Refused(
+            [
+                (name,) if number == one else ("ReplicaError", name)
+                for number in range(self.size)
+            ]
+        )
+
+    def parted(self, op: Op) -> Want:
+        """Want what a call comes to that one replica leaves without the others.
+
+        From here on replicas may be at different points, or the strategy broken.
+        """
+        rank = op.fault[1] % self.size
+        told = op.fault[0] in ("interrupt", "memory")
+        self._after = ALIKE if told else LOOSE
+        errors: list[Any] = [()] * self.size
+        if op.fault[0] == "step":
+            # That replica may see an end before the others tell it.
+            errors[rank] = None
+        return Want([ANY] * self.size, errors)
+
+    # The operations.
+
+    def _strategy(self, op: Op) -> Want:
+        self.size = min(op.ranks or self._ranks, self._ranks)
+        self.raises, self.policy = op.on_error == "raise", op.non_finite or "off"
+        each = min(op.per_worker or self.size, self.size)
+        self.workers = [number // each for number in range(self.size)]
+        return self.each([None] * self.size)
+
+    def _restart(self, op: Op) -> Want:
+        declared, self.declared = self.declared, []
+        self.__dict__.update(variables={}, optimizers={}, metrics={}, datasets={})
+        states = self.states
+        self._strategy(op)
+        for one in declared:
+            getattr(self, f"_{one.kind}")(one)
+        saved = copy.deepcopy(self._saved)
+        for name, value in saved["variables"].items():
+            self.variables[name].restore(value)
+        for name, state in saved["optimizers"].items():
+            self.optimizers[name].restore(state)
+        for name, total in saved["metrics"].items():
+            self.metrics[name] = [total] + [[0.0, 0.0]] * (self.size - 1)
+        for name, place in saved["datasets"].items():
+            self.datasets[name].place = place
+        self.states = states
+        return self.each([[self._saves, saved["states"]]] * self.size)
+
+    def _save(self, op: Op) -> Want:
+        self._saves += 1
+        self._saved = {
+            "variables": {k: v.logical() for k, v in self.variables.items()},
+            "optimizers": {k: o.saved() for k, o in self.optimizers.items()},
+            "metrics": {k: np.sum(m, axis=0).tolist() for k, m in self.metrics.items()},
+            "datasets": {k: d.place for k, d in self.datasets.items()},
+            "states": copy.deepcopy(self.states),
+        }
+        refusable = not all(map(is_plain, self.states.values()))
+        return self.each([self._saves] * self.size, may_refuse=refusable)
+
+    def _variable(self, op: Op) -> Want:
+        self.declared.append(op)
+        self.variables[op.id] = Copies(op, self)
+        return self.each([None] * self.size)
+
+    def _optimizer(self, op: Op) -> Want:
+        self.declared.append(op)
+        self.optimizers[op.id] = Optimizing(op, self)
+        return self.each([None] * self.size)
+
+    def _metric(self, op: Op) -> Want:
+        self.declared.append(op)
+        self.metrics[op.id] = [[0.0, 0.0] for _ in range(self.size)]
+        return self.each([None] * self.size)
+
+    def _state(self, op: Op) -> Want:
+        self.declared.append(op)
+        self.states[op.id] = op.value
+        return self.each([None] * self.size)
+
+    def _dataset(self, op: Op) -> Want:
+        self.declared.append(op)
+        self.datasets[op.id] = Reader(op)
+        return self.each([None] * self.size)
+
+    def parts(self, op: Op) -> list[list[Any]]:
+        """Return all replicas' arrays of a call, for each of its values."""
+        ragged = op.axis is not None or op.kind in ("gather", "all_gather")
+        return [
+            [draw.value(rank, ragged=ragged) for rank in range(self.size)]
+            for draw in op.values
+        ]
+
+    def _reduce(self, op: Op) -> Want:
+        if op.fault and op.fault[0] == "text":
+            raise self.told(op.fault[1], "ValueError")
+        if op.out == "overlap":
+            raise self.everywhere("ValueError")
+        parts = self.parts(op)
+        if op.axis is not None:
+            return self.same(over_axis(op.how, parts[0], op.axis))
+        value = {f"v{i}": combine(op.how, part) for i, part in enumerate(parts)}
+        if op.fault:
+            return self.parted(op)
+        # The order of the replicas, where one worker adds in it.
+        rounds = any(draw.style == "rounding" for draw in op.values)
+        one = len(set(self.workers)) == 1 and not self._program.ops[0].ops
+        return self.same(value, bits=op.how == "sum" and (one or not rounds))
+
+    def _gather(self, op: Op) -> Want:
+        return self.same(
+            {f"v{i}": np.concatenate(part) for i, part in enumerate(self.parts(op))}
+        )
+
+    def _threads(self, op: Op) -> Want:
+        value = [combine("sum", part) for part in self.parts(op)]
+        self._after = LOOSE
+        return self.each([value] * self.size)
+
+    def _assign(self, op: Op) -> Want:
+        if op.fault:
+            # Only a strategy whose assignments end with an agreement tells it.
+            raise self.told(op.fault[1], "ValueError")
+        self.variables[op.var].assign(op.method, op.value.value(0))
+        return self.each([None] * self.size)
+
+    def _rows(self, op: Op) -> Want:
+        parts = [(op.value.value(0), op.indices[0])]
+        self.variables[op.var].scatter(op.method, parts, aggregated=False)
+        return self.each([None] * self.size)
+
+    def _read(self, op: Op) -> Want:
+        return self.same(self.variables[op.var].read())
+
+    def _progress(self, op: Op) -> Want:
+        optimizer = self.optimizers[op.optimizer]
+        return self.same([optimizer.steps, optimizer.skipped])
+
+    def _result(self, op: Op) -> Want:
+        total, count = np.sum(self.metrics[op.metric], axis=0)
+        rule = next(one.rule for one in self.declared if one.id == op.metric)
+        mean = total / count if count else 0.0
+        return self.same(np.float64(total if rule == "Sum" else mean))
+
+    def _reset(self, op: Op) -> Want:
+        self.metrics[op.metric] = [[0.0, 0.0] for _ in range(self.size)]
+        return self.each([None] * self.size)
+
+    def _barrier(self, op: Op) -> Want:
+        return self.each([None] * self.size)
+
+    _check = _errors = _barrier
+
+    def _differ(self, op: Op) -> Want:
+        value = self.variables[op.var].value
+        same = np.array_equal(value + value.dtype.type(1), value, equal_nan=True)
+        if self.size > 1 and not same:
+            raise self.everywhere("DivergenceError")
+        return self.each([None] * self.size)
+
+    def _run(self, op: Op) -> Want:
+        if op.fault and not self.raises and self.size > 1:
+            return self.parted(op)
+        return self.each(self._body(op, None))
+
+    def _body(self, op: Op, batches: list[Any] | None) -> list[Any]:
+        """Return each replica's results of a replica function."""
+        found: list[list[Any]] = [[] for _ in range(self.size)]
+        failed: int | None = None
+        entered = {name: one.saved() for name, one in self.optimizers.items()}
+        at = op.fault[2] if op.kind == "run" and len(op.fault or ()) > 2 else None
+        try:
+            for index, inner in enumerate(op.body):
+                if index == at:
+                    failed = op.fault[1] % self.size
+                act = getattr(self, f"_in_{inner.kind}")
+                if failed is not None and (self.size == 1 or self._meets(inner)):
+                    break
+                if failed is not None:
+                    act(inner, batches, failed)
+                    continue
+                for rank, value in enumerate(act(inner, batches, None)):
+                    found[rank].append(value)
+            if at is not None:
+                raise self.told(op.fault[1], op.fault[0])
+        except Refused:
+            if self.raises:
+                for name, optimizer in self.optimizers.items():
+                    optimizer.run_failed(entered[name])
+            raise
+        return found
+
+    def _meets(self, op: Op) -> bool:
+        """Whether all replicas must come to an operation of a replica function."""
+        if op.kind in ("own", "measure"):
+            return False
+        if op.kind in ("update", "scatter"):
+            return self.variables[op.var].on_write
+        if op.kind == "apply":
+            return self.optimizers[op.optimizer].meets()
+        return True
+
+    def _in_all_reduce(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        if op.fault and op.fault[0] == "text":
+            raise self.told(op.fault[1], "ValueError")
+        if op.fault:
+            self._after = ALIKE
+            raise self.everywhere()
+        parts = self.parts(op)
+        value = {f"v{i}": combine(op.how, part) for i, part in enumerate(parts)}
+        return [value] * self.size
+
+    def _in_all_gather(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        return list(self._gather(op).values)
+
+    def _in_started(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        return [[combine(op.how, part) for part in self.parts(op)]] * self.size
+
+    def _in_merge(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        return [combine(op.how, self.parts(op)[0])] * self.size
+
+    def _in_update(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        variable = self.variables[op.var]
+        if op.fault:
+            raise self.told(op.fault[1], "ValueError")
+        parts = [op.value.value(rank) for rank in range(self.size)]
+        return variable.update(op.method, parts, failed)
+
+    def _in_scatter(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        parts = [
+            (op.value.value(rank), op.indices[rank % len(op.indices)])
+            for rank in range(self.size)
+        ]
+        return self.variables[op.var].scatter(op.method, parts, aggregated=True)
+
+    def _in_own(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        return [np.array(part) for part in self.variables[op.var].parts]
+
+    def _in_measure(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        for rank, totals in enumerate(self.metrics[op.metric]):
+            if rank != failed:
+                value = op.value.value(rank, ragged=True)
+                self.metrics[op.metric][rank] = [
+                    totals[0] + float(value.sum()),
+                    totals[1] + value.size,
+                ]
+        return [None] * self.size
+
+    def _in_apply(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        return self.optimizers[op.optimizer].apply(op, batches, failed)
+
+    def _epoch(self, op: Op) -> Want:
+        reader = self.datasets[op.dataset]
+        found: list[list[Any]] = [[] for _ in range(self.size)]
+        if reader.unordered:
+            every = np.sort(reader.rows)
+            return self.each([every] * self.size, mode=UNORDERED)
+        for number, batches in enumerate(reader.epoch(self.workers, op.steps)):
+            if op.fault and op.fault[2] == number and self.size > 1:
+                return self.parted(op)
+            inner = self._body(op, batches)
+            rows = np.concatenate(batches) if op.gathers else None
+            for rank in range(self.size):
+                found[rank].append([batches[rank], inner[rank], rows])
+        return self.each(found, mode=EXACT)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON keeps a value as it is."""
+    if isinstance(value, dict):
+        return all(type(k) is str and is_plain(v) for k, v in value.items())
+    if type(value) is list:
+        return all(map(is_plain, value))
+    return type(value) in _PLAIN

@@ -1,0 +1,155 @@
+"""An optimizer: gradients of all replicas and calls, combined, and its rule."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.fuzz.arithmetic import Rule, clip, combine, fitting
+from tests.fuzz.program import Op
+
+if TYPE_CHECKING:
+    from tests.fuzz.oracle import Oracle
+
+__all__ = ["Optimizing"]
+
+
+class Optimizing:
+    """An optimizer on all replicas.
+
+    What was accumulated is kept as what it comes to, over all replicas: so nothing of
+    it can depend on how many there are when it is used.
+    """
+
+    def __init__(self, op: Op, oracle: Oracle) -> None:
+        self._oracle = oracle
+        options = dict(op.options)
+        self._calls = options.pop("accumulate_steps", 1)
+        self._limit = options.pop("clip_global_norm", None)
+        self._how = options.pop("aggregation", "sum")
+        self._fills = options.pop("missing_gradients", "error") == "zeros"
+        self._rule = Rule(op.rule, options)
+        self._built = bool(op.build)
+        self.steps = self.skipped = self._done = self._ends = 0
+        self._state: dict[str, Any] = {}
+        # By variable: the combined gradients of calls so far, and which replicas had
+        # any; those of a program before it was restarted count for all.
+        self._sums: dict[str, Any] = {}
+        self._had: dict[str, set[int]] = {}
+
+    def saved(self) -> dict[str, Any]:
+        """Return all that a checkpoint keeps."""
+        kept = (self.steps, self._done, self._state, self._sums, self._had)
+        return {"kept": copy.deepcopy(kept), "ends": self._ends}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.steps, self._done, self._state, self._sums, had = saved["kept"]
+        self._had = {
+            n: set(range(self._oracle.size)) for n, some in had.items() if some
+        }
+        self._built = False
+
+    def run_failed(self, entered: dict[str, Any]) -> None:
+        """Take note that the ``run`` of a call has failed on all replicas.
+
+        What steps did that were made is there to stay; of an accumulation all
+        replicas leave out the calls of this run.
+        """
+        _, done, _, sums, had = entered["kept"]
+        self._restart()
+        if self._ends == entered["ends"]:
+            self._done, self._sums, self._had = done, sums, had
+
+    def _restart(self) -> None:
+        self._done, self._sums, self._had = 0, {}, {}
+
+    def meets(self) -> bool:
+        """Whether the next call is one that replicas wait in for each other."""
+        return not self._built or self._done + 1 >= self._calls
+
+    def apply(self, op: Op, batches: Any, failed: int | None) -> list[bool]:
+        """Do ``apply_gradients`` on all replicas, but one that has failed before."""
+        size, variables = self._oracle.size, self._oracle.variables
+        if op.fault:
+            raise self._oracle.told(op.fault[1], "ValueError")
+        self._built = True
+        without, lacking = op.lacks or (None, 0)
+        for index, (name, draw) in enumerate(zip(op.over, op.gradients, strict=True)):
+            had = self._had.setdefault(name, set())
+            if draw is None:
+                continue
+            like = variables[name].value
+            given = [rank for rank in range(size) if rank != failed]
+            if without == index and lacking % size in given:
+                given.remove(lacking % size)
+            had.update(given)
+            gradients = [
+                self._gradient(op, draw, rank, like, batches)
+                if rank in given
+                else np.zeros_like(like)
+                for rank in range(size)
+            ]
+            total = combine(self._how, gradients)
+            with np.errstate(all="ignore"):
+                self._sums[name] = self._sums.get(name, np.zeros_like(total)) + total
+        if failed is not None:
+            return []
+        self._done += 1
+        if self._done < self._calls:
+            return [False] * size
+        try:
+            return [self._step(list(self._had))] * size
+        finally:
+            self._restart()
+
+    def _gradient(self, op: Op, draw: Any, rank: int, like: Any, batches: Any) -> Any:
+        gradient = draw.value(rank)
+        if op.rows:
+            dense = np.zeros_like(like)
+            np.add.at(dense, list(op.rows[rank % len(op.rows)]), gradient)
+            gradient = dense
+        if batches is not None:
+            gradient = gradient * 0 + batches[rank].sum() / 4
+        return fitting(gradient, like)
+
+    def _present(self, names: list[str]) -> list[str]:
+        """Return the variables that have a gradient, or refuse."""
+        oracle, size = self._oracle, self._oracle.size
+        counts = {name: len(self._had[name]) for name in names}
+        empty = [r for r in range(size) if not any(r in self._had[n] for n in names)]
+        if empty and not self._fills and len(empty) < size:
+            raise oracle.told(empty[0], "ValueError")
+        if any(0 < count < size for count in counts.values()) and not self._fills:
+            raise oracle.everywhere("CollectiveError")
+        present = [name for name in names if counts[name]]
+        if not present:
+            raise oracle.everywhere("ValueError")
+        return present
+
+    def _step(self, names: list[str]) -> bool:
+        oracle, present = self._oracle, self._present(names)
+        gradients = [self._sums[name] for name in present]
+        if not all(np.isfinite(g).all() for g in gradients):
+            self._ends += oracle.policy in ("raise", "skip")
+            if oracle.policy == "raise":
+                raise oracle.everywhere("NonFiniteError")
+            if oracle.policy == "skip":
+                self.skipped += 1
+                return False
+        if self._how == "mean":
+            gradients = [fitting(g / self._calls, g) for g in gradients]
+        if self._limit is not None:
+            gradients = clip(gradients, self._limit)
+        self.steps += 1
+        self._ends += 1
+        for name, gradient in zip(present, gradients, strict=True):
+            variable = oracle.variables[name]
+            if name not in self._state:
+                self._state[name] = self._rule.start(variable.value)
+            state = self._state[name]
+            new = self._rule.step(variable.value, gradient, state, self.steps)
+            variable.set(new)
+        return True
