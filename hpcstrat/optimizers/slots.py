@@ -171,10 +171,14 @@ class Slots:
     def _claimed(
         self, name: str, strategy: Any, array: Array, is_sum: bool
     ) -> Variable | None:
-        """Return restored state, which waits no longer; not collective."""
+        """Return restored state, which waits no longer; collective if there is any."""
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
             return None
+        if strategy is not None:
+            # All or none: else a rank that fails before would keep it elsewhere, in
+            # host memory for instance, when all save it.
+            strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
         if saved.shape != array.shape:
             raise ValueError(

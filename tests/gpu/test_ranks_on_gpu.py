@@ -33,6 +33,7 @@ EVERYTHING = sorted(
 # What goes another way on each transport.
 REDUCTIONS = ["reductions", "contexts", "gather_broadcast", "review", "non_finite"]
 UPDATES = ["variables", "optimizers", "metrics", "layers", "extended"]
+SUMS = ["optim_accumulation"]
 REST = ["checkpoint", "restoring", "data", "strategies", "random"]
 
 TRANSPORTS = {
@@ -79,6 +80,7 @@ def _paths(names: list[str]) -> list[str]:
         (2, "mpi", REDUCTIONS[:2]),
         (2, "peer", REST),
         (2, "nccl", ["divergence"]),
+        pytest.param(2, "nccl", SUMS, marks=pytest.mark.slow),
         (3, "peer", ["reductions"]),
     ],
     ids=lambda value: value if isinstance(value, int | str) else value[0],
