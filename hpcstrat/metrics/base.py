@@ -10,6 +10,7 @@ import numpy as np
 from hpcstrat.arrays import is_device, to_host
 from hpcstrat.collectives.entries import collective
 from hpcstrat.context import MadeTogether, current
+from hpcstrat.object_collectives import ObjectCollectives
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, read_all
@@ -71,7 +72,8 @@ class Metric(MadeTogether):
     def collectives(self) -> Any:
         """The calls between replicas that reading the totals makes here."""
         first: Any = next(iter(self._totals.values()))
-        return first.collectives
+        distributed = isinstance(first, SyncOnReadVariable)
+        return first.collectives if distributed else ObjectCollectives(None)
 
     @collective
     def result(self) -> Any:
