@@ -45,10 +45,8 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
     for run in itertools.chain.from_iterable(work.pieces):
         sent, total, packed = _buffers(run, work, scratch)
         if work.waits:
-            comm.Allreduce(
-                sent if sent is not None else mpi.IN_PLACE, total, op=mpi.SUM
-            )
-            channel.topology.moves += 1
+            own = sent if sent is not None else mpi.IN_PLACE
+            channel.patient(comm).Allreduce(own, total, op=mpi.SUM)
         else:
             if sent is not None:
                 np.copyto(total, sent)
