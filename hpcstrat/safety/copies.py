@@ -245,8 +245,7 @@ class Copies:
             If another rank does something else. On every rank.
         """
         self._channel.agree(_COMPARISON)
-        comm = self._channel.topology.replica_comm
-        with self._channel.moving(_COMPARISON):
+        with self._channel.moving(_COMPARISON) as comm:
             copies, _ = self._common(comm)
             error = compare(comm, copies, self._tolerance)
         if error is not None:

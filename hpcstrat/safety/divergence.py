@@ -55,9 +55,8 @@ def check_mirrored(
         part = list(_part(copies, total, turn, max(_LEAST_BYTES, share // _PARTS)))
     what = f"comparison of {len(copies)} mirrored variables"
     strategy.collectives.barrier(what)
-    comm = strategy.topology.replica_comm
     tolerance = strategy.settings.divergence_tolerance
-    with strategy.collectives.moving(what):
+    with strategy.collectives.moving(what) as comm:
         error = compare(comm, part, tolerance)
         if error is not None and turn is not None:
             # This says where, as counted from the first element of each.
