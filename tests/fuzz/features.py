@@ -7,9 +7,7 @@ from tests.fuzz.program import Op, Program
 
 __all__ = ["GATES", "features"]
 
-GATES: dict[str, str] = {
-    "two threads at once": "with several workers one rank may wait in MPI for ever",
-}
+GATES: dict[str, str] = {}
 """Features whose programs the tests leave out, with the reason; see `features`."""
 
 
