@@ -291,13 +291,13 @@ def _moments(self: Case, context: Any, step: int) -> Any:
 def _make_data(self: Any) -> None:
     self.batches = iter(
         self.strategy.experimental_distribute_dataset(
-            hs.Dataset(np.arange(4096.0), 4, shuffle=False)
+            hs.Dataset(np.arange(12288.0), 12, shuffle=False)
         )
     )
 
 
 def _make_dealt(self: Any) -> None:
-    every = (np.arange(4.0) for _ in range(4096))
+    every = (np.arange(12.0) for _ in range(4096))
     self.batches = iter(self.strategy.experimental_distribute_dataset(every))
 
 
