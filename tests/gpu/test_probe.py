@@ -79,14 +79,14 @@ from mpi4py import MPI
 import hpcstrat as hs
 early = []
 
-class Watching:
-    def __getattr__(self, name):
-        if name == "Init_thread":
-            early.append(cupy.cuda.Device().id)
-        return getattr(MPI, name)
+import hpcstrat.starting
+start = hpcstrat.starting._initialize
 
-import sys
-sys.modules["mpi4py"].MPI = Watching()
+def initialize(*arguments):
+    early.append(cupy.cuda.Device().id)
+    start(*arguments)
+
+hpcstrat.starting._initialize = initialize
 with hs.MultiWorkerMirroredStrategy() as strategy:
     place = early, cupy.cuda.Device().id
     hs.print_once(strategy.collectives.all_gather_object(place, "test"))
