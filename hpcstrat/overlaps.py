@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import types
 from typing import Any
 
@@ -16,6 +18,11 @@ __all__ = ["copied_where_overwritten", "lies_apart", "overlap"]
 
 # Steps in which NumPy finds whether two arrays share memory.
 _MOST_WORK = 10_000
+# Arrays of which every two are compared.
+_FEW = 8
+
+_Place = tuple[int, int, int]
+"""Start and end in memory, and which array."""
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
@@ -36,14 +43,62 @@ def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
         Which two; None where all lie apart.
     """
     places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
-    held: list[tuple[int, int]] = []
-    for start, end, index in sorted(places):
-        held = [earlier for earlier in held if earlier[0] > start]
-        for _, other in held:
-            twice = all(_place(x[index]) == _place(x[other]) for x in (outs, arrays))
-            if not twice and _share(outs[index], outs[other]):
-                return min(index, other), max(index, other)
-        held.append((end, index))
+    # The last one ends the group before it.
+    end_of_all = max((end for _, end, _ in places), default=0)
+    group: list[_Place] = []
+    until = 0
+    for place in (*sorted(p for p in places if p[0] < p[1]), (end_of_all, 0, -1)):
+        if place[0] >= until:
+            shared = _shared(group, outs, arrays) if len(group) > 1 else None
+            if shared is not None:
+                return shared
+            group = []
+        group.append(place)
+        until = max(until, place[1])
+    return None
+
+
+def _shared(
+    group: list[_Place], outs: list[Any], arrays: list[Array]
+) -> tuple[int, int] | None:
+    """Find two that share memory among outs whose extents meet; as of `overlap`."""
+    single: dict[Any, _Place] = {}
+    for place in group:
+        index = place[2]
+        single.setdefault((_place(outs[index]), _place(arrays[index])), place)
+    group = list(single.values())
+    indices = [index for _, _, index in group]
+    if len(indices) > _FEW:
+        last = _first_again(group, outs)
+        indices = [] if last is None else indices[: last + 1]
+        pairs = [(index, indices[-1]) for index in indices[:-1]]
+    else:
+        pairs = list(itertools.combinations(indices, 2))
+    for one, other in pairs:
+        if _share(outs[one], outs[other]):
+            return min(one, other), max(one, other)
+    return None
+
+
+def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
+    """Return which of a group is the first in memory that an earlier one has.
+
+    By a mark for each piece of memory: of many, such as the columns of a matrix, not
+    every two can be compared.
+    """
+    low, high = group[0][0], max(end for _, end, _ in group)
+    views = [_in_host_terms(outs[index]) for _, _, index in group]
+    firsts = [view.__array_interface__["data"][0] - low for view in views]
+    steps = [stride for view in views for stride in (*view.strides, view.itemsize)]
+    piece = math.gcd(*firsts, *steps)
+    marks = np.zeros((high - low) // piece, np.bool_)
+    for number, (first, view) in enumerate(zip(firsts, views, strict=True)):
+        shape = *view.shape, view.itemsize // piece
+        strides = *(stride // piece for stride in view.strides), 1
+        own = np.ndarray(shape, np.bool_, marks, first // piece, strides)
+        if own.any():
+            return number
+        own[...] = True
     return None
 
 
