@@ -42,12 +42,6 @@ ONE_OF_MANY = (
 )
 """What to do with a PerReplica where one value is expected."""
 
-ONE_OF_MANY = (
-    "combine its parts with strategy.reduce, or take it with strategy.local_value "
-    "where it is equal on all replicas already, as after all_reduce"
-)
-"""What to do with a PerReplica where one value is expected."""
-
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     """NumPy's operators and functions for an object that stands for an array.
