@@ -90,7 +90,7 @@ def sum_over_workers(
         source = work.sources[run.spans[0][0]].dtype
         exact = source.kind in "iu" or segment.dtype.char not in "fd"
         if wire_dtype is not None and not exact:
-            yield from _all_reduce_halves(segment, work, channel, wire_dtype)
+            yield from _all_reduce_halves(segment, channel, wire_dtype)
         else:
             yield from _all_reduce(segment, work, channel)
 
@@ -99,14 +99,13 @@ def _all_reduce(segment: Array, work: Work, channel: Channel) -> Iterator[Any]:
     """Sum a segment over the ranks of this position, in place."""
     mpi, comm = channel.topology.mpi, channel.topology.cross_worker_comm
     if work.waits:
-        comm.Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
-        channel.topology.moves += 1
+        channel.patient(comm).Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
     else:
         yield Message(comm.Iallreduce(mpi.IN_PLACE, segment, op=mpi.SUM))
 
 
 def _all_reduce_halves(
-    segment: Array, work: Work, channel: Channel, wire_dtype: np.dtype[Any]
+    segment: Array, channel: Channel, wire_dtype: np.dtype[Any]
 ) -> Iterator[Any]:
     """Sum a segment over the ranks of this position, sending half-precision numbers.
 
@@ -125,11 +124,10 @@ def _all_reduce_halves(
     sizes = [_EXPONENT_BYTES + part.size * wire_dtype.itemsize for part in parts]
     sent = np.concatenate([_encoded(part, wire_dtype) for part in parts])
     received = np.empty((size, sizes[me]), np.uint8)
-    yield from _done(
+    yield Message(
         comm.Ialltoallv(
             [sent, sizes, mpi.BYTE], [received, [sizes[me]] * size, mpi.BYTE]
-        ),
-        work,
+        )
     )
     total = np.zeros_like(parts[me])
     for worker, message in enumerate(received):
@@ -138,20 +136,11 @@ def _all_reduce_halves(
         quietly(np.add, total, own, total)
     sums = np.empty(sum(sizes), np.uint8)
     message = _encoded(total, wire_dtype)
-    yield from _done(
-        comm.Iallgatherv([message, mpi.BYTE], [sums, sizes, mpi.BYTE]), work
-    )
+    yield Message(comm.Iallgatherv([message, mpi.BYTE], [sums, sizes, mpi.BYTE]))
     start = 0
     for part, nbytes in zip(parts, sizes, strict=True):
         part[:] = _decoded(sums[start : start + nbytes], segment, wire_dtype)
         start += nbytes
-
-
-def _done(request: Any, work: Work) -> Iterator[Any]:
-    if work.waits:
-        request.Wait()
-    else:
-        yield Message(request)
 
 
 def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:

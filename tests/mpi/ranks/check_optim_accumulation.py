@@ -6,6 +6,7 @@ out here; that they die is tested in `test_elastic.py`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -406,3 +407,32 @@ def test_numbers_out_of_range_take_no_replica_out(strategy: Any, job: Any) -> No
             assert outcome(strategy.run, step) is None
         metric.result()
     assert int(optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("name", ["old", "v"])
+def test_the_garbage_collector_decides_nothing(
+    make_strategy: Any, job: Any, folder: Path, name: str
+) -> None:
+    gc.disable()
+    try:
+        with make_strategy() as strategy:
+            with strategy.scope():
+                optimizer = optimizers.SGD(1.0, 0.5)
+                variables = [hs.Variable(np.zeros(1), name=n) for n in (name, "v")]
+            # As in a model that refers to itself.
+            cycle: list[Any] = [variables.pop(0)]
+            cycle.append(cycle)
+            manager = hs.CheckpointManager(folder, v=variables, optimizer=optimizer)
+            for variable in (cycle[0], *variables):
+                pairs = [(np.ones(1), variable)]
+                strategy.run(optimizer.apply_gradients, args=(pairs,))
+            del cycle, variable, pairs
+            if job.rank == 0:
+                gc.collect()
+            manager.save(1)
+            assert list(optimizer.checkpoint_variables()) == [
+                "iterations",
+                "momentum/v",
+            ]
+    finally:
+        gc.enable()
