@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5s, h5t
 
+from hpcstrat.casting import FIRST_FOREIGN_TYPE
 from hpcstrat.checkpoint.layout import saved_dtype
 
 __all__ = [
@@ -213,7 +214,20 @@ def require_stored_as(dataset: Any, name: str) -> None:
     name : str
         As of `named_dtype`.
     """
-    # Its bits; the library that has the type itself need not be there.
-    stored = np.dtype("<u2") if name == "bfloat16" else saved_dtype(np.dtype(name))
-    if stored.kind not in "biufc" or dataset.dtype != stored:
-        raise ValueError(f"{dataset.name} is {dataset.dtype}, not {name}")
+    found, stored = dataset.dtype, _stored_as(name, dataset.dtype.itemsize)
+    if stored is None or found != stored:
+        raise ValueError(f"{dataset.name} is {found}, not {name}")
+
+
+def _stored_as(name: str, itemsize: int) -> np.dtype[Any] | None:
+    """Return the type in which a file has values of a type; None for no values."""
+    # The library that has the type need not be there.
+    if name == "bfloat16":
+        return np.dtype("<u2")
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        return np.dtype(f"V{itemsize}")
+    if dtype.num >= FIRST_FOREIGN_TYPE:
+        return np.dtype(f"V{dtype.itemsize}")
+    return saved_dtype(dtype) if dtype.kind in "biufc" else None

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,26 @@ def test_bfloat16_is_stored_as_its_bits(tmp_path: Path) -> None:
         assert dataset.dtype.str == "<u2"
         assert dataset.attrs["dtype"] == b"bfloat16"
         assert dataset[:].tolist() == [0x3F80, 0xC000]
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "int4"])
+def test_types_of_other_libraries_come_back(tmp_path: Path, name: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    values = np.array([1, 2, 3], getattr(ml_dtypes, name))
+    variable = hs.Variable(values)
+    manager = hs.CheckpointManager(tmp_path, v=variable)
+    path = manager.save(1)
+    variable.assign(values[::-1])
+    assert manager.restore() == 1
+    np.testing.assert_array_equal(variable, values)
+    # What is in it can be seen without that library.
+    code = (
+        "import sys\n"
+        "from hpcstrat.checkpoint.reader import read_header\n"
+        f"assert list(read_header({path!r}).entries) == ['variables/v']\n"
+        "assert 'ml_dtypes' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_data_lie_in_one_piece_without_filters(file: h5py.File) -> None:
