@@ -1,5 +1,6 @@
 """Configuration of the documentation: sphinx-build -W -b html docs docs/_build."""
 
+import enum
 import importlib
 import inspect
 import re
@@ -38,6 +39,9 @@ add_module_names = False
 numpydoc_show_class_members = False
 # A name such as `reduce` in a docstring has several homes.
 suppress_warnings = ["ref.python"]
+
+# A list of links to pages, with its heading.
+_PAGE_LIST = re.compile(r"^(?:## (.+)\n\n)?((?:- \[.+\]\(\S+\.md\)\n){3,})", re.M)
 
 html_theme = "furo"
 html_title = f"hpcstrat {release}"
@@ -115,6 +119,8 @@ def _signature(
     _app: Sphinx, what: str, _name: str, value: Any, _options: Any, *_texts: str | None
 ) -> tuple[str, None] | None:
     """Show the arguments of ``__init__`` where ``__new__`` takes any."""
+    if isinstance(value, enum.EnumType):
+        return "", None
     own = getattr(value, "__new__", None)
     if what != "class" or not inspect.isfunction(own):
         return None
@@ -126,8 +132,31 @@ def _signature(
     return str(inspect.Signature(plain)), None
 
 
+def _name_members(
+    _app: Sphinx, _what: str, _name: str, value: Any, _options: Any, lines: list[str]
+) -> None:
+    """Name the members of an enumeration, which have no docstrings."""
+    if isinstance(value, enum.EnumType):
+        members = ", ".join(f"``{member}``" for member in value.__members__)
+        lines[1:1] = ["", f"Members: {members}."]
+
+
+def _make_toctrees(_app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make the lists of pages, which are links where nothing is built, toctrees."""
+    if docname.endswith("index"):
+        source[0] = _PAGE_LIST.sub(_toctree, source[0])
+
+
+def _toctree(found: re.Match[str]) -> str:
+    pages = "\n".join(re.findall(r"\((.*)\.md\)$", found[2], re.M))
+    caption = f":caption: {found[1]}\n" if found[1] else ""
+    return f"```{{toctree}}\n{caption}:maxdepth: 1\n\n{pages}\n```\n"
+
+
 def setup(app: Sphinx) -> None:
-    """Add the directive and the links."""
+    """Add the directive, and what changes pages."""
     app.add_directive("public-names", PublicNames)
     app.connect("source-read", _link_to_index)
+    app.connect("source-read", _make_toctrees)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _name_members)
