@@ -138,7 +138,7 @@ def _name_members(
     """Name the members of an enumeration, which have no docstrings."""
     if isinstance(value, enum.EnumType):
         members = ", ".join(f"``{member}``" for member in value.__members__)
-        lines[1:1] = ["", f"Members: {members}."]
+        lines += ["", f"Members: {members}.", ""]
 
 
 def _make_toctrees(_app: Sphinx, docname: str, source: list[str]) -> None:
