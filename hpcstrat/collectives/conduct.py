@@ -233,6 +233,9 @@ class Conduct(ABC):  # noqa: B024 - the headers are made by its subclass
         if not self.broken:
             self.between_calls = entered is not None
             self.broken = f"{what} by {type(error).__name__} on rank {self._rank}"
+            if isinstance(error, CollectiveError):
+                # Such as of a rank that did not come, for which the others wait, too.
+                self.broken += f" ({error})"
             if entered is None:
                 self.breaks.tell(self.broken)
             else:

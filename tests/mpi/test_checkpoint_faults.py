@@ -145,11 +145,13 @@ def _stop_at(folder: Path, n: int, rank: int, how: str) -> None:
     assert len(reports) == 1, ended
     assert f"for rank {rank} on" in reports[0], ended
     assert "is stopped" in ended.stderr, ended
-    # Each rank that waits says the same, and nothing else.
-    assert 1 <= len(ended.tracebacks) < n, ended
+    # Each rank that waits says the same, and nothing else; so does the stopped one, if
+    # the launcher lets it go on before it ends it.
+    assert 1 <= len(ended.tracebacks) <= n, ended
     for traceback in ended.tracebacks:
         assert "save_step.py" in traceback, ended
-        assert "CollectiveError: expected all ranks " in traceback, ended
+        # Or that of another rank, which has told this one.
+        assert "CollectiveError: expected " in traceback, ended
         assert f"found that ranks [{rank}] did not come" in traceback, ended
     if n == 2 and rank > 0:
         # Replica 0 removes what will not be finished, if nobody ends the job before.
