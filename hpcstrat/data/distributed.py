@@ -57,7 +57,6 @@ class DistributedDataset(ReducibleDataset):
         self._strategy = strategy
         self._dataset = dataset
         self._placer = Placer(strategy, options or InputOptions())
-        self._thread = threading.get_ident()
         if strategy.replica_id == 0 and dataset.num_rows >= dataset.batch_size:
             warn_of_idle(dataset.batch_size, strategy.num_replicas_in_sync)
         self._next = (0, 0)
@@ -170,7 +169,7 @@ class DistributedDataset(ReducibleDataset):
         )
         with strategy.together("iteration"):
             place = _Position(epoch, position)
-            batches = _Batches(strategy, dataset, place, self._placer, self._thread)
+            batches = _Batches(strategy, dataset, place, self._placer)
         self._next = (epoch + 1, 0)
         self._latest = batches.place
         return DistributedIterator(batches)
@@ -185,11 +184,9 @@ class _Batches:
         dataset: Dataset,
         place: _Position,
         placer: Placer,
-        thread: int,
     ) -> None:
         self._strategy = strategy
         self._dataset = dataset
-        self._thread = thread
         self._placer = placer
         self.place = place
         self._order = dataset.order(place.epoch)
@@ -205,7 +202,8 @@ class _Batches:
         place, dataset, strategy = self.place, self._dataset, self._strategy
         channel = strategy.collectives.channel
         # A thread that reads ahead is at no point of the program that ranks compare.
-        if channel is not None and threading.get_ident() == self._thread:
+        own = threading.get_ident() == threading.main_thread().ident
+        if channel is not None and own:
             channel.enter_next()
         if self._ended:
             raise StopIteration

@@ -411,20 +411,25 @@ def test_torch_takes_batches_without_a_warning(strategy: Any) -> None:
 
 
 def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
-    dataset = strategy.experimental_distribute_dataset(hs.Dataset(np.arange(40), 4))
-    for whole in (False, True):
+    make = strategy.experimental_distribute_dataset
+    dataset = make(hs.Dataset(np.arange(40), 4))
+    # The thread is given the iterator, the data set, or makes that, too.
+    for given in ("iterator", "data set", ""):
         batches: queue.Queue[Any] = queue.Queue()
         ahead, goes_on = threading.Event(), threading.Event()
 
         def fill(begun: Any, out: Any, *events: threading.Event) -> None:
-            for number, batch in enumerate(begun or dataset):
+            begun = begun or make(hs.Dataset(np.arange(40), 4))
+            for number, batch in enumerate(begun):
                 out.put(batch)
                 if number == job.rank:
                     events[0].set()
                     assert events[1].wait(60)
             out.put(None)
 
-        arguments = None if whole else iter(dataset), batches, ahead, goes_on
+        begun = dataset if given else None
+        begun = iter(dataset) if given == "iterator" else begun
+        arguments = begun, batches, ahead, goes_on
         thread = threading.Thread(target=fill, args=arguments)
         thread.start()
         assert ahead.wait(60)
