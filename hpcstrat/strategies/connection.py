@@ -311,6 +311,7 @@ def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
     if problem is not None:
         channel.fail(call.text, problem)
         raise problem
+    channel.meet()
     channel.agree(call)
     creation.pause(False)
 
@@ -370,6 +371,8 @@ def _found(key: Any, wish: Wish) -> Connection:
             f"{connection.settings}, found {settings}; close them first, or give "
             "the settings to the first"
         )
+    elif connection.channel is not None:
+        connection.channel.meet()
     connection.users += 1
     if wish.progress_thread and connection.channel is not None:
         try:

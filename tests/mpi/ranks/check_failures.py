@@ -497,6 +497,21 @@ def test_ranks_that_are_apart_meet_in_a_restore(
         manager.close()
 
 
+def test_ranks_that_are_apart_meet_in_a_new_strategy(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with make_strategy() as strategy:
+        if job.rank == 0:
+            strategy.run(lambda: None)
+        assert type(outcome(strategy.barrier)) is hs.CollectiveError
+        # The first one is open, and goes on with the new one.
+        with make_strategy() as other:
+            assert_usable(other, job)
+            assert_usable(strategy, job)
+
+
 @pytest.mark.parametrize("on_error", ["abort", "raise"])
 def test_an_interrupt_is_not_told_but_noticed(
     make_strategy: Any, job: Any, on_error: str
