@@ -42,6 +42,7 @@ _MEETING = describe_call("meeting after ranks had made different numbers of step
 # How far next() moves what headers carry: no number of runs is a multiple of it.
 _NEXT = 0x1E3779B97F4A7C15
 _MASK = (1 << 63) - 1
+_RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
 
 
@@ -291,12 +292,36 @@ class Agreement(Conduct):
         # Each worker has its own rings; its steps compare them.
         return call.digest
 
+    def resume(self, what: str) -> bool:
+        """Go on where all ranks have left the same call at the same point.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        what : str
+            What this rank is about to do; no data are laid out for it yet.
+
+        Returns
+        -------
+        bool
+            Whether they have.
+        """
+        if not self.between_calls or not self.met(describe_call(what)):
+            return False
+        # Until all have come, some may look at data that lie where the next ones go.
+        self.agree(_RESUMING)
+        return True
+
     def _refuse_if_broken(self, call: Call) -> None:
         if self.broken or self.closed:
             if self.deaths.error is not None:
                 raise self.deaths.again(call.text)
-            self.breaks.finish()
-            if self.between_calls and self.met(call):
+            if not self.closed:
+                # Others may have to be told yet; an error of MPI tells of dead ones.
+                with contextlib.suppress(Exception):
+                    self.breaks.look()
+            if self.resume(call.text):
                 return
             raise CollectiveError(
                 f"expected a working strategy for {call.text}, found that "

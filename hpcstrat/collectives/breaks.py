@@ -2,9 +2,10 @@
 
 Such a rank announces nothing in a header: it may have left in the midst of one, or of
 the data, and does not wait for anybody. It sends a short message to every other rank,
-which those find that wait for it, or for anything else; they raise, and answer. A rank
-that was between two headers looks at all messages when it makes its next call: where
-all ranks have left the same call at the same point, they go on as if nothing had been.
+which those find that wait for it, or for anything else; they raise, and tell all, too:
+a third one may wait for them. A rank that was between two headers looks at all messages
+when it makes its next call: where all ranks have left the same call at the same point,
+they go on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ __all__ = ["Breaks"]
 _TAG = 11
 # Far below what MPI libraries send at once, without the receiver's help.
 _MOST_BYTES = 600
-_POINT = struct.Struct("=qq")
+# How often ranks have gone on together before, and where the sender is.
+_HEAD = struct.Struct("=qqq")
 _NOWHERE = -1, -1
 _Point = tuple[int, int]
+# By rank, where it was, and what it has told.
+_Came = dict[int, tuple[_Point, str]]
 
 
 class Breaks:
@@ -31,11 +35,16 @@ class Breaks:
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._mpi = topology.mpi
         self._comm = comm
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._turn = 0
         self._point: _Point = _NOWHERE
         self._text = ""
-        self._untold: list[int] = []
-        # By rank, where it was, and what it has told.
-        self._came: dict[int, tuple[_Point, str]] = {}
+        # Which ranks have to hear of it, and which have been told.
+        self._asks: set[int] = set()
+        self._told: set[int] = set()
+        self._came: _Came = {}
+        # Of ranks that have gone on before this one, and left another call.
+        self._ahead: _Came = {}
         # MPI reads their memory until they are done, which nobody waits for.
         self._requests: list[Any] = []
 
@@ -46,18 +55,18 @@ class Breaks:
         left, and of the one after which it did, where it is in none.
         """
         self._text, self._point = text, point
-        own, size = self._comm.rank, self._comm.size
-        self._untold = [rank for rank in range(size) if rank != own]
+        self._asks, self._told = set(self._others), set()
         self.finish()
 
     def finish(self) -> None:
         """Tell the ranks that were not told: also that can be interrupted."""
-        while self._untold:
-            self._send(self._untold[-1])
-            self._untold.pop()
+        for rank in sorted(self._asks - self._told):
+            self._send(rank)
+            self._told.add(rank)
 
     def _send(self, rank: int) -> None:
-        data = _POINT.pack(*self._point) + self._text.encode(errors="replace")
+        data = _HEAD.pack(self._turn, *self._point)
+        data += self._text.encode(errors="replace")
         # An error of MPI: the rank has died, or all of MPI has.
         with contextlib.suppress(Exception):
             request = self._comm.Isend(
@@ -65,22 +74,32 @@ class Breaks:
             )
             self._requests.append(request)
 
-    def look(self) -> str:
+    def look(self, call: int | None = None) -> str:
         """Return what other ranks have told, empty for nothing; drives MPI's progress.
 
-        Who has told nothing itself answers, since its next call will not be made.
+        Who has told nothing itself tells all, since its next call will not be made.
+        ``call`` is the number of the one in which this rank waits: of no concern are
+        ranks that had done their part of it when they left a later one.
         """
         comm = self._comm
         while comm.Iprobe(tag=_TAG):
             status, buffer = self._mpi.Status(), bytearray(_MOST_BYTES)
             comm.Recv([buffer, self._mpi.BYTE], tag=_TAG, status=status)
-            point = _POINT.unpack_from(buffer)
-            text = buffer[_POINT.size : status.Get_count(self._mpi.BYTE)]
-            self._came[status.source] = point, text.decode(errors="replace")
-            if not self._text:
-                self._text, self._untold = self._came[status.source][1], []
-                self._send(status.source)
-        return next((text for _, text in self._came.values()), "")
+            turn, entered, left = _HEAD.unpack_from(buffer)
+            data = buffer[_HEAD.size : status.Get_count(self._mpi.BYTE)]
+            told = (entered, left), data.decode(errors="replace")
+            if turn == self._turn or told[0] == _NOWHERE:
+                # The second is for good, whenever it was sent.
+                self._came[status.source] = told
+            elif turn > self._turn:
+                self._ahead[status.source] = told
+        for point, text in self._came.values():
+            if call is None or point == _NOWHERE or point[0] < call:
+                if not self._asks:
+                    self._text, self._asks = text, set(self._others)
+                self.finish()
+                return text
+        return ""
 
     def agreed(self) -> bool:
         """Whether all ranks have left the same call at the same point."""
@@ -89,12 +108,15 @@ class Breaks:
         return not self.missing() and points == {self._point} != {_NOWHERE}
 
     def missing(self) -> list[int]:
-        """Return the ranks that have told nothing yet."""
+        """Return the ranks that have told nothing yet; none once it is decided."""
         self.look()
-        others = set(range(self._comm.size)) - {self._comm.rank}
-        return sorted(others - self._came.keys())
+        if any(point == _NOWHERE for point, _ in self._came.values()):
+            return []
+        return sorted(self._others - self._came.keys())
 
     def forget(self) -> None:
         """Begin anew, after all ranks have."""
+        self._turn += 1
         self._text, self._point = "", _NOWHERE
-        self._came.clear()
+        self._asks, self._told = set(), set()
+        self._came, self._ahead = self._ahead, {}

@@ -204,7 +204,7 @@ class Conduct(ABC):  # noqa: B024 - the headers are made by its subclass
         CollectiveError
             If one has, or another thread of this one.
         """
-        told = self.breaks.look()
+        told = self.breaks.look(self.num_calls)
         if told and not self.broken:
             self.broken = told
         if self.broken and not self._meets and self.deaths.error is None:
@@ -256,16 +256,22 @@ class Conduct(ABC):  # noqa: B024 - the headers are made by its subclass
         bool
             False where they have not: nobody goes on.
         """
-        self._meets = True
+        broken, self._meets = self.broken, True
         try:
             met = self.arrivals.wait(self._waiter, self.breaks, call, None)
+            # Where it has told once, it is not asked again.
+            self.between_calls = False
+            if met:
+                self.breaks.forget()
+                # An interrupt before a header may have taken a place.
+                self.slots.restart()
+                self.broken = ""
+        except BaseException as error:
+            # The others may have gone on, and wait for this rank in the call.
+            self.between_calls, self.broken = False, broken
+            self.look_for_death(error, call.text)
+            self.breaks.tell(broken)
+            raise
         finally:
             self._meets = False
-        # Where it has told once, it is not asked again.
-        self.between_calls = False
-        if met:
-            self.broken = ""
-            self.breaks.forget()
-            # An interrupt before a header may have taken a place.
-            self.slots.restart()
         return met

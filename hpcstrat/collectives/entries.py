@@ -43,6 +43,10 @@ def collective(method: _Method) -> _Method:
             outer = None
         entered, channel.thread = channel.num_calls, thread
         try:
+            if channel.broken and outer is None:
+                # Before any data are laid out; otherwise the method raises.
+                channel.resume(what)
+                entered = channel.num_calls
             return method(self, *args, **kwargs)
         except BaseException as error:
             named = inspect.signature(method).bind_partial(self, *args, **kwargs)
@@ -72,8 +76,10 @@ def _leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
     if isinstance(error, Exception) and channel.num_calls == entered:
         channel.fail(what, error)
     elif not isinstance(error, HpcstratError):
-        # Errors of our own classes are raised on every rank.
-        channel.break_off(f"{what} was left", error, entered)
+        # Errors of our own classes are raised on every rank. Data of calls that go on
+        # may lie elsewhere on each from here on.
+        point = None if channel.started else entered
+        channel.break_off(f"{what} was left", error, point)
 
 
 def _refuse(channel: Any, other: int, what: str) -> None:

@@ -1,0 +1,130 @@
+"""Ranks that leave calls at different times: nobody waits, and nothing is mixed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from tests.mpi.ranks.check_reductions import outcome
+
+_LIMIT_SECONDS = 40
+_SOON_SECONDS = 0.3
+
+
+class _Interrupted:
+    """A value at whose conversion the program is interrupted."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def _reduced(strategy: Any, value: Any) -> Any:
+    """Reduce; return what was raised, interrupts too."""
+    try:
+        strategy.reduce("sum", value, axis=None)
+    except BaseException as error:
+        return error
+    return None
+
+
+def test_ranks_that_leave_a_call_one_after_the_other_are_answered(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size < 3:
+        pytest.skip("two ranks leave, another one stays")
+    settings = hs.Settings(limit_seconds=_LIMIT_SECONDS)
+    strategy = make_strategy(comm=job, settings=settings)
+    last = job.rank == job.size - 1
+    value = _Interrupted() if job.rank == 0 or last else np.ones(3)
+    if last:
+        # The ranks between have answered the first by then.
+        job.Barrier()
+    errors = [_reduced(strategy, value)]
+    if not last:
+        job.Barrier()
+    errors += [_reduced(strategy, np.ones(3)) for _ in range(2)]
+    if isinstance(value, _Interrupted):
+        assert type(errors.pop(0)) is KeyboardInterrupt
+    for error in errors:
+        assert type(error) is hs.CollectiveError
+        # And not that another rank did not come in time.
+        assert "KeyboardInterrupt" in str(error), error
+    job.Barrier()
+    strategy.abandon()
+
+
+def test_an_interrupt_where_ranks_meet_again_leaves_no_call_out(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("one rank meets nobody")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    strategy = make_strategy(comm=job)
+    if job.rank == 0:
+        assert type(_reduced(strategy, _Interrupted())) is KeyboardInterrupt
+        before = signal.signal(signal.SIGUSR2, interrupt)
+        process = os.getpid(), signal.SIGUSR2
+        threading.Timer(_SOON_SECONDS, os.kill, process).start()
+        # It waits for the others, who have not left that call yet.
+        assert type(_reduced(strategy, np.full(3, 1.0))) is KeyboardInterrupt
+        signal.signal(signal.SIGUSR2, before)
+        job.Barrier()
+    else:
+        job.Barrier()
+        assert type(_reduced(strategy, _Interrupted())) is KeyboardInterrupt
+        error = _reduced(strategy, np.full(3, 1.0))
+        assert type(error) is hs.CollectiveError, error
+    assert type(_reduced(strategy, np.full(3, 2.0))) is hs.CollectiveError
+    job.Barrier()
+    strategy.abandon()
+
+
+def test_an_interrupt_beside_the_place_for_data_mixes_nothing(
+    make_strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_strategy(comm=job) as strategy:
+        if strategy.topology.num_workers > 1 or job.size == 1:
+            pytest.skip("ranks that share no memory have no such places")
+        for guilty in range(job.size):
+            for number in range(3):
+                # One rank has taken a place for the data, the others have not.
+                with monkeypatch.context() as patch:
+                    if job.rank == guilty:
+                        slots = strategy.collectives.channel.slots
+                        take = slots.take
+
+                        def interrupted(size: int, take: Any = take) -> int:
+                            take(size)
+                            raise KeyboardInterrupt
+
+                        patch.setattr(slots, "take", interrupted)
+                        value = np.ones(3)
+                    else:
+                        value = _Interrupted()
+                    assert type(_reduced(strategy, value)) is KeyboardInterrupt
+                own = np.full(3, number + job.rank)
+                total = strategy.reduce("sum", own, axis=None)
+                right = sum(number + rank for rank in range(job.size))
+                np.testing.assert_array_equal(total, np.full(3, right))
+
+
+def test_ranks_that_leave_the_same_call_again_and_again_go_on(
+    make_strategy: Any, job: Any
+) -> None:
+    with make_strategy(comm=job) as strategy:
+        for number in range(20):
+            assert type(_reduced(strategy, _Interrupted())) is KeyboardInterrupt
+            if number % 3 == 0:
+                continue
+            total = strategy.reduce("sum", np.full(3, number), axis=None)
+            np.testing.assert_array_equal(total, np.full(3, number * job.size))
+        assert outcome(strategy.barrier) is None
