@@ -71,7 +71,7 @@ class Metric(MadeTogether):
     @property
     def collectives(self) -> Any:
         """The calls between replicas that reading the totals makes here."""
-        first: Any = next(iter(self._totals.values()))
+        first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
         return first.collectives if distributed else ObjectCollectives(None)
 

@@ -234,3 +234,14 @@ def test_one_device_needs_no_replica_context() -> None:
     assert metric.result() == 2
     with strategy.scope():
         assert metric.result() == 2
+
+
+def test_a_metric_without_totals_has_a_result() -> None:
+    class Constant(hs.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__("constant", np.float64, ())
+
+        def result_of(self, totals: Any) -> Any:
+            return 5.0 + len(totals)
+
+    assert Constant().result() == 5.0
