@@ -145,6 +145,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         "of random numbers of its own with the same seed on every rank, use "
         "hpcstrat.Dataset, let each worker read a part of its own with "
         "distribute_datasets_from_function, or one read for all with "
-        "InputOptions(single_pipeline=True)",
+        "InputOptions(single_pipeline=True); batches that differ by rounding only, on "
+        "hosts of different kinds, pass with InputOptions(compare_every=0)",
         [sighting[0] for sighting in sightings if sighting not in most],
     )
