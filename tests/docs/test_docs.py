@@ -265,6 +265,17 @@ def test_pages_can_be_read_where_they_are_not_built() -> None:
     assert [f"{name}: {path}" for path, name in targets if not path.exists()] == []
 
 
+@pytest.mark.parametrize("name", ["index.md", "api/index.md"])
+def test_lists_of_pages_show_their_titles(name: str) -> None:
+    """Built pages show the titles, the repository's page shows the lists."""
+    page = PAGES[name]
+    listed = re.findall(r"^- \[(.+)\]\((\S+\.md)\)$", page.read_text(), re.M)
+    assert len(listed) > 15
+    for title, target in listed:
+        first = (page.parent / target).read_text().partition("\n")[0]
+        assert first == f"# {title}"
+
+
 def test_nobody_is_told_to_install_what_is_not_published() -> None:
     files = [
         *[ROOT / "README.md", *PAGES.values()],
