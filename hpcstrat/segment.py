@@ -11,10 +11,7 @@ import contextlib
 import mmap
 import os
 import secrets
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from typing import Any
 
 __all__ = ["Segment"]
 
@@ -30,7 +27,7 @@ class Segment:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
+    comm : mpi4py.MPI.Intracomm or PatientComm
         Ranks that share memory; used here and for freeing a window, not kept busy.
     common_bytes : int
         Size of what all ranks write; the same on every rank, as the next.
@@ -54,7 +51,7 @@ class Segment:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: Any,
         common_bytes: int,
         part_bytes: int = 0,
         *,
@@ -85,28 +82,27 @@ class Segment:
             size = self.common_bytes + comm.size * self.part_bytes
             self.buffer = self._open_window(comm, size)
 
-    def _open_file(self, comm: MPI.Intracomm, folder: str) -> mmap.mmap | None:
+    def _open_file(self, comm: Any, folder: str) -> mmap.mmap | None:
         """Map a new file on all ranks, or on none for lack of memory."""
         nbytes = self.common_bytes + comm.size * self.room_bytes
-        path = comm.bcast(_create(nbytes, folder) if comm.rank == 0 else None, root=0)
-        if not path:
-            raise FileNotFoundError(folder)
-        mapped = None
+        path, mapped, handle = "", None, -1
         own = self.common_bytes + comm.rank * self.room_bytes
         first = 0 if comm.rank == 0 else own
-        handle = -1
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDWR)
-            mapped = _map(handle, nbytes, first, own + self.part_bytes)
         try:
+            path = _create(nbytes, folder) if comm.rank == 0 else ""
+            path = comm.bcast(path, root=0)
+            if not path:
+                raise FileNotFoundError(folder)
+            with contextlib.suppress(OSError):
+                handle = os.open(path, os.O_RDWR)
+                mapped = _map(handle, nbytes, first, own + self.part_bytes)
             everywhere = all(comm.allgather(mapped is not None))
         except BaseException:
             # The rank that would have unlinked it may be the one that was lost.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            _unlink(path)
             raise
         if comm.rank == 0:
-            os.unlink(path)
+            _unlink(path)
         if everywhere and self.room_bytes > self.part_bytes:
             self._handle = handle
         elif handle >= 0:
@@ -145,10 +141,12 @@ class Segment:
                 self._map.madvise(_MADV_POPULATE_WRITE)
         return grown
 
-    def _open_window(self, comm: MPI.Intracomm, nbytes: int) -> memoryview:
+    def _open_window(self, comm: Any, nbytes: int) -> memoryview:
         from mpi4py import MPI
 
-        window = MPI.Win.Allocate_shared(nbytes if comm.rank == 0 else 0, 1, comm=comm)
+        plain = getattr(comm, "plain", comm)
+        own = nbytes if comm.rank == 0 else 0
+        window = MPI.Win.Allocate_shared(own, 1, comm=plain)
         shared, _ = window.Shared_query(0)
         self._window = window
         buffer = memoryview(shared).cast("B")[:nbytes]  # type: ignore[arg-type]
@@ -181,6 +179,12 @@ class Segment:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def _unlink(path: str) -> None:
+    # Another rank may have, that was interrupted where this one was not.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _create(nbytes: int, folder: str) -> str:

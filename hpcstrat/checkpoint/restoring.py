@@ -287,13 +287,17 @@ class _Exchange:
                     continue
                 with self._strategy.collectives.moving(what):
                     if shared is None:
-                        shared = Shared(self._strategy.topology, self._deal.columns)
+                        shared = Shared(self._strategy.collectives.channel)
                     self._share(shared, group, parts)
+        except BaseException:
+            if shared is not None:
+                shared.release()
+            raise
         finally:
             if self._uploads is not None:
                 self._uploads.end()
-            if shared is not None:
-                shared.close()
+        if shared is not None:
+            shared.close()
         for match, row in self._row_values:
             match.assign_row(row)
         for match in self._empty:

@@ -201,9 +201,9 @@ def exchange_rows(
         raise
     if rounds:
         collectives.barrier(what)
-        with collectives.moving(what):
+        with collectives.moving(what) as comm:
             for each in rounds:
-                _exchange(each, sent, received, strategy.topology)
+                _exchange(each, sent, received, comm)
     return rows
 
 
@@ -249,16 +249,15 @@ def _rounds(
     return rounds
 
 
-def _exchange(each: _Round, sent: Array, received: Array, topology: Any) -> None:
+def _exchange(each: _Round, sent: Array, received: Array, comm: Any) -> None:
     arrays = [array for arrays in each.sent for array in arrays]
     if arrays:
         np.concatenate(arrays, out=sent[: _size(each.sent)])
-    byte = topology.mpi.BYTE
-    topology.replica_comm.Alltoallv(
+    byte = comm.mpi.BYTE
+    comm.Alltoallv(
         [sent, (_counts(each.sent), None), byte],
         [received, (_counts(each.received), None), byte],
     )
-    topology.moves += 1
     start = 0
     for arrays in each.received:
         for array in arrays:

@@ -14,7 +14,6 @@ import numpy as np
 
 from hpcstrat.checkpoint.plan import part_of
 from hpcstrat.segment import Segment
-from hpcstrat.topology import Topology
 from hpcstrat.typing import Array
 
 __all__ = ["Deal", "Shared"]
@@ -140,14 +139,12 @@ class Deal:
 class Shared:
     """Memory of a worker, through which pieces of blocks go.
 
-    Collective over the topology's replicas.
+    Collective over the channel's replicas.
 
     Parameters
     ----------
-    topology : Topology
-        Of the replicas.
-    columns : int
-        How many of a worker's replicas put pieces there.
+    channel : Channel
+        Of the replicas; inside of its ``moving``.
 
     Attributes
     ----------
@@ -155,15 +152,16 @@ class Shared:
         The most that one replica puts there at a time.
     """
 
-    def __init__(self, topology: Topology, columns: int) -> None:
-        self._topology = topology
-        self._columns = columns
-        self._segment = Segment(topology.worker_comm, 0, 2 * _PIECE_BYTES)
+    def __init__(self, channel: Any) -> None:
+        topology = channel.topology
+        self._worker = channel.patient(topology.worker_comm)
+        self._across = channel.patient(topology.cross_worker_comm)
+        self._several = topology.num_workers > 1
+        self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
         # A worker whose memory file system is small decides for all.
-        least = topology.replica_comm.allreduce(
+        self.piece_bytes: int = channel.patient(topology.replica_comm).allreduce(
             self._segment.part_bytes // 2, op=topology.mpi.MIN
         )
-        self.piece_bytes: int = least
         self._half = 0
 
     def _place(self, column: int, nbytes: int) -> Array:
@@ -177,7 +175,7 @@ class Shared:
     ) -> list[Array]:
         """Show a piece of each column to all replicas.
 
-        Collective over the topology's replicas.
+        Collective over the channel's replicas.
 
         Parameters
         ----------
@@ -193,8 +191,7 @@ class Shared:
         list of ndarray of uint8
             Valid until the next but one call.
         """
-        topology = self._topology
-        column = topology.worker_comm.rank
+        column = self._worker.rank
         # While some still copy from one half, the next pieces go into the other: who
         # passes the barrier below has copied all of the pieces before.
         self._half = 1 - self._half
@@ -202,10 +199,9 @@ class Shared:
             mine = self._place(column, len(pieces[column]))
             if own is not None:
                 mine[:] = own
-            if topology.num_workers > 1:
-                topology.cross_worker_comm.Bcast(mine, root=nodes[column])
-        topology.worker_comm.Barrier()
-        topology.moves += 1
+            if self._several:
+                self._across.Bcast(mine, root=nodes[column])
+        self._worker.Barrier()
         return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
 
     def close(self) -> None:
@@ -214,3 +210,10 @@ class Shared:
         Collective over the replicas of each worker.
         """
         self._segment.close()
+
+    def release(self) -> None:
+        """Let go of the memory where an error has ended all calls.
+
+        Not collective.
+        """
+        self._segment.release()

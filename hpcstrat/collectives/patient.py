@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,18 @@ _TAG = 13
 
 
 class PatientComm:
-    """A communicator whose calls are awaited by ``wait``, which takes a `Message`."""
+    """A communicator whose calls are awaited by ``wait``, which takes a `Message`.
+
+    Attributes
+    ----------
+    plain : mpi4py.MPI.Intracomm
+        The communicator itself, for what cannot be awaited.
+    """
 
     def __init__(
         self, comm: Any, topology: Topology, wait: Callable[[Any], Any]
     ) -> None:
-        self._comm = comm
+        self._comm = self.plain = comm
         self._topology = topology
         self.mpi = topology.mpi
         self._wait = wait
@@ -41,7 +47,7 @@ class PatientComm:
         self.size: int = comm.size
         # Kept where it is left, for MPI may still write into its memory.
         self._request: Any = None
-        self._sent: Any = None
+        self._started: list[Any] = []
 
     def _done(self, nbytes: int = 0) -> None:
         # Data that moves takes the processor in any case.
@@ -97,10 +103,18 @@ class PatientComm:
         return pickle.loads(found.data)
 
     def _swap(self, sent: Any, dest: int, received: Any, source: int) -> None:
-        self._sent = self._comm.Isend(sent, dest, _TAG)
-        self.Recv(received, source, _TAG)
-        self._request = self._sent
-        self._done(sent.nbytes)
+        self.exchange({dest: sent}, {source: received}, _TAG)
+
+    def exchange(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> None:
+        """Send arrays to ranks, and receive those of others; not collective."""
+        self._started = [self._comm.Irecv(a, r, tag) for r, a in received.items()]
+        self._started += [self._comm.Isend(a, r, tag) for r, a in sent.items()]
+        arrays = [*received.values(), *sent.values()]
+        for request, array in zip(self._started, arrays, strict=True):
+            self._request = request
+            self._done(array.nbytes)
 
     def allreduce(self, value: int, op: Any) -> int:
         """Combine integers."""

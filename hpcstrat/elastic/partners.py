@@ -64,14 +64,12 @@ def exchange(strategy: Any, part: Array, partners: Sequence[int]) -> dict[int, A
     dict of int to ndarray
         The parts that this replica keeps, by replica.
     """
-    own, comm = strategy.replica_id, strategy.topology.replica_comm
+    own = strategy.replica_id
     sources = [r for r, partner in enumerate(partners) if partner == own]
     received = {source: np.empty_like(part) for source in sources}
     collectives = strategy.collectives
     what = f"partner copies of {part.size} bytes"
     collectives.barrier(what)
-    with collectives.moving(what):
-        requests = [comm.Irecv(a, source=r, tag=_TAG) for r, a in received.items()]
-        requests.append(comm.Isend(part, dest=partners[own], tag=_TAG))
-        strategy.topology.mpi.Request.Waitall(requests)
+    with collectives.moving(what) as comm:
+        comm.exchange({partners[own]: part}, received, _TAG)
     return received
