@@ -87,11 +87,8 @@ def check_equal(strategy: Any, tree: Tree) -> None:
     # The largest value and the largest negative value meet where all are equal.
     extremes = np.array([own, -own], np.int64)
     strategy.collectives.barrier(_WHAT)
-    comm = strategy.topology.replica_comm
-    with strategy.collectives.moving(_WHAT):
-        from mpi4py import MPI
-
-        comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
+    with strategy.collectives.moving(_WHAT) as comm:
+        comm.Allreduce(comm.mpi.IN_PLACE, extremes, op=comm.mpi.MAX)
         found = None
         if extremes.sum():
             found = _difference(comm, tree, containers, parts)

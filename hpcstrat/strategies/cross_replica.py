@@ -306,6 +306,7 @@ class CrossReplicaMethods:
         """
         self._require_cross("check_divergence")
 
+    @collective
     def check_equal(self, tree: Tree) -> None:
         """Compare arrays and numbers of the program itself between replicas.
 
