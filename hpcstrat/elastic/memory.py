@@ -6,6 +6,7 @@ from typing import Any
 
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.plain_state import as_text, from_text
+from hpcstrat.collectives.entries import collective
 from hpcstrat.elastic.commits import Commit
 from hpcstrat.elastic.partners import exchange, partners_of
 from hpcstrat.elastic.restoring import Report, choose, restore_commit
@@ -78,6 +79,12 @@ class Memory:
         self._objects = Objects(objects)
         self._restored = False
 
+    @property
+    def collectives(self) -> Any:
+        """Those of the strategy it belongs to."""
+        return self._strategy.collectives
+
+    @collective
     def restore(self) -> int | None:
         """Go on where all ranks that are left have been.
 
@@ -118,9 +125,11 @@ class Memory:
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
+        self._number += 1
         self._keep(commit.step, commit.python[""], self._spare(commit))
         return commit.step
 
+    @collective
     def commit(self, step: int, **state: Any) -> None:
         """Keep everything as it is now, to go on from here after a loss.
 
@@ -143,6 +152,8 @@ class Memory:
         ValueError
             If the state would come back as another one.
         """
+        # Of a commit that fails on this replica, too, which others may have made.
+        self._number += 1
         self._tracked("commit")
         if not self._restored:
             raise RuntimeError(
@@ -174,13 +185,13 @@ class Memory:
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
+        commit.key = None
         commit.fill(objects, {"": text})
         if self._copies and channel is not None:
             commit.copies = exchange(strategy, commit.own_part(), self._partners)
         commit.step = step
         commit.replica = strategy.replica_id
         commit.num_replicas = strategy.num_replicas_in_sync
-        self._number += 1
         commit.key = self._generation, self._number
         self._calls = -1 if channel is None else channel.num_calls
 
