@@ -141,21 +141,31 @@ def sync_batch_moments_backward(
         In cross-replica context.
     """
     strategy = strategy_of(_BACKWARD)
+    gradient: Array = strategy.collectives.call(
+        _BACKWARD, _backward, strategy, x, moments, (dmean, dvariance), axis
+    )
+    return gradient
+
+
+def _backward(
+    strategy: Strategy,
+    x: ArrayLike,
+    moments: tuple[Array, Array, int],
+    by_moments: tuple[ArrayLike, ArrayLike],
+    axis: int,
+) -> Array:
+    """Return what `sync_batch_moments_backward` does."""
     mean, _, count = moments
-    try:
-        array, _ = checked(x, axis)
-        derivatives = [as_array(d, np.float64) for d in (dmean, dvariance)]
-        if is_device(array):
-            mean, *derivatives = map(to_device, (mean, *derivatives))
-        partial = array_module(array).stack(derivatives)
-        if partial.shape != (2, array.shape[axis]):
-            raise ValueError(
-                f"expected derivatives of shape {(array.shape[axis],)}, found "
-                f"{partial.shape[1:]}; give one for each channel"
-            )
-    except Exception as error:
-        strategy.collectives.fail(_BACKWARD, error)
-        raise
+    array, _ = checked(x, axis)
+    derivatives = [as_array(d, np.float64) for d in by_moments]
+    if is_device(array):
+        mean, *derivatives = map(to_device, (mean, *derivatives))
+    partial = array_module(array).stack(derivatives)
+    if partial.shape != (2, array.shape[axis]):
+        raise ValueError(
+            f"expected derivatives of shape {(array.shape[axis],)}, found "
+            f"{partial.shape[1:]}; give one for each channel"
+        )
     centered = array - spread(mean, array.ndim, axis)
     offset, slope = through_moments(strategy, partial, count, _BACKWARD)
     return as_array(

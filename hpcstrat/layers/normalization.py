@@ -141,14 +141,17 @@ class SyncBatchNormalization(MadeTogether):
         RuntimeError
             With ``training``, in cross-replica context, or outside ``run``.
         """
-        strategy = self._replicas(self._forward) if training else None
-        try:
-            array, _ = checked(x, self.axis)
-            self._require_channels(array)
-        except Exception as error:
-            if strategy is not None:
-                strategy.collectives.fail(self._forward, error)
-            raise
+        if not training:
+            return self._normalized(x, training)
+        normalized: Array = self._replicas(self._forward).collectives.call(
+            self._forward, self._normalized, x, training
+        )
+        return normalized
+
+    def _normalized(self, x: ArrayLike, training: bool) -> Array:
+        """Return what `forward` does."""
+        array, _ = checked(x, self.axis)
+        self._require_channels(array)
         count: Any = None
         if training:
             mean, variance, count = sync_batch_moments(
@@ -203,20 +206,29 @@ class SyncBatchNormalization(MadeTogether):
                 f"expected a forward before each backward of layer {self.name!r}, found"
                 " none; call forward first"
             )
+        count = self._kept[-1]
+        if count is None:
+            return self._gradients(dy, None)
+        strategy = self._replicas(self._backward)
+        gradients: tuple[Array, Array | None, Array | None]
+        gradients = strategy.collectives.call(
+            self._backward, self._gradients, dy, strategy
+        )
+        return gradients
+
+    def _gradients(
+        self, dy: ArrayLike, strategy: Strategy | None
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Return what `backward` does."""
+        assert self._kept is not None
         centered, inverse, dtype, count = self._kept
-        strategy = None if count is None else self._replicas(self._backward)
-        try:
-            found = _beside(centered, as_array(dy))
-            if found.shape != centered.shape:
-                raise ValueError(
-                    f"expected gradients of shape {centered.shape}, that of the latest "
-                    f"forward of layer {self.name!r}, found {found.shape}; call "
-                    "backward once after each forward"
-                )
-        except Exception as error:
-            if strategy is not None:
-                strategy.collectives.fail(self._backward, error)
-            raise
+        found = _beside(centered, as_array(dy))
+        if found.shape != centered.shape:
+            raise ValueError(
+                f"expected gradients of shape {centered.shape}, that of the latest "
+                f"forward of layer {self.name!r}, found {found.shape}; call "
+                "backward once after each forward"
+            )
         self._kept = None
         gradient = found.astype(np.float64, copy=False)
         axes = others(centered.ndim, self.axis)
@@ -224,7 +236,7 @@ class SyncBatchNormalization(MadeTogether):
         products = (gradient * centered).sum(axis=axes)
         factor = inverse * self._gamma(centered)
         dx = gradient * self._spread(factor, centered)
-        if strategy is not None and count is not None:
+        if strategy is not None:
             partial = array_module(dbeta).stack(
                 [-dbeta * factor, -products * factor * inverse**2 / 2]
             )
