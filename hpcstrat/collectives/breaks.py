@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from typing import Any
 
 from hpcstrat.topology import Topology
@@ -24,6 +25,7 @@ _MOST_BYTES = 600
 # How often ranks have gone on together before, and where the sender is.
 _HEAD = struct.Struct("=qqq")
 _NOWHERE = -1, -1
+_ON_THE_WAY_SECONDS = 2.0
 _Point = tuple[int, int]
 # By rank, where it was, and what it has told.
 _Came = dict[int, tuple[_Point, str]]
@@ -45,6 +47,8 @@ class Breaks:
         self._came: _Came = {}
         # Of ranks that have gone on before this one, and left another call.
         self._ahead: _Came = {}
+        # Since when this rank waits for data that may be on their way, of which call.
+        self._awaited = -1, 0.0
         # MPI reads their memory until they are done, which nobody waits for.
         self._requests: list[Any] = []
 
@@ -74,12 +78,13 @@ class Breaks:
             )
             self._requests.append(request)
 
-    def look(self, call: int | None = None) -> str:
+    def look(self, call: int | None = None, *, for_data: bool = False) -> str:
         """Return what other ranks have told, empty for nothing; drives MPI's progress.
 
         Who has told nothing itself tells all, since its next call will not be made.
-        ``call`` is the number of the one in which this rank waits: of no concern are
-        ranks that had done their part of it when they left a later one.
+        ``call`` is the number of the one in which this rank waits, for its header or
+        for its data: of no concern are ranks that have done their part of it, such as
+        one that has raised a little earlier what this one will raise, too.
         """
         comm = self._comm
         while comm.Iprobe(tag=_TAG):
@@ -94,12 +99,22 @@ class Breaks:
             elif turn > self._turn:
                 self._ahead[status.source] = told
         for point, text in self._came.values():
-            if call is None or point == _NOWHERE or point[0] < call:
+            if call is None or self._ends(point[1], call, for_data):
                 if not self._asks:
                     self._text, self._asks = text, set(self._others)
                 self.finish()
                 return text
         return ""
+
+    def _ends(self, left: int, call: int, for_data: bool) -> bool:
+        """Whether a rank that left after one call will not do its part of another."""
+        if left != call or not for_data:
+            return left < call
+        # It has announced this call. Whether it has given its data, time tells.
+        now = time.monotonic()
+        if self._awaited[0] != call:
+            self._awaited = call, now
+        return now > self._awaited[1] + _ON_THE_WAY_SECONDS
 
     def agreed(self) -> bool:
         """Whether all ranks have left the same call at the same point."""

@@ -204,7 +204,8 @@ class Conduct(ABC):  # noqa: B024 - the headers are made by its subclass
         CollectiveError
             If one has, or another thread of this one.
         """
-        told = self.breaks.look(self.num_calls)
+        for_data = self.exchanging is not None
+        told = self.breaks.look(self.num_calls, for_data=for_data)
         if told and not self.broken:
             self.broken = told
         if self.broken and not self._meets and self.deaths.error is None:
