@@ -106,7 +106,7 @@ def missing_ranks(
         seen.add(rank)
         if rank == board.launch.rank or _is_there(page, group, turn):
             continue
-        over = page["ended"] or page["stage"] == LEFT
+        over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
         same = page["stage"] == FAILED and _is_of(page, group, turn)
         # Else it may be a child of the rank's process that has ended.
         gone = bool((over and (page["mpi"] or page["own"])) or same)
@@ -158,6 +158,17 @@ def _words(page: dict[str, Any]) -> str:
     if stage == CREATES:
         return f"which waits in {page['text']}"
     return ""
+
+
+def _lives(page: dict[str, Any]) -> bool:
+    """Whether a process is seen that has let go of its page: it may run anew."""
+    if page["pids"] != _pids():
+        return False
+    try:
+        with open(f"/proc/{page['pid']}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _pids() -> int:
