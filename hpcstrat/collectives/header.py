@@ -357,7 +357,8 @@ class Channel(Agreement):
             if self.device_group is not None:
                 self.device_group.abandon()
             self.deaths.wake()
-            _abandoned.append((self._records, list(self.started)))
+            kept = self._records, list(self.started), self._patient, self.breaks
+            _abandoned.append(kept)
             self.started.clear()
             self.arrivals.close()
             self.slots.close()

@@ -109,9 +109,13 @@ class PatientComm:
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
         """Send arrays to ranks, and receive those of others; not collective."""
-        self._started = [self._comm.Irecv(a, r, tag) for r, a in received.items()]
-        self._started += [self._comm.Isend(a, r, tag) for r, a in sent.items()]
         arrays = [*received.values(), *sent.values()]
+        self._started = []
+        # One by one, to be kept where it is left between them.
+        for rank, array in received.items():
+            self._started.append(self._comm.Irecv(array, rank, tag))
+        for rank, array in sent.items():
+            self._started.append(self._comm.Isend(array, rank, tag))
         for request, array in zip(self._started, arrays, strict=True):
             self._request = request
             self._done(array.nbytes)

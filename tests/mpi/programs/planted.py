@@ -31,7 +31,11 @@ import numpy as np
 
 import hpcstrat as hs
 from hpcstrat import metrics, optimizers
-from hpcstrat.layers import sync_batch_moments
+from hpcstrat.layers import (
+    SyncBatchNormalization,
+    sync_batch_moments,
+    sync_batch_moments_backward,
+)
 
 _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 # What surrounds a call from outside, and what no error can be raised in without the
@@ -288,6 +292,30 @@ def _moments(self: Case, context: Any, step: int) -> Any:
     return [mean * self.size, count]
 
 
+def _derivatives(self: Case, context: Any, step: int) -> Any:
+    moments = np.zeros(3), np.ones(3), 2 * self.size
+    x, by = np.ones((2, 3)), np.full(3, self.own(step))
+    return sync_batch_moments_backward(x, moments, by, np.zeros(3)) * 2 * self.size
+
+
+def _make_layer(self: Any) -> None:
+    with self.strategy.scope():
+        self.layer = SyncBatchNormalization(3)
+
+
+def _normalized(self: Any, context: Any, step: int) -> Any:
+    # Half of the values lie below the mean, half above.
+    x = np.repeat(np.array([[-1.0], [1.0]]), 3, axis=1)
+    y = self.layer.forward(x, training=True)
+    dx, _, dbeta = self.layer.backward(np.full((2, 3), self.own(step)))
+    return [np.sign(y), dbeta / 2, np.ones(()) * bool(np.isfinite(dx).all())]
+
+
+def _normalized_right(self: Any, step: int) -> Any:
+    signs = np.repeat(np.array([[-1.0], [1.0]]), 3, axis=1)
+    return [signs, np.full(3, self.own(step)), np.ones(())]
+
+
 def _make_data(self: Any) -> None:
     self.batches = iter(
         self.strategy.experimental_distribute_dataset(
@@ -336,8 +364,16 @@ def _make_restoring(self: Any) -> None:
 
 def _restored(self: Any, step: int) -> Any:
     self.variable.assign(np.zeros(3))
-    self.manager.restore_latest()
+    self.manager.restore()
     return self.variable.numpy()
+
+
+def _unequal(self: Any, step: int) -> Any:
+    try:
+        self.strategy.check_equal([np.full(3, self.own(step))])
+    except hs.errors.DivergenceError:
+        return np.ones(())
+    return np.zeros(())
 
 
 def _remove(self: Any) -> None:
@@ -419,6 +455,12 @@ CALLS: dict[str, type[Case]] = {
         _value(None),
         _variable("on_write", "mean"),
     ),
+    "check_equal": cross(
+        "equal",
+        lambda self, step: self.strategy.check_equal({"a": np.ones(3), "b": step}),
+        _value(None),
+    ),
+    "check_unequal": cross("unequal", _unequal, _value(np.ones(()))),
     "create_variable": cross(
         "create", _created, lambda self, step: np.full(3, self.own(step, 0))
     ),
@@ -437,6 +479,10 @@ CALLS: dict[str, type[Case]] = {
         _moments,
         lambda self, step: [np.full(3, self.total(step)), 2 * self.size],
     ),
+    "moments_backward": replica(
+        "backward", _derivatives, lambda self, step: np.full((2, 3), self.total(step))
+    ),
+    "normalization": replica("layer", _normalized, _normalized_right, _make_layer),
     "next": cross("next", _next, _value(np.ones(())), _make_data),
     "next_dealt": cross("dealt", _next, _value(np.ones(())), _make_dealt),
     "run_raising": type("raising", (reduced(8),), {"options": {"on_error": "raise"}}),
