@@ -200,6 +200,7 @@ class Optimizer(MadeTogether, SavedState, ABC):
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         sums = self._accumulation
+        self._current = frozenset(id(variable) for _, variable in pairs)
         fills = self._fills or sums.inherits
         try:
             if not fills:

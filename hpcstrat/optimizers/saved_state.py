@@ -37,6 +37,8 @@ class SavedState:
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
+        # Variables of the latest step, by id.
+        self._current: frozenset[int] = frozenset()
         self._accumulation = Accumulation(self._slots, steps, is_mean)
 
     def checkpoint_variables(self) -> dict[str, Variable]:
@@ -56,6 +58,7 @@ class SavedState:
         ValueError
             If two variables that have state have the same name.
         """
+        self._slots.forget_garbage(self._current)
         rest = self._accumulation.own | self._slots.named()
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 

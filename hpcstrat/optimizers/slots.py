@@ -7,8 +7,9 @@ variable of its name.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,20 @@ class Slots:
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))
+
+    def forget_garbage(self, current: Collection[int]) -> None:
+        """Forget the variables that only cycles of references keep.
+
+        Not collective. Else the garbage collector, which runs at another time on each
+        rank, would decide which state a rank has.
+
+        Parameters
+        ----------
+        current : collection of int
+            Those that are in use, by id: where these are all, there is none to forget.
+        """
+        if not all(number in current for number in list(self._owned)):
+            gc.collect()
 
     def drop(self, *kinds: str) -> None:
         """Drop state that waits for its variables.
