@@ -19,6 +19,7 @@ import numpy as np
 
 from hpcstrat.casting import assign, quietly
 from hpcstrat.collectives.header import Channel
+from hpcstrat.collectives.patient import PatientComm
 from hpcstrat.collectives.shared_memory import reduce_scattered
 from hpcstrat.collectives.started import Message
 from hpcstrat.collectives.work import Work
@@ -27,6 +28,10 @@ from hpcstrat.typing import Array
 
 __all__ = ["reduce_hierarchically", "sum_over_workers"]
 
+# Of messages by itself, a part of the time of MPI's nonblocking all-reduce.
+_PARTS_BYTES = 64 << 10
+_MOST_DIRECT = 8
+_TAG = 19
 _EXPONENT_BYTES = 8
 # Scaled values lie below 2**15, and float16 ends at 65504.
 _TOP_EXPONENT = 15
@@ -98,10 +103,29 @@ def sum_over_workers(
 def _all_reduce(segment: Array, work: Work, channel: Channel) -> Iterator[Any]:
     """Sum a segment over the ranks of this position, in place."""
     mpi, comm = channel.topology.mpi, channel.topology.cross_worker_comm
-    if work.waits:
-        channel.patient(comm).Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
+    patient = channel.patient(comm)
+    if work.waits and segment.nbytes >= _PARTS_BYTES and comm.size <= _MOST_DIRECT:
+        _all_reduce_parts(segment, patient)
+    elif work.waits:
+        patient.Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
     else:
         yield Message(comm.Iallreduce(mpi.IN_PLACE, segment, op=mpi.SUM))
+
+
+def _all_reduce_parts(segment: Array, comm: PatientComm) -> None:
+    """Sum a segment in place, each rank a part, in the order of the workers."""
+    size, me = comm.size, comm.rank
+    bounds = [segment.size * part // size for part in range(size + 1)]
+    parts = [segment[bounds[p] : bounds[p + 1]] for p in range(size)]
+    rows = [np.empty_like(parts[me]) if p != me else parts[me] for p in range(size)]
+    others = [rank for rank in range(size) if rank != me]
+    comm.exchange({r: parts[r] for r in others}, {r: rows[r] for r in others}, _TAG)
+    # The sum may lie where the own values are.
+    total = quietly(np.add, rows[0], rows[1], rows[1 if me == 1 else 0])
+    for row in rows[2:]:
+        total = quietly(np.add, total, row, total if row is not parts[me] else row)
+    own = dict.fromkeys(others, parts[me])
+    comm.exchange(own, {r: parts[r] for r in others}, _TAG)
 
 
 def _all_reduce_halves(

@@ -425,6 +425,13 @@ CALLS: dict[str, type[Case]] = {
         full(4),
         cross_device_ops=hs.MpiAllReduce(),
     ),
+    # Between workers with --layout 1.
+    "reduce_hierarchical": cross(
+        "hierarchical",
+        lambda self, step: self.strategy.reduce("sum", array_of(30_000)(self, step)),
+        full(30_000),
+        cross_device_ops=hs.HierarchicalCopyAllReduce(),
+    ),
     "reduce_to_one": cross(
         "one",
         lambda self, step: self.strategy.reduce("sum", array_of(4)(self, step)),
