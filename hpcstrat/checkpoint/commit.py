@@ -82,7 +82,8 @@ class Commit:
         self._header = header
         self._skeleton = skeleton
         self._created = created_unix_ns
-        self._lock = threading.Lock()
+        # An interrupt may leave it with the thread that gives up then.
+        self._lock = threading.RLock()
 
     @property
     def over(self) -> bool:

@@ -10,6 +10,7 @@ from hpcstrat.collectives.entries import collective
 from hpcstrat.elastic.commits import Commit
 from hpcstrat.elastic.partners import exchange, partners_of
 from hpcstrat.elastic.restoring import Report, choose, restore_commit
+from hpcstrat.replica_collectives import Collectives
 
 __all__ = ["Memory"]
 
@@ -81,8 +82,9 @@ class Memory:
 
     @property
     def collectives(self) -> Any:
-        """Those of the strategy it belongs to."""
-        return self._strategy.collectives
+        """Those of the strategy it belongs to; of nobody, before there is one."""
+        strategy = self._strategy
+        return Collectives(None) if strategy is None else strategy.collectives
 
     @collective
     def restore(self) -> int | None:
