@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat import gathers
+from hpcstrat.collectives.patient import PatientComm
 
 _open: list[Any] = []
 
@@ -118,8 +118,8 @@ def _wait(where: str) -> None:
         )
     elif where == "gather":
         # No piece takes long, but all of them take longer than any limit.
-        move = gathers.all_gather_bytes
-        gathers.all_gather_bytes = lambda *args: (time.sleep(0.1), move(*args))[1]
+        move: Any = PatientComm.Allgatherv
+        PatientComm.Allgatherv = lambda *args: (time.sleep(0.1), move(*args))[1]
         strategy.gather([np.ones(2) for _ in range(60)], axis=0)
     elif where == "inside":
         # All have announced the call; one does not move its data.
