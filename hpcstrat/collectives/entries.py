@@ -96,10 +96,17 @@ def _refuse(channel: Any, other: int, what: str) -> None:
     )
     channel.broken = channel.broken or text
     # MPI serves one thread at a time; a wait of the other one ends now.
+    interrupt: BaseException | None = None
     while _call_of(other, channel) is not None:
-        time.sleep(_NAP_SECONDS)
+        try:
+            time.sleep(_NAP_SECONDS)
+        except BaseException as error:
+            # Not before the other ranks are told.
+            interrupt = error
     channel.between_calls = False
     channel.breaks.tell(f"{text} on a rank")
+    if interrupt is not None:
+        raise interrupt
     raise CollectiveError(
         f"expected calls of one thread at a time, found that {text}; make them one "
         "after the other, in the same order on every rank"
