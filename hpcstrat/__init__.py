@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpcstrat import chaos as chaos
     from hpcstrat import cluster_resolver as cluster_resolver
     from hpcstrat import data as data
     from hpcstrat import elastic as elastic
@@ -20,16 +21,9 @@ if TYPE_CHECKING:
     from hpcstrat import metrics as metrics
     from hpcstrat import optimizers as optimizers
     from hpcstrat import testing as testing
+    from hpcstrat.arrays.indexed_slices import IndexedSlices as IndexedSlices
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
     from hpcstrat.checkpoint import KeepBest as KeepBest
-    from hpcstrat.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-    from hpcstrat.cross_device_ops import (
-        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    )
-    from hpcstrat.cross_device_ops import MpiAllReduce as MpiAllReduce
-    from hpcstrat.cross_device_ops import NcclAllReduce as NcclAllReduce
-    from hpcstrat.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-    from hpcstrat.cross_device_ops import SharedMemoryAllReduce as SharedMemoryAllReduce
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
     from hpcstrat.errors import CheckpointError as CheckpointError
@@ -40,9 +34,11 @@ if TYPE_CHECKING:
     from hpcstrat.errors import RankLostError as RankLostError
     from hpcstrat.errors import ReplicaError as ReplicaError
     from hpcstrat.errors import TopologyError as TopologyError
-    from hpcstrat.indexed_slices import IndexedSlices as IndexedSlices
+    from hpcstrat.logs import get_logger as get_logger
+    from hpcstrat.logs import print_once as print_once
     from hpcstrat.losses import compute_average_loss as compute_average_loss
     from hpcstrat.losses import scale_regularization_loss as _scale_regularization_loss
+    from hpcstrat.observe.timeline import trace as trace
     from hpcstrat.options import AutoShardPolicy as AutoShardPolicy
     from hpcstrat.options import CollectiveHints as CollectiveHints
     from hpcstrat.options import CommunicationImplementation as _Implementation
@@ -56,6 +52,18 @@ if TYPE_CHECKING:
     from hpcstrat.options import VariableAggregation as VariableAggregation
     from hpcstrat.options import VariableSynchronization as VariableSynchronization
     from hpcstrat.randomness import RandomStreams as RandomStreams
+    from hpcstrat.reduction.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from hpcstrat.reduction.cross_device_ops import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from hpcstrat.reduction.cross_device_ops import MpiAllReduce as MpiAllReduce
+    from hpcstrat.reduction.cross_device_ops import NcclAllReduce as NcclAllReduce
+    from hpcstrat.reduction.cross_device_ops import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from hpcstrat.reduction.cross_device_ops import (
+        SharedMemoryAllReduce as SharedMemoryAllReduce,
+    )
     from hpcstrat.settings import Settings as Settings
     from hpcstrat.strategies import MirroredStrategy as MirroredStrategy
     from hpcstrat.strategies import MultiWorkerMirroredStrategy as _MultiWorker
@@ -68,10 +76,7 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
     from hpcstrat.strategies.replica_context import ReplicaContext as ReplicaContext
-    from hpcstrat.timeline import trace as trace
-    from hpcstrat.topology import Topology as Topology
-    from hpcstrat.tracing import get_logger as get_logger
-    from hpcstrat.tracing import print_once as print_once
+    from hpcstrat.topology.topology import Topology as Topology
     from hpcstrat.values import DistributedValues as DistributedValues
     from hpcstrat.values import Mirrored as Mirrored
     from hpcstrat.values import PerReplica as PerReplica
@@ -88,6 +93,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = (
+    "chaos",
     "cluster_resolver",
     "data",
     "elastic",
@@ -99,7 +105,7 @@ _MODULES = (
 )
 _NAMES = {
     "checkpoint": ("CheckpointManager", "KeepBest"),
-    "cross_device_ops": (
+    "reduction.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "MpiAllReduce",
@@ -118,7 +124,7 @@ _NAMES = {
         "ReplicaError",
         "TopologyError",
     ),
-    "indexed_slices": ("IndexedSlices",),
+    "arrays.indexed_slices": ("IndexedSlices",),
     "losses": ("compute_average_loss", "scale_regularization_loss"),
     "options": (
         "AutoShardPolicy",
@@ -149,9 +155,9 @@ _NAMES = {
         "in_cross_replica_context",
     ),
     "strategies.replica_context": ("ReplicaContext",),
-    "timeline": ("trace",),
-    "topology": ("Topology",),
-    "tracing": ("get_logger", "print_once"),
+    "observe.timeline": ("trace",),
+    "topology.topology": ("Topology",),
+    "logs": ("get_logger", "print_once"),
     "values": ("DistributedValues", "Mirrored", "PerReplica"),
     "variables": ("MirroredVariable", "SyncOnReadVariable", "Variable"),
 }
@@ -183,4 +189,4 @@ if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 ):
-    importlib.import_module("hpcstrat.safety.early").begin()
+    importlib.import_module("hpcstrat.safety.start.early").begin()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_device, is_half, to_device
+from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_device
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
 from hpcstrat.typing import Array, ArrayLike
 

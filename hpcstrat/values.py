@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device
+from hpcstrat.arrays.kinds import is_device
 from hpcstrat.context import current
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Array, Tree

@@ -1,7 +1,7 @@
 """Checkpoints: one HDF5 file each, restored on any number of replicas."""
 
-from hpcstrat.checkpoint.keep_rules import KeepBest
+from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager
-from hpcstrat.checkpoint.report import RestoreReport, SaveStatistics
+from hpcstrat.checkpoint.reports import RestoreReport, SaveStatistics
 
 __all__ = ["CheckpointManager", "KeepBest", "RestoreReport", "SaveStatistics"]

@@ -10,23 +10,23 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
-from hpcstrat.checkpoint.agreement import on_first
+from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
-from hpcstrat.checkpoint.folder import Folder
-from hpcstrat.checkpoint.image import Memory
-from hpcstrat.checkpoint.keep_rules import KeepBest, KeepRules, checked_metrics
-from hpcstrat.checkpoint.layout import Header, checkpoint_name
+from hpcstrat.checkpoint.common_verdict import on_first
+from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.file.layout import Header, checkpoint_name
+from hpcstrat.checkpoint.keep.folder import Folder
+from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
+from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.report import SaveStatistics
+from hpcstrat.checkpoint.reports import SaveStatistics
 from hpcstrat.checkpoint.restore_methods import RestoreMethods
-from hpcstrat.checkpoint.retention import Retention
-from hpcstrat.checkpoint.saving import Saver
-from hpcstrat.checkpoint.under_way import Order, checked_bandwidth
-from hpcstrat.collectives.entries import collective
+from hpcstrat.checkpoint.save.background import Order, checked_bandwidth
+from hpcstrat.checkpoint.save.saving import Saver
 from hpcstrat.errors import CheckpointError
-from hpcstrat.safety.divergence import check_mirrored
-from hpcstrat.safety.recording import measure
-from hpcstrat.timeline import traced
+from hpcstrat.observe.recording import measure
+from hpcstrat.observe.timeline import traced
+from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.variables import read_all
 
 __all__ = ["CheckpointManager"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hpcstrat.arrays import to_host
+from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.arguments import refuse_torch
-from hpcstrat.checkpoint.layout import RESERVED, Entry, Header, section_of
-from hpcstrat.checkpoint.plain_state import as_text
+from hpcstrat.checkpoint.file.layout import RESERVED, Entry, Header, section_of
+from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from hpcstrat.checkpoint.image import Memory
-from hpcstrat.checkpoint.keep_rules import KeepBest
+from hpcstrat.channel.entries import collective
+from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.keep.keep_rules import KeepBest
+from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.report import RestoreReport
-from hpcstrat.checkpoint.restorer import Restorer
-from hpcstrat.checkpoint.retention import Retention
+from hpcstrat.checkpoint.reports import RestoreReport
+from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.search_methods import SearchMethods
-from hpcstrat.collectives.entries import collective
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["RestoreMethods"]

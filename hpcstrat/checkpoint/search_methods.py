@@ -6,11 +6,11 @@ from abc import abstractmethod
 from functools import partial
 from typing import Any
 
-from hpcstrat.checkpoint.agreement import on_first
-from hpcstrat.checkpoint.keep_rules import KeepBest
-from hpcstrat.checkpoint.layout import list_checkpoints, step_of
-from hpcstrat.checkpoint.retention import best_path
-from hpcstrat.checkpoint.search import newest_path
+from hpcstrat.checkpoint.common_verdict import on_first
+from hpcstrat.checkpoint.file.layout import list_checkpoints, step_of
+from hpcstrat.checkpoint.keep.keep_rules import KeepBest
+from hpcstrat.checkpoint.keep.retention import best_path
+from hpcstrat.checkpoint.keep.search import newest_path
 
 __all__ = ["SearchMethods"]
 

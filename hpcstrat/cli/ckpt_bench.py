@@ -13,20 +13,16 @@ from typing import Any
 
 import click
 
-from hpcstrat.checkpoint.file_systems import file_system_name, is_local
-from hpcstrat.checkpoint.plan import choose_block_bytes
-from hpcstrat.checkpoint.scratch import scratch
-from hpcstrat.checkpoint.trial import (
-    STRIPE_BYTES,
-    Measured,
-    compare,
-)
-from hpcstrat.checkpoint.trial_group import Group, run_in_threads
+from hpcstrat.checkpoint.disk.file_systems import file_system_name, is_local
+from hpcstrat.checkpoint.disk.scratch import scratch
+from hpcstrat.checkpoint.file.extents import choose_block_bytes
+from hpcstrat.checkpoint.trial.trial_group import Group, run_in_threads
+from hpcstrat.checkpoint.trial.write_trial import STRIPE_BYTES, Measured, compare
 from hpcstrat.cli.ckpt_progress import progress
-from hpcstrat.cli.tables import new_console, new_table
+from hpcstrat.cli.text_tables import new_console, new_table
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError, TopologyError
-from hpcstrat.topology import Topology
+from hpcstrat.topology.topology import Topology
 
 __all__ = ["advise", "bench", "parse_size"]
 

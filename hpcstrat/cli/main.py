@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
-from hpcstrat.cli.chaos import chaos
-from hpcstrat.cli.ckpt import ckpt
+from hpcstrat.cli.chaos_commands import chaos
+from hpcstrat.cli.ckpt_commands import ckpt
 from hpcstrat.cli.doctor import doctor
 from hpcstrat.cli.examination import launch_words, software
 from hpcstrat.cli.groups import Group
-from hpcstrat.cli.timeline import timeline
+from hpcstrat.cli.timeline_commands import timeline
 
 __all__ = ["main"]
 

@@ -1,12 +1,7 @@
 """Who takes part in a job, read from the environment; pure parsing, no MPI."""
 
-from hpcstrat.cluster_resolver.base import (
-    ClusterResolver,
-    SimpleClusterResolver,
-    UnionResolver,
-)
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
-from hpcstrat.cluster_resolver.mpi import (
+from hpcstrat.cluster_resolver.mpi_job import (
     MPICHClusterResolver,
     OpenMPIClusterResolver,
     PMIxClusterResolver,
@@ -15,6 +10,11 @@ from hpcstrat.cluster_resolver.node_list import (
     compress_node_list,
     expand_node_list,
     expand_tasks_per_node,
+)
+from hpcstrat.cluster_resolver.resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    UnionResolver,
 )
 from hpcstrat.cluster_resolver.slurm import SlurmClusterResolver
 from hpcstrat.cluster_resolver.spec import ClusterSpec

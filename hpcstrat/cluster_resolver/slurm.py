@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from hpcstrat.cluster_resolver.base import ClusterResolver
 from hpcstrat.cluster_resolver.node_list import expand_node_list, expand_tasks_per_node
+from hpcstrat.cluster_resolver.resolver import ClusterResolver
 from hpcstrat.cluster_resolver.spec import ClusterSpec
 
 __all__ = ["SlurmClusterResolver"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hpcstrat.cluster_resolver.base import ClusterResolver
+from hpcstrat.cluster_resolver.resolver import ClusterResolver
 from hpcstrat.cluster_resolver.spec import ClusterSpec
 
 __all__ = ["TFConfigClusterResolver"]

@@ -1,1 +1,1 @@
-"""Functions over one flat buffer of one type, and the agreement on every call."""
+"""Reductions of host memory: functions over one flat buffer of one type."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.casting import quietly
-from hpcstrat.collectives.header import Channel
-from hpcstrat.collectives.started import Message
+from hpcstrat.arrays.casting import quietly
+from hpcstrat.arrays.packing import Run
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.started import Message
 from hpcstrat.collectives.work import Work, drain, fill
-from hpcstrat.packing import Run
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_by_mpi"]

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.casting import assign, quietly
-from hpcstrat.collectives.header import Channel
-from hpcstrat.collectives.patient import PatientComm
+from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.packing import Run
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.patient import PatientComm
+from hpcstrat.channel.started import Message
 from hpcstrat.collectives.shared_memory import reduce_scattered
-from hpcstrat.collectives.started import Message
 from hpcstrat.collectives.work import Work
-from hpcstrat.packing import Run
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_hierarchically", "sum_over_workers"]

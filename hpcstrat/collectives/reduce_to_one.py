@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.casting import quietly
-from hpcstrat.collectives.header import Channel, EveryRankError
-from hpcstrat.collectives.patient import PIECE_BYTES, PatientComm
+from hpcstrat.arrays.casting import quietly
+from hpcstrat.channel.channel import Channel, EveryRankError
+from hpcstrat.channel.patient import PIECE_BYTES, PatientComm
 from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.typing import Array
 

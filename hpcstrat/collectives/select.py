@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.channel.patient import PIECE_BYTES
 from hpcstrat.collectives.flat import reduce_by_mpi
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
-from hpcstrat.collectives.patient import PIECE_BYTES
 from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
 from hpcstrat.collectives.work import Algorithm
 from hpcstrat.options import CommunicationOptions
-from hpcstrat.topology import Topology
+from hpcstrat.topology.topology import Topology
 
 __all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory", "wire_type"]
 

@@ -7,8 +7,8 @@ order of the ranks, and so give the same bits on every rank, whatever the sizes 
 pieces.
 
 While the ranks add one piece, the next is in its slots already, so that a rank seldom
-waits for another. `hpcstrat.collectives.slots` says when a slot may be written, and
-`hpcstrat.collectives.records` what orders the memory.
+waits for another. `hpcstrat.channel.places` says when a slot may be written, and
+`hpcstrat.channel.headers` what orders the memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.casting import assign, quietly
-from hpcstrat.collectives.header import Channel
-from hpcstrat.collectives.slots import Slots
+from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.packing import Piece, Run, Signature
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.places import Slots
 from hpcstrat.collectives.work import Work, fill
-from hpcstrat.packing import Piece, Run, Signature
 from hpcstrat.typing import Array
 
 __all__ = ["SmallReduction", "reduce_directly", "reduce_scattered"]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.casting import assign, quietly
-from hpcstrat.collectives.call import Call
-from hpcstrat.collectives.header import Channel
-from hpcstrat.packing import Piece, Run
+from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.packing import Piece, Run
+from hpcstrat.channel.call import Call
+from hpcstrat.channel.channel import Channel
 from hpcstrat.typing import Array
 
 __all__ = ["Algorithm", "Work", "drain", "fill"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_device
-from hpcstrat.tracing import get_logger
+from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.logs import get_logger
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Array, Tree
 

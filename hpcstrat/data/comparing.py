@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays import is_device, to_host
+from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.errors import CollectiveError
 from hpcstrat.tree import flatten
 from hpcstrat.typing import Array, Tree

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.collectives.entries import collective
+from hpcstrat.channel.entries import collective
 from hpcstrat.data.batches import batch_length, empty_like, pieces_of, warn_of_idle
 from hpcstrat.data.comparing import (
     END,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpcstrat.context import current
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.timeline import traced
+from hpcstrat.observe.timeline import traced
 from hpcstrat.typing import Tree
 
 if TYPE_CHECKING:

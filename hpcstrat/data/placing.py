@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device, to_host
+from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.data.batches import writable
-from hpcstrat.device.feeding import Feeder, fits_device
+from hpcstrat.gpu.feeding import Feeder, fits_device
 from hpcstrat.options import InputOptions
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_device
-from hpcstrat.device.feeding import Feeder
+from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.gpu.feeding import Feeder
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from hpcstrat.arrays import array_module
+from hpcstrat.arrays.kinds import array_module
 from hpcstrat.data.batches import (
     batch_length,
     empty_like,

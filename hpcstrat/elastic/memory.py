@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcstrat.channel.entries import collective
+from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.plain_state import as_text, from_text
-from hpcstrat.collectives.entries import collective
-from hpcstrat.elastic.commits import Commit
-from hpcstrat.elastic.partners import exchange, partners_of
-from hpcstrat.elastic.restoring import Report, choose, restore_commit
-from hpcstrat.replica_collectives import Collectives
+from hpcstrat.elastic.memory_restore import Report, choose, restore_commit
+from hpcstrat.elastic.partner_copies import exchange, partners_of
+from hpcstrat.elastic.snapshots import Commit
+from hpcstrat.reduction.replica_collectives import Collectives
 
 __all__ = ["Memory"]
 

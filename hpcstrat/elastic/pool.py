@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.errors import RankLostError, TopologyError
-from hpcstrat.survival import (
+from hpcstrat.topology.survival import (
     GARBLED,
     create,
     is_loss,

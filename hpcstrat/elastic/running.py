@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.checkpoint.under_way import give_up_all
-from hpcstrat.collectives.call import describe_call
-from hpcstrat.elastic.ends import (
+from hpcstrat.channel.call import describe_call
+from hpcstrat.checkpoint.save.background import give_up_all
+from hpcstrat.elastic.finishing import (
     end_without_finalize_after_loss,
     remove_marker,
     write_marker,
@@ -20,14 +20,14 @@ from hpcstrat.elastic.ends import (
 from hpcstrat.elastic.memory import Memory
 from hpcstrat.elastic.pool import Meeting, Pool
 from hpcstrat.errors import RankLostError
+from hpcstrat.logs import get_logger
 from hpcstrat.safety import exits
-from hpcstrat.safety.creation import Creation
+from hpcstrat.safety.start.creation import Creation
 from hpcstrat.settings import Settings
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.devices import prepare_mpi
-from hpcstrat.survival import is_loss
-from hpcstrat.topology import Topology, start_mpi
-from hpcstrat.tracing import get_logger
+from hpcstrat.topology.survival import is_loss
+from hpcstrat.topology.topology import Topology, start_mpi
 
 __all__ = ["run"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, as_array, is_device, is_half, to_device
+from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
 from hpcstrat.context import current
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy, get_strategy

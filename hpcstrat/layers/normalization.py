@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import (
+from hpcstrat.arrays.kinds import (
     array_module,
     as_array,
     is_device,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, as_array, is_device, is_half, to_device
-from hpcstrat.metrics.base import Metric
+from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
+from hpcstrat.metrics.metric import Metric
 from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [

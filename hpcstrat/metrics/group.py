@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.metrics.base import Metric, read_totals
+from hpcstrat.metrics.metric import Metric, read_totals
 from hpcstrat.variables import Variable
 
 __all__ = ["MetricGroup", "results"]

@@ -2,8 +2,8 @@
 
 from hpcstrat.optimizers.adagrad import Adagrad
 from hpcstrat.optimizers.adam import Adam, AdamW
-from hpcstrat.optimizers.base import Optimizer
 from hpcstrat.optimizers.lamb import LAMB
+from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.sgd import SGD
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Optimizer"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, is_device
-from hpcstrat.device.update_sums import sum_rows
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.errors import NonFiniteError
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.gpu.optimizer_steps.gradient_sums import sum_rows
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.logs import get_logger
 from hpcstrat.optimizers.gradients import Gradient, zero_gradient
 from hpcstrat.optimizers.pairs import Pairs
 from hpcstrat.options import ReduceOp
-from hpcstrat.tracing import get_logger
 from hpcstrat.variables import Variable
 
 __all__ = ["Filling"]

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import (
+from hpcstrat.arrays.casting import rounded
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import (
     array_module,
     is_device,
     is_half,
@@ -16,10 +18,8 @@ from hpcstrat.arrays import (
     to_device,
     to_reducible,
 )
-from hpcstrat.casting import rounded
-from hpcstrat.device.update_sums import Norm, sum_rows
-from hpcstrat.device.updates import Spans, real_view
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
+from hpcstrat.gpu.optimizer_steps.updates import Spans, real_view
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, is_device
+from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
 from hpcstrat.optimizers.on_device import Fused

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device, to_host
-from hpcstrat.device.updates import Tables
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.errors import NonFiniteError
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.gpu.optimizer_steps.updates import Tables
+from hpcstrat.logs import get_logger
 from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
-from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device
-from hpcstrat.device.update_kernels import is_fused
-from hpcstrat.device.update_sums import Norm, are_finite
-from hpcstrat.device.updates import Scaling, Spans, Tables, real_view
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, are_finite
+from hpcstrat.gpu.optimizer_steps.update_kernels import is_fused
+from hpcstrat.gpu.optimizer_steps.updates import Scaling, Spans, Tables, real_view
 from hpcstrat.optimizers.gradients import Gradient, scale, sum_of_squares
 from hpcstrat.optimizers.parameters import Target
 from hpcstrat.typing import Array

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device
-from hpcstrat.device.update_kernels import prepare
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.gpu.optimizer_steps.update_kernels import prepare
 from hpcstrat.optimizers.gradients import Gradient, checked_gradient, require_names
 from hpcstrat.strategies import get_strategy
 from hpcstrat.variables import Variable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcstrat.arrays import is_device
+from hpcstrat.arrays.kinds import is_device
 from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Target
 from hpcstrat.variables import Variable

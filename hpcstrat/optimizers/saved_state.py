@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.logs import get_logger
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.slot_names import spellings, unescaped
 from hpcstrat.optimizers.slots import Slots
-from hpcstrat.tracing import get_logger
 from hpcstrat.typing import Array
 from hpcstrat.variables import HostValue, Variable
 

@@ -6,8 +6,8 @@ from typing import Unpack
 
 import numpy as np
 
-from hpcstrat.optimizers.base import Optimizer
 from hpcstrat.optimizers.on_device import Fused
+from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 from hpcstrat.typing import Array
 

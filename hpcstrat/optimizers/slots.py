@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, is_device, to_device
+from hpcstrat.arrays.kinds import array_module, is_device, to_device
 from hpcstrat.context import pop, push
-from hpcstrat.device.updates import Tables
+from hpcstrat.gpu.optimizer_steps.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.optimizers.slot_names import file_names, spellings
 from hpcstrat.options import VariableAggregation, VariableSynchronization

@@ -13,12 +13,14 @@ import os
 import time
 from typing import Any
 
-from hpcstrat.collectives.header import Channel
-from hpcstrat.presence import LEFT, own_board
-from hpcstrat.safety import lateness, recording, uncaught, watchdog
+from hpcstrat.channel.channel import Channel
+from hpcstrat.logs import get_logger, place
+from hpcstrat.observe import recording
+from hpcstrat.safety import lateness, uncaught
+from hpcstrat.safety.presence import LEFT, own_board
 from hpcstrat.safety.uncaught import abort, running_mpi
-from hpcstrat.topology import start_mpi
-from hpcstrat.tracing import get_logger, place
+from hpcstrat.safety.watchdog import watchdog
+from hpcstrat.topology.topology import start_mpi
 
 __all__ = ["install", "register", "unregister"]
 

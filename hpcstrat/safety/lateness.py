@@ -10,9 +10,9 @@ import time
 from types import FrameType
 from typing import Any
 
-from hpcstrat.collectives.arrivals import Arrivals
+from hpcstrat.channel.arrivals import Arrivals
+from hpcstrat.logs import get_logger
 from hpcstrat.settings import Settings
-from hpcstrat.tracing import get_logger
 
 __all__ = ["conclude", "forget", "watch"]
 

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from hpcstrat.errors import ReplicaError
-from hpcstrat.presence import FAILED, own_board
-from hpcstrat.tracing import place
+from hpcstrat.logs import place
+from hpcstrat.safety.presence import FAILED, own_board
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 

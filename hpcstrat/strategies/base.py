@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hpcstrat.context import Entry, current, pop, push
+from hpcstrat.observe.timeline import active
 from hpcstrat.options import RunOptions, VariableSynchronization, check_on_error
-from hpcstrat.replica_collectives import Collectives
+from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.cross_replica import CrossReplicaMethods
 from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.records import RecordMethods
 from hpcstrat.strategies.replica_context import ReplicaContext
-from hpcstrat.timeline import active
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import DistributedValues, PerReplica, localize
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
-    from hpcstrat.topology import Topology
+    from hpcstrat.topology.topology import Topology
 
 __all__ = ["Strategy"]
 
@@ -280,7 +280,7 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         Returns
         -------
         context manager
-            See `hpcstrat.collectives.scopes`.
+            See `hpcstrat.channel.sections`.
         """
         return self.collectives.scope(what) if self.raises_together else _ALONE
 

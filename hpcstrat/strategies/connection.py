@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.collectives.call import Call, describe_call
-from hpcstrat.collectives.header import Channel
+from hpcstrat.channel.call import Call, describe_call
+from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import RankLostError, TopologyError
+from hpcstrat.gpu import library
+from hpcstrat.observe import recording
 from hpcstrat.options import check_on_error
-from hpcstrat.safety import exits, lateness, recording, watchdog
-from hpcstrat.safety.copies import Copies
-from hpcstrat.safety.creation import Creation
+from hpcstrat.safety import exits, lateness
+from hpcstrat.safety.divergence.copies import Copies
+from hpcstrat.safety.start.creation import Creation
+from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import Devices, prepare_mpi
-from hpcstrat.survival import is_loss
-from hpcstrat.topology import Topology, start_mpi
+from hpcstrat.topology.survival import is_loss
+from hpcstrat.topology.topology import Topology, start_mpi
 
 __all__ = ["Connection", "Wish", "connect"]
 
@@ -170,6 +173,11 @@ class Connection:
                 exits.unregister(self.channel)
                 self.channel.close()
             raise
+
+    def enter_device(self) -> None:
+        """Give the calling thread this rank's GPU: CUDA keeps one by thread."""
+        if self.topology.gpu is not None:
+            library.use(self.topology.gpu.index)
 
     def _watch(self, topology: Topology, settings: Settings) -> None:
         """Let all that looks after the ranks begin."""
@@ -376,7 +384,7 @@ def _found(key: Any, wish: Wish) -> Connection:
     connection.users += 1
     if wish.progress_thread and connection.channel is not None:
         try:
-            connection.channel.use_progress_thread()
+            connection.channel.use_progress_thread(connection.enter_device)
         except TopologyError:
             connection.close(key)
             raise

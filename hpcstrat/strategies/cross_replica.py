@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
-from hpcstrat.collectives.entries import collective
+from hpcstrat.channel.entries import collective
 from hpcstrat.options import InputContext, InputOptions, ReduceOp, ValueContext
 from hpcstrat.randomness import RandomStreams
-from hpcstrat.replica_collectives import Collectives
-from hpcstrat.safety.equality import check_equal
-from hpcstrat.strategies import reduction
+from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.safety.divergence.equality import check_equal
+from hpcstrat.strategies import value_reduction
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Tree
 from hpcstrat.values import DistributedValues, PerReplica
@@ -100,7 +100,7 @@ class CrossReplicaMethods:
             In replica context.
         """
         self._require_cross("reduce")
-        return reduction.reduce(self.collectives, reduce_op, value, axis, out)
+        return value_reduction.reduce(self.collectives, reduce_op, value, axis, out)
 
     @collective
     def gather(self, value: Tree, axis: int) -> Tree:
@@ -132,7 +132,7 @@ class CrossReplicaMethods:
             In replica context.
         """
         self._require_cross("gather")
-        parts = reduction.contributions(value)
+        parts = value_reduction.contributions(value)
         return self.collectives.all_gather(parts, axis, "gather")
 
     def local_value(self, tree: Tree) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.arrays import as_array
+from hpcstrat.arrays.kinds import as_array
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.typing import Tree

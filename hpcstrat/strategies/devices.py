@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.device import library, probe
-from hpcstrat.device.binding import Binding, bind, foresee
-from hpcstrat.device.probe_program import library_version
+from hpcstrat.gpu import library
+from hpcstrat.gpu.binding import Binding, bind, foresee
+from hpcstrat.gpu.probe import probe
+from hpcstrat.gpu.probe.probe_program import library_version
+from hpcstrat.logs import get_logger
 from hpcstrat.settings import Settings
-from hpcstrat.survival import create
-from hpcstrat.topology import Topology
-from hpcstrat.tracing import get_logger
+from hpcstrat.topology.survival import create
+from hpcstrat.topology.topology import Topology
 
 __all__ = ["Devices", "gpu_numbers", "parse_device", "prepare_mpi", "use_gpu"]
 

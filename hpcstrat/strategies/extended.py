@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device
+from hpcstrat.arrays.kinds import is_device
 from hpcstrat.context import current, pop, push
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.strategies.extended_v1 import ExtendedV1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.arrays import is_device
+from hpcstrat.arrays.kinds import is_device
 from hpcstrat.context import current, pop, push
 from hpcstrat.errors import OutOfRangeError
 from hpcstrat.strategies.steps import Examples, MultiStepContext

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.errors import TopologyError
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import gpu_numbers, parse_device
-from hpcstrat.strategies.mpi import MpiStrategy
+from hpcstrat.strategies.on_mpi import MpiStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI

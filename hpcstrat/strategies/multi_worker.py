@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.cross_device_ops import CrossDeviceOps
 from hpcstrat.options import CommunicationOptions
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.settings import Settings
-from hpcstrat.strategies.mpi import MpiStrategy
+from hpcstrat.strategies.on_mpi import MpiStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI

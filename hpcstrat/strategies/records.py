@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from hpcstrat.collectives.arrival_report import ArrivalReport, ReplicaArrivals
-from hpcstrat.collectives.header import Channel
-from hpcstrat.replica_collectives import Collectives
-from hpcstrat.safety import recording
+from hpcstrat.channel.channel import Channel
+from hpcstrat.observe import recording
+from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
+from hpcstrat.observe.timeline import trace
+from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.settings import Settings
-from hpcstrat.timeline import trace
 
 __all__ = ["RecordMethods"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.collectives.entries import collective
-from hpcstrat.collectives.started import Started
+from hpcstrat.channel.entries import collective
+from hpcstrat.channel.started import Started
 from hpcstrat.context import current, pop, push
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.typing import Tree

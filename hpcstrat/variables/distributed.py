@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import array_module, is_half
-from hpcstrat.collectives.entries import collective
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import array_module, is_half
+from hpcstrat.channel.entries import collective
 from hpcstrat.context import current
-from hpcstrat.indexed_slices import IndexedSlices
-from hpcstrat.object_collectives import ObjectCollectives
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.typing import Array
 from hpcstrat.values import (
     ONE_OF_MANY,

@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat.arrays import (
+from hpcstrat.arrays.casting import quietly
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import (
     array_module,
     as_array,
     is_device,
@@ -15,9 +17,7 @@ from hpcstrat.arrays import (
     to_device,
     to_host,
 )
-from hpcstrat.casting import quietly
 from hpcstrat.context import MadeTogether, current
-from hpcstrat.indexed_slices import IndexedSlices
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import ArrayOperators, HostValue, Mirrored, PerReplica

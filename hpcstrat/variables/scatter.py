@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays import as_array, is_device, to_device
-from hpcstrat.indexed_slices import IndexedSlices
-from hpcstrat.row_updates import apply_at, replace_at
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import as_array, is_device, to_device
+from hpcstrat.arrays.row_updates import apply_at, replace_at
 from hpcstrat.typing import Array
 
 __all__ = ["NOT_SUMMABLE", "ScatterMethods"]

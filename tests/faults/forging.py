@@ -22,11 +22,12 @@ import numpy as np
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.hashing import block_hash
-from hpcstrat.checkpoint.layout import Header, checkpoint_name
-from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan
-from hpcstrat.checkpoint.record import pack_record
-from hpcstrat.checkpoint.skeleton import Skeleton
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.commit_record import pack_record
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.checkpoint.file.layout import Header, checkpoint_name
+from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.cli.main import main as command
 from hpcstrat.errors import CorruptCheckpointError
 

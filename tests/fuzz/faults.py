@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from hpcstrat.recycling import Recycler
+from hpcstrat.arrays.recycling import Recycler
 
 __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]
 

@@ -9,8 +9,8 @@ import cupy
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.device import library
-from hpcstrat.device.capabilities import gather
+from hpcstrat.gpu import library
+from hpcstrat.gpu.capabilities import gather
 
 
 @pytest.fixture

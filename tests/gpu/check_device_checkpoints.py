@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import image, manager
-from hpcstrat.device import transfers
+from hpcstrat.checkpoint import manager
+from hpcstrat.checkpoint.file import image
 from hpcstrat.errors import CheckpointError
+from hpcstrat.gpu import transfers
 from tests.gpu.held import counted_waits, held_stream, on_host
 from tests.mpi.ranks.saved import KINDS, POLICIES
 

@@ -16,9 +16,9 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from hpcstrat.arrays import is_device
-from hpcstrat.safety import divergence
-from hpcstrat.safety.device_copies import LAG
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.safety.divergence import divergence
+from hpcstrat.safety.divergence.gpu_copies import LAG
 from tests.mpi.ranks.check_divergence import error_within, named_ranks, round_length
 from tests.mpi.ranks.check_reductions import assert_same_bits, assert_usable, outcome
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.collectives.device_hierarchical import (
+from hpcstrat.gpu.transports.across_workers import (
     HierarchicalTransport,
     HostAcross,
     PairsAcross,
 )
-from hpcstrat.collectives.device_pairs import Limits
-from hpcstrat.collectives.device_peer import PeerTransport
-from hpcstrat.collectives.nccl import NcclWorker
+from hpcstrat.gpu.transports.nccl_reduction import NcclWorker
+from hpcstrat.gpu.transports.pairwise_sums import Limits
+from hpcstrat.gpu.transports.peer_memory import PeerTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.collectives import device_moves
-from hpcstrat.collectives.call import describe_call
-from hpcstrat.collectives.device_moves import NcclMover, PairMover, StagedMover
-from hpcstrat.collectives.nccl_group import NcclGroup
+from hpcstrat.channel.call import describe_call
+from hpcstrat.gpu.transports import broadcast_gather
+from hpcstrat.gpu.transports.broadcast_gather import NcclMover, PairMover, StagedMover
+from hpcstrat.gpu.transports.nccl_group import NcclGroup
 from tests.gpu.driving import Team, in_step, shared_team
 
 NAMES = ("nccl", "pairs", "small_pairs", "staged", "small_staged")
@@ -78,7 +78,7 @@ def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
         results = sources
         if not in_place:
             results = [cupy.empty(size, dtype) for dtype, size in kinds]
-        steps = device_moves.broadcast(movers[name], sources, results, root)
+        steps = broadcast_gather.broadcast(movers[name], sources, results, root)
         _drive(crew, movers[name], steps)
         # The program goes on with its arrays at once.
         copies = [result.copy() for result in results]
@@ -98,7 +98,7 @@ def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
     def _gathers(*, dtype: str, sizes: list[int]) -> None:
         own = cupy.asarray(_values(sizes[crew.rank], dtype, crew.rank))
         out = cupy.empty(sum(sizes), dtype)
-        steps = device_moves.all_gather(movers[name], own, out, sizes)
+        steps = broadcast_gather.all_gather(movers[name], own, out, sizes)
         _drive(crew, movers[name], steps)
         copy = out.copy()
         wanted = [_values(size, dtype, rank) for rank, size in enumerate(sizes)]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.collectives import device_peer
-from hpcstrat.collectives.device_peer import PeerTransport
-from hpcstrat.collectives.device_reduction import reduce_on_device
+from hpcstrat.gpu.transports import peer_memory
+from hpcstrat.gpu.transports.device_reduction import reduce_on_device
+from hpcstrat.gpu.transports.peer_memory import PeerTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -53,7 +53,7 @@ def transports(crew: Team) -> Iterator[dict[str, Any]]:
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Take pieces of all sizes for small ones, or for large ones."""
     small = 1 << 40 if request.param == "direct" else 0
-    monkeypatch.setattr(device_peer, "_DIRECT_BYTES", small)
+    monkeypatch.setattr(peer_memory, "_DIRECT_BYTES", small)
     return str(request.param)
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.collectives.device_pairs import Limits
-from hpcstrat.collectives.device_reduction import reduce_on_device
-from hpcstrat.collectives.device_ring import RingTransport
+from hpcstrat.gpu.transports.device_reduction import reduce_on_device
+from hpcstrat.gpu.transports.mpi_ring import RingTransport
+from hpcstrat.gpu.transports.pairwise_sums import Limits
 from tests.gpu.driving import (
     KINDS,
     Reduction,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcstrat.collectives import select
-from hpcstrat.collectives.staging import StagingTransport
 from hpcstrat.collectives.work import Algorithm
+from hpcstrat.gpu.transports.host_staging import StagingTransport
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from tests.gpu.driving import (
     KINDS,
@@ -110,7 +110,7 @@ def test_calls_of_the_host_go_on_in_between(crew: Team, transports: Any) -> None
     """Staged parts and small calls of the host take turns in the same shared memory."""
     import numpy as np
 
-    from hpcstrat.replica_collectives import Collectives
+    from hpcstrat.reduction.replica_collectives import Collectives
 
     host = Collectives(crew.channel)
     for turn in range(20):

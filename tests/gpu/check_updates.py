@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from hpcstrat.arrays import is_device
-from hpcstrat.device import update_sums, updates
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.gpu.optimizer_steps import gradient_sums, updates
 from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.parameters import Step
 
@@ -248,7 +248,7 @@ def test_rows_that_come_several_times_are_added_in_their_order(
     indices = rng.integers(0, length, count)
     expected = np.zeros((length, *width), values.dtype)
     np.add.at(expected, indices, values)
-    rows, unique = update_sums.sum_rows(cupy.asarray(values), cupy.asarray(indices))
+    rows, unique = gradient_sums.sum_rows(cupy.asarray(values), cupy.asarray(indices))
     assert cupy.asnumpy(unique).tolist() == sorted(set(indices.tolist()))
     exact = expected[cupy.asnumpy(unique)]
     assert cupy.asnumpy(rows).tobytes() == exact.tobytes()

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.device import kernels, tables
-from hpcstrat.device.streams import Lane
-from hpcstrat.packing import Piece, cut, wire_dtype
+from hpcstrat.arrays.packing import Piece, cut, wire_dtype
+from hpcstrat.gpu import address_tables, kernels
+from hpcstrat.gpu.streams import Lane
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -381,7 +381,7 @@ def test_tables_are_made_when_they_are_reserved(
     out = cupy.zeros(run.size, "f4")
     inner, _ = case.results()
     kernels.reserve([len(run.spans)] * 2)
-    monkeypatch.setattr(tables, "plain_memory", None)
+    monkeypatch.setattr(address_tables, "plain_memory", None)
     lane.enter()
     kernels.pack(run.spans, case.sources, out, lane.stream)
     kernels.unpack(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.safety.watchdog import EXIT_CODE
+from hpcstrat.safety.watchdog.watchdog import EXIT_CODE
 from hpcstrat.testing import launch_command
 from tests.conftest import why_no_gpu
 from tests.gpu.jobs import environment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.device import kernels
+from hpcstrat.gpu import kernels
 from tests.gpu.jobs import environment
 
 HERE = Path(__file__).parent

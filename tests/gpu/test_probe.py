@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.device.launching import scrubbed
+from hpcstrat.gpu.probe.launching import scrubbed
 from hpcstrat.testing import launch_command
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +23,8 @@ LIMIT_SECONDS = 150
 # The real program, whose calls of MPI end or hang as on a library without support.
 FAULTY = """
 import ctypes, sys, time
-from hpcstrat.device import probe_program
-from hpcstrat.device.probe_program import _Trial
+from hpcstrat.gpu import probe_program
+from hpcstrat.gpu.probe.probe_program import _Trial
 
 def crash(trial, nbytes):
     return ctypes.string_at(0) if nbytes > 8 else ""
@@ -47,8 +47,8 @@ sys.exit(probe_program.main())
 
 REPORT = """
 import json, sys
-from hpcstrat.device.probe import probe, save
-from hpcstrat.device.probe_program import library_version
+from hpcstrat.gpu.probe.probe import probe, save
+from hpcstrat.gpu.probe.probe_program import library_version
 options = {"program": sys.argv[1:]} if sys.argv[1:] else {}
 report = probe(library_version(), **options)
 assert save(report) == ""
@@ -59,7 +59,7 @@ print(json.dumps([report.how, answers]))
 STRATEGY = """
 import cupy, logging, sys
 import hpcstrat as hs
-from hpcstrat.device.capabilities import gather
+from hpcstrat.gpu.capabilities import gather
 with hs.MultiWorkerMirroredStrategy() as strategy:
     able = gather(strategy.topology)
     assert able.num_gpus == strategy.num_replicas_in_sync
@@ -79,14 +79,14 @@ from mpi4py import MPI
 import hpcstrat as hs
 early = []
 
-import hpcstrat.starting
-start = hpcstrat.starting._initialize
+import hpcstrat.topology.starting
+start = hpcstrat.topology.starting._initialize
 
 def initialize(*arguments):
     early.append(cupy.cuda.Device().id)
     start(*arguments)
 
-hpcstrat.starting._initialize = initialize
+hpcstrat.topology.starting._initialize = initialize
 with hs.MultiWorkerMirroredStrategy() as strategy:
     place = early, cupy.cuda.Device().id
     hs.print_once(strategy.collectives.all_gather_object(place, "test"))

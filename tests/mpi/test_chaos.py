@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from hpcstrat.testing import chaos, launch_command
+from hpcstrat.chaos import disturbing
+from hpcstrat.testing import launch_command
 from tests.mpi.programs.started import PROGRAMS, Ended, run_command, start
 
 LIMIT_SECONDS = 100
 
 
-def job_of(token: str, num_ranks: int, running: Future[Ended]) -> chaos.JobRanks:
+def job_of(token: str, num_ranks: int, running: Future[Ended]) -> disturbing.JobRanks:
     """Wait until all ranks of a program have come, and return its job."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline and not running.done():
-        for job in chaos.find_jobs():
+        for job in disturbing.find_jobs():
             if token in job.ranks[0].command and len(job.ranks) == num_ranks:
                 # The strategy is made by now, or is about to be.
                 time.sleep(2)
@@ -29,7 +30,7 @@ def job_of(token: str, num_ranks: int, running: Future[Ended]) -> chaos.JobRanks
 
 
 def disturbed(
-    n: int, seconds: float, disturb: Callable[[chaos.JobRanks], None]
+    n: int, seconds: float, disturb: Callable[[disturbing.JobRanks], None]
 ) -> Ended:
     """Run the steady program, and call a function with its job."""
     token = secrets.token_hex(8)
@@ -44,12 +45,14 @@ def disturbed(
 def test_stopped_and_slow_ranks_are_waited_for() -> None:
     texts: list[str] = []
 
-    def disturb(job: chaos.JobRanks) -> None:
+    def disturb(job: disturbing.JobRanks) -> None:
         assert [process.rank for process in job.ranks] == [0, 1, 2]
-        acts = [chaos.Act(0.1, "stop", 1), chaos.Act(0.1, "delay", 0)]
-        acts.append(chaos.Act(0.1, "stop", 2))
-        strength = chaos.Strength(stop_seconds=0.5, delay_seconds=1.0)
-        done = chaos.disturb(job, acts, strength, lambda *act: texts.append(act[2]))
+        acts = [disturbing.Act(0.1, "stop", 1), disturbing.Act(0.1, "delay", 0)]
+        acts.append(disturbing.Act(0.1, "stop", 2))
+        strength = disturbing.Strength(stop_seconds=0.5, delay_seconds=1.0)
+        done = disturbing.disturb(
+            job, acts, strength, lambda *act: texts.append(act[2])
+        )
         assert done == 3
 
     ended = disturbed(3, 8, disturb)
@@ -61,7 +64,7 @@ def test_stopped_and_slow_ranks_are_waited_for() -> None:
 def test_job_of_a_killed_rank_ends_and_others_are_left_alone() -> None:
     said: list[subprocess.CompletedProcess[str]] = []
 
-    def disturb(job: chaos.JobRanks) -> None:
+    def disturb(job: disturbing.JobRanks) -> None:
         command = [sys.executable, "-c", "from hpcstrat.cli import main; main()"]
         words = ["chaos", "run", "--kill", "--every", "0.2", "--ranks", "1", "--job"]
         said.append(
@@ -96,7 +99,7 @@ def test_ranks_behind_a_shell_are_the_python_processes() -> None:
         running = pool.submit(run_command, command, "shell", LIMIT_SECONDS, {})
         deadline, found = time.monotonic() + LIMIT_SECONDS, set()
         while time.monotonic() < deadline and not running.done():
-            for job in chaos.find_jobs():
+            for job in disturbing.find_jobs():
                 if token in job.ranks[0].command:
                     found |= {process.command.split()[0] for process in job.ranks}
             if any("python" in word for word in found):

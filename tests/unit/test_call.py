@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.collectives.call import call_site, describe_call, signature_text
-from hpcstrat.collectives.disagreement import FAILED, LEFT, Announcement, explain
+from hpcstrat.channel.call import call_site, describe_call, signature_text
+from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, explain
 from hpcstrat.errors import CollectiveError, ReplicaError
 from hpcstrat.tree import flatten
 
@@ -39,7 +39,7 @@ def test_digests_are_equal_for_equal_texts_only(
 
 def test_digests_are_the_same_in_every_process() -> None:
     program = (
-        "from hpcstrat.collectives.call import describe_call;"
+        "from hpcstrat.channel.call import describe_call;"
         "print(describe_call('reduce(SUM)', 'float32[4]').digest)"
     )
     done = subprocess.run(

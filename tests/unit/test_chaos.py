@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcstrat.chaos import disturbing
+from hpcstrat.chaos.processes import Held
 from hpcstrat.cli import main
-from hpcstrat.testing import chaos
-from hpcstrat.testing.processes import Held
 
 NOBODY = 65534
 PATIENCE_SECONDS = 60
@@ -28,28 +28,28 @@ COMMAND = [sys.executable, "-c", "from hpcstrat.cli import main; main()", "chaos
 
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_ranks_are_read_as_they_are_written(ranks: set[int]) -> None:
-    assert chaos.parse_ranks(",".join(map(str, ranks))) == sorted(ranks)
+    assert disturbing.parse_ranks(",".join(map(str, ranks))) == sorted(ranks)
     low, high = min(ranks), max(ranks)
-    assert chaos.parse_ranks(f" {low}-{high}") == list(range(low, high + 1))
+    assert disturbing.parse_ranks(f" {low}-{high}") == list(range(low, high + 1))
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "1.5"])
 def test_other_texts_are_no_ranks(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
-        chaos.parse_ranks(text)
+        disturbing.parse_ranks(text)
 
 
 @given(
     st.sets(st.integers(0, 20), min_size=1),
-    st.lists(st.sampled_from(chaos.KINDS), min_size=1),
+    st.lists(st.sampled_from(disturbing.KINDS), min_size=1),
     st.integers(1, 30),
     st.integers(0, 2**32),
 )
 def test_a_seed_draws_the_same_again(
     ranks: set[int], kinds: list[str], count: int, seed: int
 ) -> None:
-    def drawn() -> list[chaos.Act]:
-        return chaos.draw(list(ranks), kinds, every=2.0, count=count, seed=seed)
+    def drawn() -> list[disturbing.Act]:
+        return disturbing.draw(list(ranks), kinds, every=2.0, count=count, seed=seed)
 
     acts = drawn()
     assert acts == drawn()
@@ -63,12 +63,12 @@ def test_a_seed_draws_the_same_again(
 
 
 def test_waits_have_the_mean_that_was_asked_for_and_all_ranks_come() -> None:
-    acts = chaos.draw(range(4), ["stop", "delay"], every=3.0, count=4000, seed=1)
+    acts = disturbing.draw(range(4), ["stop", "delay"], every=3.0, count=4000, seed=1)
     mean = sum(act.wait_seconds for act in acts) / len(acts)
     assert 2.8 < mean < 3.2
     for rank in range(4):
         assert 850 < sum(act.rank == rank for act in acts) < 1150
-    other = chaos.draw(range(4), ["stop", "delay"], every=3.0, count=4000, seed=2)
+    other = disturbing.draw(range(4), ["stop", "delay"], every=3.0, count=4000, seed=2)
     assert acts != other
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_drawn_from_nothing(change: dict[str, Any]) -> None:
     options = {"ranks": [0], "kinds": ["kill"], "every": 1.0, "count": 1} | change
     ranks, kinds = options.pop("ranks"), options.pop("kinds")
     with pytest.raises(ValueError, match="expected"):
-        chaos.draw(ranks, kinds, seed=1, **options)
+        disturbing.draw(ranks, kinds, seed=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_nothing_is_drawn_from_nothing(change: dict[str, Any]) -> None:
 )
 def test_strength_out_of_range_is_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        chaos.Strength(**values)
+        disturbing.Strength(**values)
 
 
 class Machine:
@@ -110,7 +110,7 @@ class Machine:
         (folder / "maps").write_text("/usr/lib/libmpi.so.40" if mpi else "/bin/x")
 
     def jobs(self, **options: Any) -> dict[str, list[tuple[int, int]]]:
-        found = chaos.find_jobs(proc=self.folder, **options)
+        found = disturbing.find_jobs(proc=self.folder, **options)
         return {j.name: [(p.rank, p.pid) for p in j.ranks] for j in found}
 
 
@@ -166,29 +166,31 @@ def test_a_rank_is_the_process_that_has_mpi(machine: Machine) -> None:
 
 
 def test_jobs_are_chosen_by_name_or_by_the_only_one_of_slurm() -> None:
-    jobs = [chaos.JobRanks(n, s, ()) for n, s in [("a", "7"), ("b", "7"), ("c", "8")]]
-    assert chaos.choose(jobs, "a").name == "a"
-    assert chaos.choose(jobs, "8").name == "c"
+    jobs = [
+        disturbing.JobRanks(n, s, ()) for n, s in [("a", "7"), ("b", "7"), ("c", "8")]
+    ]
+    assert disturbing.choose(jobs, "a").name == "a"
+    assert disturbing.choose(jobs, "8").name == "c"
     for name in ("7", "", "d"):
-        with pytest.raises(chaos.NoSuchRankError, match="expected one job"):
-            chaos.choose(jobs, name)
+        with pytest.raises(disturbing.NoSuchRankError, match="expected one job"):
+            disturbing.choose(jobs, name)
 
 
 @pytest.fixture
-def make_rank() -> Iterator[Callable[..., chaos.JobRanks]]:
+def make_rank() -> Iterator[Callable[..., disturbing.JobRanks]]:
     """Start processes that look like ranks of a job of their own."""
     started = []
 
-    def make(count: int = 1, **options: Any) -> chaos.JobRanks:
+    def make(count: int = 1, **options: Any) -> disturbing.JobRanks:
         name = f"test-{secrets.token_hex(8)}"
         for rank in range(count):
             env = {"PMIX_NAMESPACE": name, "PMIX_RANK": str(rank)}
             process = subprocess.Popen(["sleep", "600"], env=env, **options)
             started.append(process)
         own = {process.pid for process in started}
-        found = [j for j in chaos.find_jobs() if j.name == name]
+        found = [j for j in disturbing.find_jobs() if j.name == name]
         assert all(p.pid in own for job in found for p in job.ranks)
-        return found[0] if found else chaos.JobRanks(name, "", ())
+        return found[0] if found else disturbing.JobRanks(name, "", ())
 
     yield make
     for process in started:
@@ -196,7 +198,7 @@ def make_rank() -> Iterator[Callable[..., chaos.JobRanks]]:
         process.wait()
 
 
-def state(process: chaos.RankProcess) -> str:
+def state(process: disturbing.RankProcess) -> str:
     text = Path(f"/proc/{process.pid}/stat").read_text()
     return text.rpartition(")")[2].split()[0]
 
@@ -204,7 +206,7 @@ def state(process: chaos.RankProcess) -> str:
 RUNS, STANDS, IS_DEAD = "SRD", "T", "Z"
 
 
-def wait_for(process: chaos.RankProcess, states: str) -> None:
+def wait_for(process: disturbing.RankProcess, states: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while state(process) not in states:
         assert time.monotonic() < deadline, state(process)
@@ -214,9 +216,13 @@ def wait_for(process: chaos.RankProcess, states: str) -> None:
 def test_only_the_rank_that_was_drawn_is_touched(make_rank: Any) -> None:
     job, other = make_rank(3), make_rank(3)
     told = []
-    acts = [chaos.Act(0, "stop", 1), chaos.Act(0, "kill", 1), chaos.Act(0, "stop", 1)]
-    strength = chaos.Strength(stop_seconds=0.2)
-    done = chaos.disturb(
+    acts = [
+        disturbing.Act(0, "stop", 1),
+        disturbing.Act(0, "kill", 1),
+        disturbing.Act(0, "stop", 1),
+    ]
+    strength = disturbing.Strength(stop_seconds=0.2)
+    done = disturbing.disturb(
         job, acts, strength, lambda act, p, text: told.append((p.rank, text))
     )
     assert done == 2
@@ -235,16 +241,16 @@ def test_a_delayed_rank_stands_still_most_of_the_time(make_rank: Any) -> None:
         seen.append(text)
 
     begin = time.monotonic()
-    strength = chaos.Strength(delay_seconds=0.5, factor=5)
-    assert chaos.disturb(job, [chaos.Act(0, "delay", 0)], strength, look) == 1
+    strength = disturbing.Strength(delay_seconds=0.5, factor=5)
+    assert disturbing.disturb(job, [disturbing.Act(0, "delay", 0)], strength, look) == 1
     assert time.monotonic() - begin >= 0.5
     assert seen == ["slowed down", "goes on"]
     wait_for(job.ranks[0], RUNS)
 
 
 def test_a_rank_of_another_job_is_refused(make_rank: Any) -> None:
-    with pytest.raises(chaos.NoSuchRankError, match=r"one of \[0\], found 1"):
-        chaos.disturb(make_rank(), [chaos.Act(0, "kill", 1)])
+    with pytest.raises(disturbing.NoSuchRankError, match=r"one of \[0\], found 1"):
+        disturbing.disturb(make_rank(), [disturbing.Act(0, "kill", 1)])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts others' processes")
@@ -255,8 +261,8 @@ def test_processes_of_others_are_never_touched(make_rank: Any) -> None:
     process = subprocess.Popen(["sleep", "600"], user=NOBODY)
     try:
         started = Path(f"/proc/{process.pid}/stat").read_text().split()[21]
-        rank = chaos.RankProcess(0, process.pid, started, "sleep")
-        with pytest.raises(chaos.NoSuchRankError):
+        rank = disturbing.RankProcess(0, process.pid, started, "sleep")
+        with pytest.raises(disturbing.NoSuchRankError):
             Held(rank)
     finally:
         process.kill()
@@ -266,8 +272,10 @@ def test_processes_of_others_are_never_touched(make_rank: Any) -> None:
 def test_a_number_that_is_used_again_is_refused(make_rank: Any) -> None:
     rank = make_rank().ranks[0]
     Held(rank).close()
-    before = chaos.RankProcess(0, rank.pid, str(int(rank.started) - 1), rank.command)
-    with pytest.raises(chaos.NoSuchRankError, match="has ended"):
+    before = disturbing.RankProcess(
+        0, rank.pid, str(int(rank.started) - 1), rank.command
+    )
+    with pytest.raises(disturbing.NoSuchRankError, match="has ended"):
         Held(before)
 
 

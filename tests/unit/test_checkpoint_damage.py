@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan
-from hpcstrat.checkpoint.reader import CheckpointFile, open_checkpoint
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults import forging, fuzzing

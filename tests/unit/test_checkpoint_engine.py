@@ -20,21 +20,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk, folder, rows, under_way, writing
-from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.checkpoint.image import Image, Memory, as_bytes, fill
-from hpcstrat.checkpoint.layout import Entry, Header
-from hpcstrat.checkpoint.plain_state import as_text
-from hpcstrat.checkpoint.plan import (
-    PAGE_BYTES,
-    Extent,
-    Plan,
-    choose_block_bytes,
-    part_of,
+from hpcstrat.checkpoint.disk import disk
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.extents import Extent, Plan, choose_block_bytes, part_of
+from hpcstrat.checkpoint.file.image import Image, Memory, as_bytes, fill
+from hpcstrat.checkpoint.file.layout import Entry, Header
+from hpcstrat.checkpoint.file.part_verdicts import (
+    read_verdict,
+    room_bytes,
+    write_verdict,
 )
-from hpcstrat.checkpoint.reader import CheckpointFile, check, open_checkpoint
-from hpcstrat.checkpoint.skeleton import Skeleton, packed_python
-from hpcstrat.checkpoint.verdicts import read_verdict, room_bytes, write_verdict
+from hpcstrat.checkpoint.file.plain_state import as_text
+from hpcstrat.checkpoint.file.reader import CheckpointFile, check, open_checkpoint
+from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
+from hpcstrat.checkpoint.keep import folder
+from hpcstrat.checkpoint.save import background, rows, writing
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES = ("float32", "bool", "int64", "complex128", "float16", "uint8")
@@ -396,8 +397,8 @@ def test_children_do_not_end_saves_of_their_parent(
     manager.save(1, asynchronous=True)
     child = os.fork()
     if child == 0:
-        under_way.finish_all()
-        under_way.give_up_all(RuntimeError("the child fails"))
+        background.finish_all()
+        background.give_up_all(RuntimeError("the child fails"))
         os._exit(0)
     os.waitpid(child, 0)
     goes_on.set()
@@ -636,7 +637,7 @@ def test_a_lost_record_makes_no_file_of_version_1(copied: Path) -> None:
 def test_file_of_another_job_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcstrat.checkpoint import commit
+    from hpcstrat.checkpoint.save import commit
 
     managers = [
         hs.CheckpointManager(tmp_path, x=hs.Variable(float(number)))

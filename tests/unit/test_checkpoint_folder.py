@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk, folder, writing
+from hpcstrat.checkpoint.disk import disk
+from hpcstrat.checkpoint.keep import folder
+from hpcstrat.checkpoint.save import writing
 from hpcstrat.testing.launcher import clean_environment
 
 _SAVE = """

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import disk, folder, skeleton
-from hpcstrat.checkpoint.layout import checkpoint_name, list_checkpoints, step_of
-from hpcstrat.checkpoint.reader import read_header
+from hpcstrat.checkpoint.disk import disk
+from hpcstrat.checkpoint.file import skeleton
+from hpcstrat.checkpoint.file.layout import checkpoint_name, list_checkpoints, step_of
+from hpcstrat.checkpoint.file.reader import read_header
+from hpcstrat.checkpoint.keep import folder
 
 TEXT, INT64, INT8 = "text", np.dtype("<i8"), np.dtype("i1")
 
@@ -264,7 +266,7 @@ def test_types_of_other_libraries_come_back(tmp_path: Path, name: str) -> None:
     # What is in it can be seen without that library.
     code = (
         "import sys\n"
-        "from hpcstrat.checkpoint.reader import read_header\n"
+        "from hpcstrat.checkpoint.file.reader import read_header\n"
         f"assert list(read_header({path!r}).entries) == ['variables/v']\n"
         "assert 'ml_dtypes' not in sys.modules\n"
     )

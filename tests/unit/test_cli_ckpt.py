@@ -24,9 +24,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import trial
-from hpcstrat.checkpoint.file_systems import file_system_name
-from hpcstrat.checkpoint.trial import Layout, Measured
+from hpcstrat.checkpoint.disk.file_systems import file_system_name
+from hpcstrat.checkpoint.trial import write_trial
+from hpcstrat.checkpoint.trial.write_trial import Layout, Measured
 from hpcstrat.cli.ckpt_bench import advise, parse_size
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
@@ -270,7 +270,7 @@ def test_list_passes_over_a_file_that_goes_meanwhile(
     first, second = map(str, _paths(folder))
     gone = str(folder / "ckpt-0000000000.h5")
     listed = lambda _: [gone, first, second]  # noqa: E731
-    monkeypatch.setattr("hpcstrat.cli.ckpt.list_checkpoints", listed)
+    monkeypatch.setattr("hpcstrat.cli.ckpt_commands.list_checkpoints", listed)
     found = _run("ls", folder)
     assert found.exit_code == 0, found.output
     assert "ckpt-0000000002.h5" in found.output
@@ -417,7 +417,7 @@ def test_bench_that_fails_leaves_nothing(
     instead: Callable[..., None],
     said: str,
 ) -> None:
-    monkeypatch.setattr(trial, name, instead)
+    monkeypatch.setattr(write_trial, name, instead)
     found = _run("bench", tmp_path, "--size", "16MiB")
     assert found.exit_code == 1
     assert said in found.output
@@ -428,8 +428,8 @@ def test_bench_that_fails_leaves_nothing(
 def test_bench_says_where_direct_writes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = trial.open_to_write
-    monkeypatch.setattr(trial, "open_to_write", lambda path, _: real(path, False))
+    real = write_trial.open_to_write
+    monkeypatch.setattr(write_trial, "open_to_write", lambda path, _: real(path, False))
     found = _run("bench", tmp_path, "--size", "16MiB", "--rounds", "1")
     assert found.exit_code == 0, found.output
     assert "refuses direct writes" in found.output.splitlines()[-1]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcstrat.collectives.disagreement import FAILED, Announcement, only_marks_differ
-from hpcstrat.safety.comparison import index_of, most_common, octets, replicas_text
+from hpcstrat.channel.disagreement import FAILED, Announcement, only_marks_differ
+from hpcstrat.safety.divergence.comparison import (
+    index_of,
+    most_common,
+    octets,
+    replicas_text,
+)
 
 
 def test_bytes_are_those_of_the_array_itself() -> None:

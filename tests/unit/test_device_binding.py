@@ -12,13 +12,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hpcstrat.device import library
-from hpcstrat.device.binding import View, choose, problem, worker_gpus
-from hpcstrat.device.library import Gpu
 from hpcstrat.errors import TopologyError
+from hpcstrat.gpu import library
+from hpcstrat.gpu.binding import View, choose, problem, worker_gpus
+from hpcstrat.gpu.library import Gpu
+from hpcstrat.logs import get_logger
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import gpu_numbers, parse_device
-from hpcstrat.tracing import get_logger
 
 
 def gpus(*places: int, part: str = "") -> tuple[Gpu, ...]:

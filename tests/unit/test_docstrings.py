@@ -66,7 +66,7 @@ def _parameters(docstring: str) -> list[str]:
 
 
 # Not for users: one line says all that types and names do not.
-INTERNAL = {"Breaks", "PatientComm", "collective"}
+INTERNAL = {"Breaks", "PatientComm", "collective", "Channel", "ProgressThread"}
 FUNCTIONS = [
     (name, node)
     for name, node in NODES

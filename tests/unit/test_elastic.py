@@ -12,11 +12,11 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.commits import Commit, Key
-from hpcstrat.elastic.ends import remove_marker, write_marker
-from hpcstrat.elastic.partners import partners_of
-from hpcstrat.elastic.restoring import Report, choose
-from hpcstrat.survival import choose_collectives
+from hpcstrat.elastic.finishing import remove_marker, write_marker
+from hpcstrat.elastic.memory_restore import Report, choose
+from hpcstrat.elastic.partner_copies import partners_of
+from hpcstrat.elastic.snapshots import Commit, Key
+from hpcstrat.topology.survival import choose_collectives
 
 ENABLED = {"OMPI_MCA_mpi_ft_enable": "1"}
 

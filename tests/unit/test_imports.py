@@ -48,7 +48,7 @@ def test_import_in_a_job_of_several_ranks_loads_nothing_heavy(
     monkeypatch.setenv("PMIX_NAMESPACE", f"test_imports {os.getpid()}")
     program = (
         "import json, sys, hpcstrat, threading\n"
-        "from hpcstrat import presence\n"
+        "from hpcstrat.safety import presence\n"
         "assert presence.own_board() is not None\n"
         "presence.own_board().num_local = None\n"
         "assert threading.active_count() == 1\n"

@@ -8,8 +8,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from hpcstrat.presence import IMPORTED
-from hpcstrat.safety.missing import missing_ranks
+from hpcstrat.safety.presence import IMPORTED
+from hpcstrat.safety.start.missing import missing_ranks
 
 
 def _found(pid: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat import overlaps
+from hpcstrat.arrays import overlaps
 
 STEPS = (1, 1, 2, 3)
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import contents, skeleton
-from hpcstrat.checkpoint.plain_state import as_text, from_text, is_typed
+from hpcstrat.checkpoint.file import contents, skeleton
+from hpcstrat.checkpoint.file.plain_state import as_text, from_text, is_typed
 
 
 class Level(enum.IntEnum):

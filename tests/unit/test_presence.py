@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hpcstrat import presence
+from hpcstrat.safety import presence
 
 # Takes a page, says so, and lives until its input ends.
 RANK = """
 import json, os, sys
-from hpcstrat import presence
+from hpcstrat.safety import presence
 presence._FOLDER = sys.argv[1]
 os.environ |= json.loads(sys.argv[2])
 board = presence.own_board()

@@ -18,17 +18,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import retention, skeleton
-from hpcstrat.checkpoint.keep_rules import (
+from hpcstrat.checkpoint.file import skeleton
+from hpcstrat.checkpoint.file.layout import checkpoint_name
+from hpcstrat.checkpoint.file.reader import read_header, read_root
+from hpcstrat.checkpoint.keep import retention
+from hpcstrat.checkpoint.keep.keep_rules import (
     Found,
     KeepRules,
     checked_metrics,
     kept,
     ranked,
 )
-from hpcstrat.checkpoint.layout import checkpoint_name
-from hpcstrat.checkpoint.reader import read_header, read_root
-from hpcstrat.checkpoint.retention import best_path
+from hpcstrat.checkpoint.keep.retention import best_path
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 NOW = 1_790_000_000_000_000_000
@@ -431,7 +432,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(
         remove(which)
 
     monkeypatch.setattr(retention, "remove", noted)
-    monkeypatch.setattr("hpcstrat.checkpoint.commit.publish", _full)
+    monkeypatch.setattr("hpcstrat.checkpoint.save.commit.publish", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         manager.save(2)
     assert manager.checkpoints == [path]

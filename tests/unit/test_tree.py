@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.indexed_slices import IndexedSlices
+from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
 from hpcstrat.values import Mirrored, PerReplica
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hpcstrat.collectives import waiting
-from hpcstrat.collectives.waiting import Spin, Waiter
+from hpcstrat.channel import waiting
+from hpcstrat.channel.waiting import Spin, Waiter
 
 MOST, LEAST = waiting._MOST_SPIN_SECONDS, waiting._LEAST_SPIN_SECONDS
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.safety.pages import STATUS_START, WAITS, Page, Status
-from hpcstrat.safety.report import LateRank, Report, some_ranks
-from hpcstrat.safety.stacks import Process, Stacks, look_at, own_stacks
-from hpcstrat.topology import STATUS_BYTES
+from hpcstrat.safety.watchdog.late_ranks import LateRank, Report, some_ranks
+from hpcstrat.safety.watchdog.pages import STATUS_START, WAITS, Page, Status
+from hpcstrat.safety.watchdog.stacks import Process, Stacks, look_at, own_stacks
+from hpcstrat.topology.topology import STATUS_BYTES
 
 REPOSITORY = Path(__file__).parents[2]
 HELD = """
 import ctypes, os, sys
-from hpcstrat.safety.stacks import prepare
+from hpcstrat.safety.watchdog.stacks import prepare
 def hold():
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 own = prepare(9)
@@ -139,7 +139,7 @@ def test_process_without_a_handler_gets_no_signal(held: Process) -> None:
 def test_signal_that_is_in_use_is_refused() -> None:
     code = (
         "import signal\n"
-        "from hpcstrat.safety.stacks import prepare\n"
+        "from hpcstrat.safety.watchdog.stacks import prepare\n"
         "signal.signal(signal.SIGRTMIN + 9, lambda *_: print('own'))\n"
         "assert prepare(9).signal == 0\n"
         "signal.raise_signal(signal.SIGRTMIN + 9)\n"

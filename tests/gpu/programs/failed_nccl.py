@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 
 import hpcstrat as hs
-from hpcstrat.safety import watchdog
+from hpcstrat.safety.watchdog import watchdog
 
 
 class Failed:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hpcstrat.replica_collectives import Collectives
+from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.strategies.cross_replica import CrossReplicaMethods
 from tests.gpu.ranks.rewriting import (
     at_once,

@@ -23,8 +23,8 @@ import numpy as np
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.plan import part_of
-from hpcstrat.checkpoint.reader import open_checkpoint
+from hpcstrat.checkpoint.file.extents import part_of
+from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.errors import CheckpointError
 
 # Each replica of two has some blocks.

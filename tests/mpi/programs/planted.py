@@ -40,7 +40,7 @@ from hpcstrat.layers import (
 _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 # What surrounds a call from outside, and what no error can be raised in without the
 # call being one that was never made, or has ended.
-_SEAM = os.path.join(_PACKAGE, "collectives", "entries.py")
+_SEAM = os.path.join(_PACKAGE, "channel", "entries.py")
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
 # A line of a loop that waits is begun any number of times.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.collectives.patient import PatientComm
+from hpcstrat.channel.patient import PatientComm
 
 _open: list[Any] = []
 

@@ -21,11 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat import segment
-from hpcstrat import topology as topology_module
-from hpcstrat.collectives import records, select, slots
-from hpcstrat.replica_collectives import Collectives
-from hpcstrat.segment import Segment
+from hpcstrat.channel import headers, places
+from hpcstrat.collectives import select
+from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.topology import segment
+from hpcstrat.topology import topology as topology_module
+from hpcstrat.topology.segment import Segment
 from tests.mpi.ranks.check_reductions import assert_usable, lock, outcome
 from tests.mpi.ranks.effort import examples
 
@@ -566,8 +567,8 @@ def test_memory_barriers_of_other_processors_change_no_result(
         made.append(original(mpi, "aarch64"))
         return made[-1]
 
-    original = records._memory_barrier
-    monkeypatch.setattr(records, "_memory_barrier", arm)
+    original = headers._memory_barrier
+    monkeypatch.setattr(headers, "_memory_barrier", arm)
     with make_strategy(comm=job) as strategy:
         assert_usable(strategy, job)
         own = np.full(300_000, job.rank, np.int64)
@@ -606,7 +607,7 @@ def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
             raise OSError(28, "No space left on device")
         real(handle, start, length)
 
-    monkeypatch.setattr(slots, "_are_apart", lambda *_: True)
+    monkeypatch.setattr(places, "_are_apart", lambda *_: True)
     monkeypatch.setattr(segment.os, "posix_fallocate", reserve)
     with make_strategy(comm=job) as strategy:
         topology = strategy.topology

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import commit, image, saving, writing
-from hpcstrat.checkpoint.blocks import Blocks
-from hpcstrat.checkpoint.folder import temporary_name
+from hpcstrat.checkpoint.file import image
+from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.keep.folder import temporary_name
+from hpcstrat.checkpoint.save import commit, saving, writing
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (

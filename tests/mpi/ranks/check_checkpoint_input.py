@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.plan import PAGE_BYTES, Plan
-from hpcstrat.checkpoint.reader import open_checkpoint
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
 from tests.mpi.ranks.saved import warnings_of_checkpoints

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import blocks, image, restoring, under_way, writing
-from hpcstrat.checkpoint.image import Memory
+from hpcstrat.checkpoint.file import blocks, image
+from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.restore import reading_back
+from hpcstrat.checkpoint.save import background, writing
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.effort import examples
@@ -91,7 +93,7 @@ def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
     # On all ranks, as the launcher does it.
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "read_into", late)
-        patch.setattr(restoring.threading.Thread, "join", interrupt)
+        patch.setattr(reading_back.threading.Thread, "join", interrupt)
         with pytest.raises(KeyboardInterrupt):
             manager.restore()
     x.assign(np.full(count, 2.0))
@@ -190,7 +192,7 @@ def test_skipping_ends_where_one_rank_cannot_tell_how_it_went(
     x = _variable(strategies[job.size], job)
     manager = hs.CheckpointManager(folder, x=x)
     with monkeypatch.context() as patch:
-        patch.setattr(under_way, "write_verdict", _broken)
+        patch.setattr(background, "write_verdict", _broken)
         manager.save(1, asynchronous=True)
         _save_when_not_busy(manager, 2)
         manager.close()
@@ -220,7 +222,7 @@ def test_what_a_rank_lacks_is_not_the_fault_of_the_file(
             patch.setattr(
                 *{
                     "memory": (Memory, "image", _broken),
-                    "threads": (restoring.threading.Thread, "start", none),
+                    "threads": (reading_back.threading.Thread, "start", none),
                     "data": (blocks, "read_into", _broken),
                 }[what]
             )
@@ -287,8 +289,8 @@ def test_saves_are_skipped_while_old_ones_are_freed(
 ) -> None:
     x = _variable(strategies[job.size], job)
     manager = hs.CheckpointManager(folder, x=x)
-    monkeypatch.setattr(under_way, "gives_back", lambda: True)
-    monkeypatch.setattr(under_way, "_FREEING_SECONDS", 3600.0)
+    monkeypatch.setattr(background, "gives_back", lambda: True)
+    monkeypatch.setattr(background, "_FREEING_SECONDS", 3600.0)
     path = Path(manager.save(1, asynchronous=True))
     assert wait_until(path.exists, _LIMIT_SECONDS)
     assert manager.save(2, asynchronous=True, on_busy="skip") is None

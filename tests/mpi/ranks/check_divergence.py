@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.safety import divergence
-from hpcstrat.safety.comparison import octets
+from hpcstrat.safety.divergence import divergence
+from hpcstrat.safety.divergence.comparison import octets
 from tests.mpi.ranks.check_all_reduce import DTYPES, exchanged, in_step
 from tests.mpi.ranks.check_reductions import assert_usable, outcome
 from tests.mpi.ranks.effort import examples

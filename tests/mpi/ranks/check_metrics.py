@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.metrics import base
+from hpcstrat.metrics.metric import read_totals
 from tests.mpi.ranks.check_reductions import (
     assert_same_bits,
     assert_usable,
@@ -184,7 +184,7 @@ def test_metrics_of_two_strategies_are_read_apart(
     alone = hs.metrics.Mean()
     alone.update_state(3.0)
     assert hs.metrics.results([alone, metrics[1]]) == [3, 0]
-    assert base.read_totals([]) == []
+    assert read_totals([]) == []
     other.close()
 
 

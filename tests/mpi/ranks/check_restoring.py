@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import restoring, sharing
-from hpcstrat.checkpoint.plan import Plan
-from hpcstrat.checkpoint.reader import open_checkpoint
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.reader import open_checkpoint
+from hpcstrat.checkpoint.restore import reading_back, sharing
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
 
@@ -149,7 +149,7 @@ def test_values_larger_than_blocks_come_back(
         variable.component[...] = 0
     if kept == "one":
         # Each rank keeps one block only, and reads the others again.
-        monkeypatch.setattr(restoring, "_KEPT_BYTES", 1)
+        monkeypatch.setattr(reading_back, "_KEPT_BYTES", 1)
     monkeypatch.setattr(sharing, "_PIECE_BYTES", piece_bytes)
     manager.restore()
     np.testing.assert_array_equal(objects["x"].component, value)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import rows, skeleton, under_way, writing
-from hpcstrat.checkpoint.reader import open_checkpoint, read_header
+from hpcstrat.checkpoint.file import skeleton
+from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
+from hpcstrat.checkpoint.save import background, rows, writing
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.saved import Counter, fill, make_variable
@@ -347,7 +348,7 @@ def test_many_saves_keep_neither_files_nor_memory(
     assert wait_until(lambda: threading.active_count() <= threads, _LIMIT_SECONDS)
     # An image that was kept would be 60 MiB and more.
     assert _resident_bytes() < memory + (16 << 20)
-    assert not under_way._under_way
+    assert not background._under_way
     manager.close()
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.segment import Segment
-from hpcstrat.topology import Topology
+from hpcstrat.topology.segment import Segment
+from hpcstrat.topology.topology import Topology
 from tests.mpi.ranks.check_reductions import assert_usable, outcome
 
 

@@ -1,0 +1,264 @@
+"""Which arrays travel together: pure plans, and the copies that follow them.
+
+A broadcast packs the arrays of one type into one buffer. A reduction never holds such a
+buffer: it cuts the arrays, one behind the other, into pieces that fit a cache, whose
+way through the algorithm is both the packing and the unpacking.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_half
+from hpcstrat.typing import Array
+
+__all__ = [
+    "Bucket",
+    "Pack",
+    "Piece",
+    "Run",
+    "cut",
+    "pack",
+    "plan",
+    "unpack",
+    "wire_dtype",
+]
+
+Signature = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The arrays of one type, laid out one behind the other.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Type of all of them.
+    indices : tuple of int
+        Which arrays, in order.
+    parts : tuple of (int, int, tuple of int)
+        Where each begins and ends, in elements, and its shape.
+    size : int
+        Elements in all.
+    """
+
+    dtype: np.dtype[Any]
+    indices: tuple[int, ...]
+    parts: tuple[tuple[int, int, tuple[int, ...]], ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A plan for a sequence of arrays.
+
+    Parameters
+    ----------
+    signatures : tuple of (dtype, shape)
+        What the plan was made for.
+    buckets : tuple of Bucket
+        One for each type, in the order in which the types appear.
+    """
+
+    signatures: tuple[Signature, ...]
+    buckets: tuple[Bucket, ...]
+
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of one type that lie one behind the other in a piece.
+
+    Parameters
+    ----------
+    dtype : dtype
+        The type in which they are added.
+    start : int
+        Where the run begins in the piece, in elements of this type.
+    size : int
+        Number of elements.
+    spans : tuple of (int, int, int, int)
+        Which array; from which to which of its elements, in C order; and where in the
+        piece the first of them lies, in elements.
+    """
+
+    dtype: np.dtype[Any]
+    start: int
+    size: int
+    spans: tuple[tuple[int, int, int, int], ...]
+
+
+Piece = tuple[Run, ...]
+
+
+def cut(
+    signatures: Sequence[Signature], means: bool, piece_bytes: int
+) -> Iterator[Piece]:
+    """Cut arrays, laid one behind the other by type, into pieces.
+
+    Not collective; the same on every rank for the same arrays.
+
+    Parameters
+    ----------
+    signatures : sequence of (dtype, shape)
+        Of each array.
+    means : bool
+        Whether their mean is wanted, see `wire_dtype`.
+    piece_bytes : int
+        Most bytes of a piece, in the types of the wire; at least 64.
+
+    Yields
+    ------
+    tuple of Run
+        The next piece; runs begin at multiples of 64 bytes.
+    """
+    runs: list[Run] = []
+    used = 0
+    for bucket in plan(tuple(signatures)).buckets:
+        dtype, _ = wire_dtype(bucket.dtype, means)
+        done = 0
+        while done < bucket.size:
+            room = (piece_bytes - used) // dtype.itemsize
+            if room < 1:
+                yield tuple(runs)
+                runs, used = [], 0
+                continue
+            size = min(room, bucket.size - done)
+            start = used // dtype.itemsize
+            spans = _spans(bucket, done, done + size, start - done)
+            runs.append(Run(dtype, start, size, spans))
+            done += size
+            used += size * dtype.itemsize
+            used += -used % _ALIGNMENT_BYTES
+    if runs:
+        yield tuple(runs)
+
+
+def _spans(
+    bucket: Bucket, low: int, high: int, shift: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the parts of a bucket's arrays between two of its elements."""
+    starts = [start for start, _, _ in bucket.parts]
+    spans = []
+    for place in range(bisect.bisect_right(starts, low) - 1, len(starts)):
+        start, end, _ = bucket.parts[place]
+        if start >= high:
+            break
+        first, last = max(low, start), min(high, end)
+        if first < last:
+            index = bucket.indices[place]
+            spans.append((index, first - start, last - start, first + shift))
+    return tuple(spans)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(signatures: tuple[Signature, ...]) -> Pack:
+    """Plan which arrays share a buffer.
+
+    Not collective; the same on every rank for the same arrays.
+
+    Parameters
+    ----------
+    signatures : tuple of (dtype, shape)
+        Of each array.
+
+    Returns
+    -------
+    Pack
+        The plan.
+    """
+    by_dtype: dict[np.dtype[Any], list[int]] = {}
+    for index, (dtype, _) in enumerate(signatures):
+        by_dtype.setdefault(dtype, []).append(index)
+    buckets = []
+    for dtype, indices in by_dtype.items():
+        parts, end = [], 0
+        for index in indices:
+            start, shape = end, signatures[index][1]
+            end = start + math.prod(shape)
+            parts.append((start, end, shape))
+        buckets.append(Bucket(dtype, tuple(indices), tuple(parts), end))
+    return Pack(signatures, tuple(buckets))
+
+
+def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
+    """Copy a bucket's arrays into one flat buffer.
+
+    Not collective.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        Which arrays, and where.
+    arrays : sequence of ndarray
+        All arrays of the plan; any memory order.
+    flat : ndarray of shape (bucket.size,)
+        The buffer, contiguous; the arrays are cast to its type.
+
+    Returns
+    -------
+    ndarray of shape (bucket.size,)
+        The buffer.
+    """
+    for index, (start, end, shape) in zip(bucket.indices, bucket.parts, strict=True):
+        np.copyto(flat[start:end].reshape(shape), arrays[index], casting="unsafe")
+    return flat
+
+
+def unpack(bucket: Bucket, flat: Array) -> list[Array]:
+    """Return the parts of a flat buffer as arrays of their own shapes.
+
+    Not collective.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        Which arrays, and where.
+    flat : ndarray of shape (bucket.size,)
+        From `pack`, after the reduction.
+
+    Returns
+    -------
+    list of ndarray
+        Views of the buffer, in the order of ``bucket.indices``.
+    """
+    return [flat[start:end].reshape(shape) for start, end, shape in bucket.parts]
+
+
+def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:
+    """Return the type in which values of a type are added.
+
+    Not collective.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the values.
+    means : bool
+        Whether their mean is wanted, which is float64 for integers.
+
+    Returns
+    -------
+    dtype
+        In native byte order. Half types are added in float32. Narrow integers in int32,
+        because some MPI libraries add them with saturation where NumPy wraps around.
+    bool
+        Whether the sum is to be cast back.
+    """
+    if is_half(dtype):
+        return np.dtype(np.float32), True
+    if dtype.kind in "iu" and means:
+        return np.dtype(np.float64), False
+    if dtype.kind in "iu" and dtype.itemsize < np.dtype(np.int32).itemsize:
+        return np.dtype(np.int32), True
+    return dtype.newbyteorder("="), False

@@ -1,0 +1,61 @@
+"""Rows of arrays written in place, the same way on a GPU as in host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcstrat.arrays.casting import quietly
+from hpcstrat.arrays.kinds import array_module, is_device, to_device, to_host
+from hpcstrat.typing import Array
+
+__all__ = ["apply_at", "replace_at"]
+
+
+def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
+    """Apply an operation to rows in place; several times where they come several times.
+
+    Not collective. On a GPU in the order of the rows, as in host memory, so that all
+    replicas get the same bits, which CuPy's own form does not give; waits for the
+    indices, and takes a step for each time that the most frequent row comes.
+
+    Parameters
+    ----------
+    name : {"add", "subtract", "multiply", "divide", "minimum", "maximum"}
+        A function of NumPy.
+    array : ndarray of shape (n, ...)
+        Written.
+    indices : ndarray of int of shape (m,)
+        Which rows; of the library of the array, as ``values``.
+    values : ndarray of shape (m, ...)
+        The second operands.
+    """
+    if not is_device(array):
+        quietly(getattr(np, name).at, array, indices, values)
+        return
+    rows = to_host(indices)
+    order = np.argsort(rows, kind="stable")
+    ascending = rows[order]
+    times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
+    operation = getattr(array_module(array), name)
+    for time in range(times.max(initial=-1) + 1):
+        places = order[times == time]
+        chosen = to_device(rows[places])
+        array[chosen] = operation(array[chosen], values[to_device(places)])
+
+
+def replace_at(array: Array, indices: Array, values: Array) -> None:
+    """Replace rows in place; of those that come several times, the last counts.
+
+    Not collective. On a GPU, too, where it waits for the indices.
+
+    Parameters
+    ----------
+    array, indices, values : ndarray of shape (n, ...), (m,), (m, ...)
+        What is written; which rows, integers; the new rows. Of one library.
+    """
+    if not is_device(array):
+        array[indices] = values
+        return
+    rows = to_host(indices)
+    last = rows.size - 1 - np.unique(rows[::-1], return_index=True)[1]
+    array[to_device(rows[last])] = values[to_device(last)]

@@ -1,0 +1,50 @@
+"""What one rank could not do, told to all of them, so that all raise or none."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.channel.started import Message
+
+__all__ = ["agreed_problem"]
+
+_TEXT_BYTES = 512
+
+
+def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Any, Any, str]:
+    """Find out whether any rank has a problem, and which.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        Of the ranks.
+    problem : str
+        This rank's; empty where there is none.
+
+    Returns
+    -------
+    str
+        The problem of the last rank that has one, the same on all; empty for none.
+
+    Yields
+    ------
+    Message
+        See `hpcstrat.collectives.work`.
+    """
+    last = np.array([comm.rank if problem else -1], np.int64)
+    yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))
+    if last[0] < 0:
+        return ""
+    text = np.zeros(_TEXT_BYTES, np.uint8)
+    own = problem.encode(errors="replace")[:_TEXT_BYTES]
+    if last[0] == comm.rank:
+        text[: len(own)] = np.frombuffer(own, np.uint8)
+    yield Message(comm.Ibcast(text, int(last[0])))
+    return text.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,116 @@
+"""What a rank is about to do, in words and as a digest that ranks compare."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.typing import Array
+
+__all__ = ["Call", "call_site", "describe_call", "signature_text"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SHOWN_ARRAYS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective call.
+
+    Parameters
+    ----------
+    text : str
+        For people: the operation, and shape and dtype of each array.
+    digest : int
+        63 bits of a hash of all that ranks must agree on; the same in every process.
+    nbytes : int
+        How much data this rank brings, where that is known; for timelines.
+    """
+
+    text: str
+    digest: int
+    nbytes: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
+    """Return the call for a text.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        The operation with its arguments.
+    details : str
+        More that ranks must agree on, shown shortened.
+    nbytes : int
+        How much data this rank brings; need not be the same on all.
+
+    Returns
+    -------
+    Call
+        Equal on ranks that give equal texts.
+    """
+    digest = hashlib.blake2b(f"{what}\0{details}".encode(), digest_size=8).digest()
+    text = f"{what} of {details}" if details else what
+    if len(text) > 400:
+        text = f"{text[:360]} ... ({len(text)} characters in all)"
+    return Call(text, int.from_bytes(digest, "little") >> 1, nbytes)
+
+
+def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
+    """Describe arrays and the structure that holds them.
+
+    Not collective.
+
+    Parameters
+    ----------
+    structure : optree.PyTreeSpec or None
+        None for a single array.
+    arrays : sequence of ndarray
+        The leaves.
+
+    Returns
+    -------
+    str
+        Such as ``float32[4, 2]``, or ``float32[4, 2] on a GPU``.
+    """
+    shapes = ", ".join(
+        f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
+        for a in arrays[:_SHOWN_ARRAYS]
+    )
+    if len(arrays) > _SHOWN_ARRAYS:
+        rest = "".join(f"{a.dtype}{a.shape}" for a in arrays[_SHOWN_ARRAYS:])
+        mark = hashlib.blake2b(rest.encode(), digest_size=4).hexdigest()
+        shapes += f" and {len(arrays) - _SHOWN_ARRAYS} more arrays ({mark})"
+    if structure is None:
+        return shapes or "no arrays"
+    text = str(structure).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)")
+    return f"{shapes or 'no arrays'}" + ("" if text == "*" else f" in {text}")
+
+
+def call_site() -> str:
+    """Return file and line of the innermost frame outside the library.
+
+    Not collective.
+
+    Returns
+    -------
+    str
+        Such as ``train.py:41``; empty where there is no such frame.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,191 @@
+"""Collectives of MPI in which a rank can be told that another one will not come.
+
+A blocking call of MPI ends when all ranks have made it, or with the process. These are
+the same calls, with the names and meanings that mpi4py gives them, made without
+blocking and awaited as a channel awaits everything: it looks for ranks that have ended
+all calls, and naps where it takes long.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.channel.started import Message
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["PIECE_BYTES", "PatientComm"]
+
+PIECE_BYTES = 1 << 20
+"""Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
+
+_BYTES_PER_SECOND = 1e9
+_TAG = 13
+
+
+class PatientComm:
+    """A communicator whose calls are awaited by ``wait``, which takes a `Message`.
+
+    Attributes
+    ----------
+    plain : mpi4py.MPI.Intracomm
+        The communicator itself, for what cannot be awaited.
+    """
+
+    def __init__(
+        self, comm: Any, topology: Topology, wait: Callable[[Any], Any]
+    ) -> None:
+        self._comm = self.plain = comm
+        self._topology = topology
+        self.mpi = topology.mpi
+        self._wait = wait
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        # Kept where it is left, for MPI may still write into its memory.
+        self._request: Any = None
+        self._started: list[Any] = []
+
+    def _done(self, nbytes: int = 0) -> None:
+        # Data that moves takes the processor in any case.
+        end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
+        while not self._request.Test():
+            if time.monotonic() > end:
+                self._wait(Message(self._request))
+                break
+        self._topology.moves += 1
+
+    def Barrier(self) -> None:  # noqa: N802
+        """Wait for all ranks; collective over the communicator, as are all others."""
+        self._request = self._comm.Ibarrier()
+        self._done()
+
+    def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
+        """Give all ranks one rank's contiguous array."""
+        self._request = self._comm.Ibcast(buffer, root)
+        self._done(buffer.nbytes)
+
+    def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
+        """Combine the arrays of all ranks."""
+        self._request = self._comm.Iallreduce(send, receive, op)
+        self._done(receive.nbytes)
+
+    def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
+        """Give all ranks the arrays of all; ``receive`` begins with an array."""
+        self._request = self._comm.Iallgatherv(send, receive)
+        self._done(receive[0].nbytes)
+
+    def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
+        """Give each rank a part of each rank's array."""
+        self._request = self._comm.Ialltoallv(send, receive)
+        self._done(receive[0].nbytes)
+
+    def Send(self, buffer: Any, dest: int, tag: int) -> None:  # noqa: N802
+        """Send an array to a rank; not collective."""
+        self._request = self._comm.Isend(buffer, dest, tag)
+        self._done(buffer.nbytes)
+
+    def Recv(self, buffer: Any, source: int, tag: int) -> None:  # noqa: N802
+        """Receive an array from a rank; not collective."""
+        self._request = self._comm.Irecv(buffer, source, tag)
+        self._done(buffer.nbytes)
+
+    def sendrecv(self, value: Any, dest: int, source: int) -> Any:
+        """Exchange objects with ranks, which make the same call; not collective."""
+        data = np.frombuffer(pickle.dumps(value, 5), np.uint8)
+        sent, came = np.array([data.size], np.int64), np.empty(1, np.int64)
+        self._swap(sent, dest, came, source)
+        found = np.empty(int(came[0]), np.uint8)
+        self._swap(data, dest, found, source)
+        return pickle.loads(found.data)
+
+    def _swap(self, sent: Any, dest: int, received: Any, source: int) -> None:
+        self.exchange({dest: sent}, {source: received}, _TAG)
+
+    def exchange(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> None:
+        """Send arrays to ranks, and receive those of others; not collective."""
+        arrays = [*received.values(), *sent.values()]
+        self._started = []
+        # One by one, to be kept where it is left between them.
+        for rank, array in received.items():
+            self._started.append(self._comm.Irecv(array, rank, tag))
+        for rank, array in sent.items():
+            self._started.append(self._comm.Isend(array, rank, tag))
+        for request, array in zip(self._started, arrays, strict=True):
+            self._request = request
+            self._done(array.nbytes)
+
+    def allreduce(self, value: int, op: Any) -> int:
+        """Combine integers."""
+        found = np.array([value], np.int64)
+        self.Allreduce(self.mpi.IN_PLACE, found, op)
+        return int(found[0])
+
+    def lengths(self, own: Sequence[int]) -> Any:
+        """Return as many integers of each rank, as an array with a row for each."""
+        sent = np.array(own, np.int64)
+        found = np.empty((self.size, sent.size), np.int64)
+        self._request = self._comm.Iallgather(sent, found)
+        self._done()
+        return found
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Give all ranks the objects of all."""
+        return [pickle.loads(part) for part in self.gathered(pickle.dumps(value, 5))]
+
+    def gathered(self, data: bytes) -> list[memoryview]:
+        """Give all ranks the bytes of all."""
+        sizes = self.lengths([len(data)])[:, 0]
+        ends = np.cumsum(sizes)
+        out = np.empty(ends[-1], np.uint8)
+        byte = self.mpi.BYTE
+        self.Allgatherv([np.frombuffer(data, np.uint8), byte], [out, sizes, byte])
+        view: Any = out.data
+        return [
+            view[end - size : end]
+            for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Give all ranks one rank's object."""
+        sends = self.rank == root
+        data = self.cast(pickle.dumps(value, 5) if sends else b"", root)
+        return value if sends else pickle.loads(data)
+
+    def cast(self, data: bytes, root: int) -> Any:
+        """Give all ranks one rank's bytes."""
+        size = np.array([len(data)], np.int64)
+        self._request = self._comm.Ibcast(size, root)
+        self._done()
+        if self.rank == root:
+            buffer = np.frombuffer(data, np.uint8)
+        else:
+            buffer = np.empty(int(size[0]), np.uint8)
+        self.cast_array(buffer, root)
+        return buffer.data
+
+    def cast_array(self, flat: Any, root: int) -> None:
+        """Give all ranks one rank's flat array, in pieces of a size that is fast."""
+        data = flat.view(np.uint8)
+        for start in range(0, data.size, PIECE_BYTES):
+            self.Bcast(data[start : start + PIECE_BYTES], root)
+
+    def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
+        """Give each rank an object of one rank's."""
+        sends = self.rank == root
+        parts = [pickle.dumps(v, 5) for v in values or ()] if sends else []
+        sizes = np.array([len(p) for p in parts] or [0] * self.size, np.int64)
+        self._request = self._comm.Ibcast(sizes, root)
+        self._done()
+        byte = self.mpi.BYTE
+        every = np.frombuffer(b"".join(parts), np.uint8) if sends else None
+        own = np.empty(int(sizes[self.rank]), np.uint8)
+        sent = [every, sizes, byte] if sends else None
+        self._request = self._comm.Iscatterv(sent, [own, byte], root)
+        self._done(own.nbytes)
+        return values[root] if sends and values is not None else pickle.loads(own.data)

@@ -1,0 +1,220 @@
+"""Calls that are started now and awaited later, and what they may wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcstrat.channel.call import Call
+from hpcstrat.errors import HpcstratError, RankLostError
+
+__all__ = ["Message", "Started"]
+
+
+class Message:
+    """A nonblocking call of MPI.
+
+    Parameters
+    ----------
+    request : mpi4py.MPI.Request
+        Active.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.agreed: Callable[[], bool] = request.Test
+
+    def missing(self) -> list[int]:
+        """Return the ranks that the call waits for.
+
+        Not collective.
+
+        Returns
+        -------
+        list of int
+            Empty, or ``[-1]``: it is not known which.
+        """
+        return [] if self.agreed() else [-1]
+
+
+class Started:
+    """A reduction that goes on while the program computes.
+
+    Several may be under way. They end in the order in which they were started; every
+    call of the strategy takes them further, and a call that waits lets them end first.
+
+    Parameters
+    ----------
+    channel : Channel or None
+        Carries the headers; None where nothing is to be awaited.
+    call : Call
+        The call.
+    steps : iterator
+        The algorithm: yields None before the header, then what it waits for.
+    result : tree
+        What holds the result at the end.
+    timeout_seconds : float, optional
+        How long the header waits for late ranks.
+    join : callable, optional
+        Called in each thread that awaits the result, once it is known: lets the
+        thread's stream on a GPU wait for it.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        call: Call,
+        steps: Iterator[Any],
+        result: Any,
+        timeout_seconds: float | None = None,
+        *,
+        join: Callable[[], None] | None = None,
+    ) -> None:
+        self.call = call
+        self._join = join
+        # Which of this rank's started calls it is, in a timeline.
+        self.mark = ""
+        self._channel = channel
+        self._steps = steps
+        self._result = result
+        self._timeout_seconds = timeout_seconds
+        self._run = 0 if channel is None else channel.step_mark
+        self._advance = self._post
+        self._awaited: Any = None
+        self._done = channel is None
+        self._error: BaseException | None = None
+        # Of this rank, before the header, which then tells the others.
+        self._own_error: Exception | None = None
+        if channel is None:
+            for _ in steps:
+                pass
+            return
+        try:
+            channel.start(self)
+        except BaseException as error:
+            self._lose(error)
+            raise
+
+    def test(self) -> bool:
+        """Take the reduction further, and say whether it has ended.
+
+        Logically collective over the strategy's replicas: when each rank calls it, and
+        how often, does not matter.
+
+        Returns
+        -------
+        bool
+            Whether `wait` returns, or raises, at once.
+        """
+        if not self._done:
+            self._channel.progress()
+        return self._done
+
+    def wait(self) -> Any:
+        """Return the result, once all replicas have contributed to it.
+
+        Collective over the strategy's replicas. A second call returns the same.
+
+        Returns
+        -------
+        tree
+            As the call that waits would have returned.
+
+        Raises
+        ------
+        CollectiveError
+            If another replica made another call. On every replica.
+        """
+        while not self._done:
+            try:
+                self._channel.drain(self)
+            except BaseException as error:
+                self._lose(error)
+                raise
+        if self._error is not None:
+            raise self._error
+        if self._join is not None:
+            self._join()
+        return self._result
+
+    def advance(self, waits: bool) -> bool:
+        """Take the reduction further; for the channel.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        waits : bool
+            Whether to wait for its end.
+
+        Returns
+        -------
+        bool
+            Whether it has ended.
+        """
+        try:
+            while not self._done:
+                if not self._advance(waits):
+                    return False
+        except BaseException as error:
+            # The rank that waits for it raises this, in the same place as the others.
+            try:
+                self._channel.look_for_death(error, self.call.text)
+            except RankLostError as loss:
+                self.end(loss)
+            self.end(self._own_error or error)
+            self._lose(error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _lose(self, error: BaseException) -> None:
+        """End all calls, unless the other ranks know of the error."""
+        channel = self._channel
+        known = channel.told_at == channel.num_calls
+        if not isinstance(error, HpcstratError) and not known:
+            channel.interrupted(self.call, error)
+
+    def end(self, error: BaseException) -> None:
+        """Let `wait` raise an error; for the channel.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Why there will be no result.
+        """
+        if not self._done:
+            self._error = error
+            self._done = True
+
+    def _post(self, waits: bool) -> bool:
+        del waits
+        try:
+            next(self._steps)
+        except Exception as error:
+            self._own_error = error
+        failed = self._own_error is not None
+        self._channel.post_header(self.call, self._run, failed=failed)
+        self._advance = self._agree
+        return True
+
+    def _agree(self, waits: bool) -> bool:
+        error = self._own_error
+        if waits:
+            self._channel.wait_header(self.call, self._timeout_seconds, error)
+        elif not self._channel.header_came(self.call, error):
+            return False
+        self._advance = self._move
+        return True
+
+    def _move(self, waits: bool) -> bool:
+        with self._channel.moving(self.call):
+            if self._awaited is not None:
+                if waits:
+                    self._channel.wait(self._awaited, self.call)
+                elif not self._awaited.agreed():
+                    return False
+            self._awaited = next(self._steps, None)
+            self._done = self._awaited is None
+        return True

@@ -1,0 +1,292 @@
+"""How a rank waits for others.
+
+It spins for a moment, and then naps and drives MPI's progress, so that signals are
+served, and the death of a process is seen. How long that moment is, it learns: where
+cores are short, the one that spins may hold the core that the awaited one needs. The
+watchdog's thread reads what it waits for, and says who is late.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.channel.call import Call
+from hpcstrat.channel.headers import SegmentRecords
+from hpcstrat.errors import CollectiveError, RankLostError
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["Spin", "Waiter", "Waiting"]
+
+_QUICK_LOOKS = 20
+_LOOKS_BETWEEN_CLOCKS = 10
+_MOST_SPIN_SECONDS = 0.001
+_LEAST_SPIN_SECONDS = 2e-5
+_NAP_STEP_SECONDS = 2e-5
+_LONGEST_NAP_SECONDS = 0.001
+_LIMIT_SECONDS = 1800.0
+# When, before the end, the watchdog looks once more who is late, and how long a rank
+# waits for what it finds.
+_LEAD_SECONDS = 8.0
+_VERDICT_SECONDS = 10.0
+
+
+class Spin:
+    """How long to look before the first nap.
+
+    As the Linux kernel's KVM polls for a halted processor
+    (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
+    looking on would have covered, shorter after one that was longer than any spin. A
+    rank whose partner computes, or waits for a core, soon spins no more; one whose
+    waits are short never naps.
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = _MOST_SPIN_SECONDS
+
+    def learn(self, waited_seconds: float) -> None:
+        """Take note of a wait that took longer than the spin.
+
+        Not collective.
+
+        Parameters
+        ----------
+        waited_seconds : float
+            The spin included.
+        """
+        if waited_seconds < _MOST_SPIN_SECONDS:
+            self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
+        else:
+            self.seconds = max(self.seconds / 2, _LEAST_SPIN_SECONDS)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """What a rank waits for; times are of the machine's monotonic clock.
+
+    Parameters
+    ----------
+    call : Call
+        In which call.
+    start : float
+        Since when.
+    thread : int
+        Which thread.
+    leaves : bool
+        Whether it has come to the end of the program.
+    timeout_seconds : float, optional
+        The call's own limit, where it has one.
+    looked_at : float
+        When the watchdog last found out who is late.
+    late : sequence of int
+        The ranks that it found.
+    patient_until : float
+        Until when one of them at least had said that it would be slow.
+    held_until : float
+        Until when a report may be on its way, which the wait must not cut off.
+    """
+
+    call: Call
+    start: float
+    thread: int
+    leaves: bool = False
+    timeout_seconds: float | None = None
+    looked_at: float = -math.inf
+    late: Sequence[int] = ()
+    patient_until: float = -math.inf
+    held_until: float = -math.inf
+
+    def begin(self, slow_until: float = -math.inf) -> float:
+        """Return from when on the seconds of warning and limit count.
+
+        Not collective.
+
+        Parameters
+        ----------
+        slow_until : float
+            Until when the waiting rank itself had said that it would be slow.
+
+        Returns
+        -------
+        float
+            Not before anybody's announced time is over.
+        """
+        return max(self.start, self.patient_until, slow_until)
+
+    def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
+        """Return when the watchdog looks once more, before the end.
+
+        Not collective.
+
+        Parameters
+        ----------
+        limit_seconds : float
+            Limit of the job.
+        slow_until : float
+            See `begin`.
+
+        Returns
+        -------
+        float
+            Some seconds before the limit.
+        """
+        lead = min(_LEAD_SECONDS, limit_seconds / 2)
+        return self.begin(slow_until) + limit_seconds - lead
+
+
+class Waiter:
+    """Waits for the other ranks of a channel.
+
+    Parameters
+    ----------
+    topology : Topology
+        Of the ranks.
+    look : callable
+        Drives MPI's progress, and raises where another rank has ended all calls.
+    steps : SegmentRecords
+        What knows the processes of this worker.
+
+    Attributes
+    ----------
+    quick_looks : int
+        How often a caller may look before it calls `wait`.
+    limit_seconds : float
+        How long this rank waits for others, where a call has no limit of its own.
+    waiting : Waiting or None
+        What it waits for, once that takes longer than a moment.
+    watched : bool
+        Whether a watchdog looks at it.
+    slow_until : float
+        Until when this rank had said that it would be slow.
+    """
+
+    def __init__(
+        self, topology: Topology, look: Callable[[], None], steps: SegmentRecords
+    ) -> None:
+        self._look = look
+        self._steps = steps
+        self.limit_seconds = _LIMIT_SECONDS
+        self.waiting: Waiting | None = None
+        self.watched = False
+        self.slow_until = -math.inf
+        # Who was missing at the last look; see collectives.arrivals.
+        self.late: list[int] = []
+        # How often to look for dead processes. Survivors are in a hurry.
+        self._look_seconds = 0.05 if topology.survives else 1.0
+        self._spin = Spin()
+        # Where ranks share cores, one that looks keeps the awaited one from running.
+        self._shares_cores = topology.worker_comm.size > topology.num_cores
+        self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
+
+    def wait(
+        self, awaited: Any, call: Call, timeout_seconds: float | None = None
+    ) -> bool:
+        """Wait for other ranks.
+
+        Collective over ``topology.replica_comm``, or what is awaited of it.
+
+        Parameters
+        ----------
+        awaited : SegmentRecords, WireRecords or Message
+            What is awaited.
+        call : Call
+            In which call, for messages.
+        timeout_seconds : float, optional
+            How long; default: the job's own limit.
+
+        Returns
+        -------
+        bool
+            Whether all ranks have announced the same; False if something else.
+
+        Raises
+        ------
+        CollectiveError
+            If a rank does not come in time, or its process has died.
+        """
+        agreed, start = awaited.agreed, time.monotonic()
+        while time.monotonic() < start + self._spin.seconds:
+            for _ in range(_LOOKS_BETWEEN_CLOCKS):
+                if agreed():
+                    return True
+                if self._shares_cores:
+                    os.sched_yield()
+        outer, self.waiting = self.waiting, Waiting(call, start, threading.get_ident())
+        self.waiting.timeout_seconds = timeout_seconds
+        try:
+            return self._nap(awaited, self.waiting)
+        finally:
+            self.waiting = outer
+            self._spin.learn(time.monotonic() - start)
+
+    def _nap(self, awaited: Any, waiting: Waiting) -> bool:
+        """Wait, while others may need the processor."""
+        turns, look_at = 0, waiting.start + self._look_seconds
+        while True:
+            late = awaited.missing()
+            if not late:
+                return bool(awaited.agreed())
+            self.late = late
+            now = time.monotonic()
+            if now > look_at:
+                look_at = now + self._look_seconds
+                self._check_alive(waiting.call)
+            if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
+                self.check_limit(waiting)
+            self._look()
+            time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
+            turns += 1
+
+    def check_limit(self, waiting: Waiting) -> None:
+        """End a wait that has taken too long.
+
+        Not collective.
+
+        Parameters
+        ----------
+        waiting : Waiting
+            Which has taken longer than the limit; late ranks may have been slow in
+            agreement.
+
+        Raises
+        ------
+        CollectiveError
+            If that is over, too.
+        """
+        now, limit = time.monotonic(), self.limit_seconds
+        advice = "see what they do, or raise "
+        if waiting.timeout_seconds:
+            limit, advice = waiting.timeout_seconds, advice + "timeout_seconds"
+        else:
+            advice += "limit_seconds"
+            end = waiting.begin(self.slow_until) + limit
+            looked = waiting.looked_at >= waiting.last_look(limit, self.slow_until)
+            unclear = not looked or now < waiting.held_until
+            if now < end or (self.watched and unclear and now < end + _VERDICT_SECONDS):
+                return
+        late = list(waiting.late or self.late)
+        raise CollectiveError(
+            f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
+            f"{_some(late)} did not come; {advice}",
+            [rank for rank in late if rank >= 0],
+        )
+
+    def _check_alive(self, call: Call) -> None:
+        dead = self._steps.dead()
+        if dead:
+            raise RankLostError(
+                f"expected all ranks in {call.text}, found that the processes of ranks "
+                f"{dead} have died; look for their last output",
+                dead,
+            )
+
+
+def _some(late: Sequence[int]) -> str:
+    return f"ranks {list(late)}" if late and -1 not in late else "other ranks"

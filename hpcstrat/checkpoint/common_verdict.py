@@ -1,0 +1,76 @@
+"""Verdicts of single replicas that become those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS
+from hpcstrat.errors import CheckpointError
+
+__all__ = ["explained", "on_first"]
+
+
+def on_first(strategy: Any, what: str, action: Callable[[], Any]) -> Any:
+    """Run an action on replica 0; return its result, or raise its error, on all.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    what : str
+        The action, for messages.
+    action : callable
+        Its result must pickle.
+
+    Returns
+    -------
+    object
+        The same everywhere.
+
+    Raises
+    ------
+    CheckpointError
+        What the action raised, or with its text.
+    """
+    outcome: Any = None
+    if strategy.replica_id == 0:
+        try:
+            outcome = ("", action())
+        except CheckpointError as error:
+            outcome = (str(error), type(error))
+        except Exception as error:
+            outcome = (explained(what, error), CheckpointError)
+    text, result = strategy.collectives.broadcast_object(outcome, 0, what)
+    if text:
+        raise result(text)
+    return result
+
+
+def explained(what: str, error: BaseException) -> str:
+    """Return the message of an error of the operating system.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        What was tried.
+    error : BaseException
+        What came of it.
+
+    Returns
+    -------
+    str
+        One sentence with advice.
+    """
+    advice = "check the path, its permissions and the space on the file system"
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+        advice = "close files, or raise their number (ulimit -n)"
+    if isinstance(error, FileExistsError) and what.startswith("save"):
+        advice = "pass overwrite=True, or another step"
+    return (
+        f"expected {what} to succeed, found {type(error).__name__}: {error}; {advice}"
+    )

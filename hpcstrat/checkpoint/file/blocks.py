@@ -1,0 +1,140 @@
+"""Reading a checkpoint's blocks, each checked against its hash."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import TracebackType
+from typing import Self
+
+from hpcstrat.checkpoint.disk.disk import PASSING, open_to_read, read_into
+from hpcstrat.checkpoint.file.commit_record import Vouched
+from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.checkpoint.file.image import Image
+from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.typing import Array
+
+__all__ = ["Blocks"]
+
+
+class Blocks:
+    """The data of a file.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    vouched : Vouched
+        What its commit record vouches for.
+    direct : bool
+        Whether to read past the page cache.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened.
+    """
+
+    def __init__(self, path: str, vouched: Vouched, direct: bool) -> None:
+        self.path = path
+        self.vouched = vouched
+        self._file = open_to_read(path, direct)
+        self._image: Image | None = None
+        self._kept = -1
+
+    def read(self, block: int, slot: Array) -> Array:
+        """Read a block, and check it.
+
+        Not collective. May be called by several threads, with slots of their own.
+
+        Parameters
+        ----------
+        block : int
+            Its number.
+        slot : ndarray of uint8
+            On a page of its own, and long enough.
+
+        Returns
+        -------
+        ndarray of uint8
+            The block, in the slot.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If a bit is not as it was written.
+        OSError
+            If it cannot be read now, which says nothing of the file.
+        """
+        start, stop = self.vouched.plan.span(block)
+        data = slot[: stop - start]
+        try:
+            read_into(self._file, data.data, start)
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                raise
+            raise CorruptCheckpointError(
+                f"expected readable data in {self.path}, found: {error}; restore an "
+                "older checkpoint"
+            ) from error
+        if block_hash(data.data) != int(self.vouched.hashes[block]):
+            raise CorruptCheckpointError(
+                f"expected the data of {self.path} as they were written, found other "
+                f"ones in bytes {start} to {stop}; restore an older checkpoint"
+            )
+        return data
+
+    def part(self, start: int, stop: int) -> bytes:
+        """Return a part of the file; for small ones.
+
+        Not collective.
+
+        Parameters
+        ----------
+        start, stop : int
+            Within the data.
+
+        Returns
+        -------
+        bytes
+            Checked.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If a block of it is damaged.
+        """
+        plan, found = self.vouched.plan, bytearray()
+        if self._image is None:
+            self._image = Image(1, plan.block_bytes)
+        slot = self._image.slot(0)
+        for block in plan.blocks_of(start, stop):
+            begin, end = plan.span(block)
+            if self._kept != block:
+                self._kept = -1
+                self.read(block, slot)
+                self._kept = block
+            found += slot[max(start, begin) - begin : min(stop, end) - begin].data
+        return bytes(found)
+
+    def close(self) -> None:
+        """Close the file.
+
+        Not collective.
+        """
+        # All that was read is there.
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()

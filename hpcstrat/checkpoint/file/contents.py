@@ -1,0 +1,186 @@
+"""What is in a checkpoint file, as HDF5 shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a
+
+from hpcstrat.checkpoint.disk.disk import open_to_read, read_exactly
+from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.commit_record import Vouched
+from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    METRICS,
+    UNTYPED_VERSION,
+    Entry,
+    Header,
+)
+from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, from_text
+from hpcstrat.checkpoint.file.structure import (
+    attribute,
+    attributes,
+    datasets,
+    member,
+    place_of,
+    require_stored_as,
+)
+from hpcstrat.errors import CheckpointError
+from hpcstrat.typing import Array
+
+__all__ = ["header_of", "read_contents"]
+
+_Read = Callable[[h5py.Dataset], bytes]
+
+
+def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
+    """Return what the root of a file says, and its metrics.
+
+    Not collective.
+
+    Parameters
+    ----------
+    file : h5py.File
+        Open.
+    vouched : Vouched or None
+        What its hashes vouch for; None without hashes.
+
+    Returns
+    -------
+    Header
+        Without entries and states.
+    """
+    kind = _text(attribute(file, "hpcstrat_format"))
+    if kind != FORMAT:
+        raise ValueError(f"its format is {kind!r}")
+    version = int(attribute(file, "hpcstrat_format_version"))
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"expected a checkpoint of format version {FORMAT_VERSION} or lower, found "
+            f"version {version} in {file.filename}; use a newer hpcstrat"
+        )
+    about = member(file, "hpcstrat")
+    if vouched is None and (version > 1 or about is not None):
+        raise ValueError("it has no commit record")
+    step, replicas = attribute(file, "step"), attribute(file, "num_replicas")
+    header = Header(int(step), int(replicas))
+    if vouched is not None and header.step != vouched.step:
+        raise ValueError("its commit record is of another step")
+    header.created_unix_ns = int(attribute(file, "created_unix_ns"))
+    metrics = None if about is None else member(about, METRICS.rpartition("/")[2])
+    if metrics is not None:
+        header.metrics = {name: float(one) for name, one in attributes(metrics)}
+    return header
+
+
+def read_contents(
+    file: h5py.File, header: Header, vouched: Vouched | None
+) -> dict[str, Extent]:
+    """Add to a header all but the values of variables; return where these are.
+
+    Not collective.
+
+    Parameters
+    ----------
+    file : h5py.File
+        Open.
+    header : Header
+        From `header_of`; added to.
+    vouched : Vouched or None
+        What its hashes vouch for; None without hashes.
+
+    Returns
+    -------
+    dict of str to Extent
+        By path; none for values without bytes.
+    """
+    start, stop = 0, os.path.getsize(file.filename)
+    if vouched is not None:
+        start, stop = vouched.plan.data_start, vouched.plan.data_end
+    extents: dict[str, Extent] = {}
+
+    for name, dataset in datasets(file):
+        is_value = h5a.exists(dataset.id, b"aggregation")
+        if is_value or name.startswith(("python/", "rng/")):
+            extents[name] = Extent(name, *place_of(dataset, start, stop))
+        if is_value:
+            header.entries[name] = _entry(dataset, name, header.num_replicas)
+    for name, group in file.get("iterators", {}).items():
+        header.iterators[name] = {k: int(v) for k, v in attributes(group)}
+    if "rng" in file or "python" in file:
+        with _reading(file.filename, vouched, extents) as read:
+            _read_states(file, header, read)
+    return {name: extent for name, extent in extents.items() if extent.nbytes}
+
+
+@contextlib.contextmanager
+def _reading(
+    path: str, vouched: Vouched | None, extents: dict[str, Extent]
+) -> Iterator[_Read]:
+    """Yield what returns the bytes of a dataset, checked where there are hashes."""
+    for section in ("python/", "rng/"):
+        sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
+        if sum(sizes) > MOST_STATE_BYTES:
+            raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
+    with contextlib.ExitStack() as stack:
+        if vouched is not None:
+            part = stack.enter_context(Blocks(path, vouched, False)).part
+        else:
+            file = open_to_read(path, False)
+            stack.callback(os.close, file)
+
+            def part(start: int, stop: int) -> bytes:
+                return read_exactly(file, start, stop - start)
+
+        def read(dataset: h5py.Dataset) -> bytes:
+            extent = extents[dataset.name.lstrip("/")]
+            return part(extent.offset, extent.stop)
+
+        yield read
+
+
+def _read_states(file: h5py.File, header: Header, read: _Read) -> None:
+    typed = int(attribute(file, "hpcstrat_format_version")) > UNTYPED_VERSION
+    for name, group in file.get("rng", {}).items():
+        header.iterators[name] = {
+            "bit_generator": _text(attribute(group, "bit_generator")),
+            "root_entropy": int(attribute(group, "root_entropy")),
+            "generation": int(attribute(group, "generation")),
+            "state": _words(group["state"], read),
+            "shared": _words(group["shared"], read),
+        }
+    for name, dataset in file.get("python", {}).items():
+        header.python[name] = from_text(read(dataset), typed=typed)
+
+
+def _words(dataset: h5py.Dataset, read: _Read) -> Array:
+    require_stored_as(dataset, "uint64")
+    words = np.frombuffer(read(dataset), "<u8").astype(np.uint64)
+    return words.reshape(dataset.shape)
+
+
+def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
+    entry = Entry(
+        name,
+        tuple(dataset.shape),
+        _text(attribute(dataset, "dtype")),
+        _text(attribute(dataset, "synchronization")),
+        _text(attribute(dataset, "aggregation")),
+        bool(attribute(dataset, "trainable")),
+        bool(h5a.exists(dataset.id, b"replica_axis")),
+    )
+    require_stored_as(dataset, entry.dtype)
+    if entry.per_replica and entry.shape[:1] != (num_replicas,):
+        raise ValueError(f"{name} has not a row for each replica")
+    return entry
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

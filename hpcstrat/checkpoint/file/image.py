@@ -1,0 +1,290 @@
+"""Memory in which blocks of a file are put together before they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import array_module, is_device
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.gpu.transfers import lock_pages
+from hpcstrat.typing import Array
+
+__all__ = ["Image", "Memory", "Source", "as_bytes", "fill"]
+
+# Large pages; and children have zeros there: to share the pages with them would have
+# this process copy each of them when it writes to it again, while a GPU that pages are
+# locked for would go on with the old ones.
+_ADVICE: tuple[int, ...] = ()
+if sys.platform == "linux":
+    # madvise(2): MADV_WIPEONFORK, of which Python has no name.
+    _ADVICE = (mmap.MADV_HUGEPAGE, 18)
+
+
+class Source(Protocol):
+    """What has the bytes of a dataset that this replica writes; an array has all."""
+
+    def __getitem__(self, source: slice, /) -> Array:
+        """Return the bytes of a piece.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            That of a `Piece`.
+
+        Returns
+        -------
+        ndarray of uint8
+            As many.
+        """
+
+
+class Memory:
+    """Memory for images, one at a time.
+
+    It comes from the system and stays until it is released, so that pages are touched
+    for the first time once only: that can take longer than to read or to write them.
+    """
+
+    def __init__(self) -> None:
+        self._region: _Region | None = None
+        # From which byte on the system may take pages away.
+        self._lent_from = 0
+
+    def image(self, num_slots: int, slot_bytes: int) -> Image:
+        """Return an image; the one before is not valid any more.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_slots : int
+            How many blocks it holds; at least 1.
+        slot_bytes : int
+            Size of each; a multiple of a page.
+
+        Returns
+        -------
+        Image
+            With any content.
+        """
+        nbytes = num_slots * slot_bytes
+        if self._region is None or self._region.bytes.size < nbytes:
+            self.release()
+            self._region = _Region(nbytes)
+            self._lent_from = nbytes
+        self._take_back(nbytes)
+        return Image(num_slots, slot_bytes, self._region)
+
+    def lock(self) -> bool:
+        """Lock the pages of the image, if the system lets them be, for a GPU's copies.
+
+        Not collective. They stay locked until the memory is given back: to lock them
+        can take longer than to copy.
+
+        Returns
+        -------
+        bool
+            Whether they are locked.
+        """
+        region = self._region
+        if region is None:
+            return False
+        # All of the memory is locked, or nothing.
+        self._take_back(region.bytes.size)
+        region.lock()
+        return region.locked
+
+    def _take_back(self, nbytes: int) -> None:
+        """Have the first bytes stay, whatever the system needs."""
+        if self._lent_from < nbytes and self._region is not None:
+            # Before Linux 5.18, a page that only the disk has written to since could
+            # still be taken away.
+            self._region.bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
+            self._lent_from = nbytes
+
+    def lend(self) -> None:
+        """Let the system take pages away if it needs them; no image is valid.
+
+        Not collective. Those that it has not taken are used again. It cannot take pages
+        that are locked: what a GPU writes to them would not keep them, either.
+        """
+        region = self._region
+        if region is not None and not region.locked and hasattr(mmap, "MADV_FREE"):
+            with contextlib.suppress(OSError):
+                region.map.madvise(mmap.MADV_FREE)
+                self._lent_from = 0
+
+    def release(self) -> None:
+        """Give the memory back, in a thread, as that takes long; no image is valid.
+
+        Not collective.
+        """
+        if self._region is not None:
+            self._region.unlock()
+        held = [self._region]
+        self.leave()
+        with contextlib.suppress(RuntimeError):
+            # Where the system gives no more threads, it goes here.
+            threading.Thread(target=held.clear, daemon=True).start()
+
+    def leave(self) -> None:
+        """Leave the memory to an image that may still be used.
+
+        Not collective.
+        """
+        self._region, self._lent_from = None, 0
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Return memory that begins on a page."""
+    # Without the flags it would be shared memory, which few systems let have large
+    # pages: into small ones that are scattered, a disk reads half as fast.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in _ADVICE:
+        # Not all kernels have it.
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+    return memory
+
+
+class _Region:
+    """Memory that begins on a page; unlocked with the last image that is in it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.map = _pages(nbytes)
+        self.bytes: Array = np.frombuffer(self.map, np.uint8)
+        self._unlock: Callable[[], Any] | None = None
+        self._refused = False
+
+    @property
+    def locked(self) -> bool:
+        """Whether a GPU may copy to it by itself."""
+        return self._unlock is not None
+
+    def lock(self) -> None:
+        """Lock the pages, unless they are, or the system has refused it.
+
+        Not collective.
+        """
+        if not self.locked and not self._refused:
+            self._unlock = lock_pages(self, self.bytes)
+            self._refused = not self.locked
+
+    def unlock(self) -> None:
+        """Unlock the pages, if they are locked.
+
+        Not collective. Memory must not go back to the system before.
+        """
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+
+
+class Image:
+    """Places for blocks, each on a page of its own, as direct reads and writes ask.
+
+    Parameters
+    ----------
+    num_slots : int
+        How many blocks it holds; at least 1.
+    slot_bytes : int
+        Size of each; a multiple of a page.
+    region : _Region, optional
+        Where; default: memory of its own.
+    """
+
+    def __init__(
+        self, num_slots: int, slot_bytes: int, region: _Region | None = None
+    ) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self._region = _Region(num_slots * slot_bytes) if region is None else region
+
+    def slot(self, index: int) -> Array:
+        """Return a place.
+
+        Not collective.
+
+        Parameters
+        ----------
+        index : int
+            From 0.
+
+        Returns
+        -------
+        ndarray of uint8 of shape (slot_bytes,)
+            A view.
+        """
+        start = index * self.slot_bytes
+        return self._region.bytes[start : start + self.slot_bytes]
+
+
+def as_bytes(value: Array) -> Array:
+    """Return a value as it is stored: little-endian, in C order.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : ndarray
+        Of any shape; of either library.
+
+    Returns
+    -------
+    ndarray of uint8 of shape (nbytes,)
+        A view where the value is stored that way already; of the same library.
+    """
+    if is_device(value):
+        # GPUs are little-endian.
+        flat: Array = array_module(value).ascontiguousarray(value).reshape(-1)
+        return flat.view(np.uint8)
+    if value.dtype.name == "bfloat16":
+        # NumPy knows no byte orders of it.
+        value = np.ascontiguousarray(value).view(np.uint16)
+    little: Array = value.astype(value.dtype.newbyteorder("<"), "C", copy=False)
+    return little.reshape(-1).view(np.uint8)
+
+
+def fill(
+    slot: Array, plan: Plan, block: int, values: Mapping[str, Source]
+) -> list[tuple[Array, Array]]:
+    """Put a block together: the values that lie in it, and zeros between them.
+
+    Not collective.
+
+    Parameters
+    ----------
+    slot : ndarray of uint8
+        At least as long as the block; overwritten.
+    plan : Plan
+        The layout.
+    block : int
+        Its number.
+    values : mapping of str to Source
+        Such as from `as_bytes`, by path.
+
+    Returns
+    -------
+    list of (cupy.ndarray, ndarray), each of uint8 of shape (n,)
+        What is in the memory of a GPU, and where in the slot it is still to be copied.
+    """
+    done, missing = 0, []
+    for piece in plan.pieces(block):
+        slot[done : piece.place.start] = 0
+        part = values[piece.path][piece.source]
+        if is_device(part):
+            missing.append((part, slot[piece.place]))
+        else:
+            slot[piece.place] = part
+        done = piece.place.stop
+    start, stop = plan.span(block)
+    slot[done : stop - start] = 0
+    return missing

@@ -1,0 +1,147 @@
+"""What each replica says of its part, left in the file behind the commit record.
+
+The threads that save in the background make no MPI call, so that replica 0 learns
+through the file itself that all parts are on the disk. It cuts the file to its size
+before it gives it its name. Each replica has pages of its own: no two hosts write into
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import numpy as np
+
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES, open_to_read, write_all
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.typing import Array
+
+__all__ = ["NONCE_BYTES", "read_verdict", "room_bytes", "write_verdict"]
+
+NONCE_BYTES = 16
+
+_MAGIC = b"hpcsverd"
+# Magic, which save, replica, error number, number of hashes; then the hashes, and the
+# hash of all that.
+_HEAD = struct.Struct(f"<8s{NONCE_BYTES}sIIQ")
+_TAIL = struct.Struct("<Q")
+
+
+def _stride(plan: Plan, num_replicas: int) -> int:
+    most = max(map(len, plan.parts(num_replicas)))
+    nbytes = _HEAD.size + 8 * most + _TAIL.size
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def room_bytes(plan: Plan, num_replicas: int) -> int:
+    """Return how much longer the file is until all verdicts are in.
+
+    Not collective.
+
+    Parameters
+    ----------
+    plan : Plan
+        The layout.
+    num_replicas : int
+        How many write.
+
+    Returns
+    -------
+    int
+        Bytes behind the end.
+    """
+    return _stride(plan, num_replicas) * num_replicas
+
+
+def write_verdict(
+    path: str, plan: Plan, place: tuple[int, int], nonce: bytes, part: int | Array
+) -> None:
+    """Say that this replica's part is on the disk, or why it is not.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    plan : Plan
+        The layout.
+    place : tuple of int
+        This replica, and the number of replicas.
+    nonce : bytes of length 16
+        Which save.
+    part : int or ndarray of uint64
+        Error number, or the hashes of its blocks.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    failed = isinstance(part, int)
+    hashes = b"" if failed else np.asarray(part).astype("<u8").tobytes()
+    code = int(part) if isinstance(part, int) else 0
+    head = _HEAD.pack(_MAGIC, nonce, place[0], code, len(hashes) // 8)
+    said = head + hashes
+    said += _TAIL.pack(block_hash(memoryview(said)))
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        offset = plan.size + place[0] * _stride(plan, place[1])
+        write_all(file, memoryview(said), offset)
+        # On network file systems, others see it from here on.
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_verdict(
+    path: str, plan: Plan, place: tuple[int, int], nonce: bytes
+) -> int | Array | None:
+    """Return what a replica has said.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    plan : Plan
+        The layout.
+    place : tuple of int
+        The replica, and the number of replicas.
+    nonce : bytes of length 16
+        Which save.
+
+    Returns
+    -------
+    int or ndarray of uint64 or None
+        Error number; hashes of its blocks; None where it has not said anything yet.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    """
+    rank, size = place
+    count = len(plan.parts(size)[rank])
+    # Opened anew, network file systems look at the server.
+    file = open_to_read(path, False)
+    try:
+        offset = plan.size + rank * _stride(plan, size)
+        said = os.pread(file, _HEAD.size + 8 * count + _TAIL.size, offset)
+    finally:
+        os.close(file)
+    if len(said) < _HEAD.size + _TAIL.size:
+        return None
+    magic, which, whose, code, found = _HEAD.unpack_from(said)
+    if (magic, which, whose) != (_MAGIC, nonce, rank) or found > count:
+        return None
+    end = _HEAD.size + 8 * found
+    tail = said[end : end + _TAIL.size]
+    if tail != _TAIL.pack(block_hash(memoryview(said)[:end])):
+        return None
+    if code:
+        return int(code)
+    return np.frombuffer(said, "<u8", found, _HEAD.size).astype(np.uint64)

@@ -1,0 +1,277 @@
+"""Reading what a checkpoint file says of itself, in this format and older ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcstrat.checkpoint.disk.disk import PASSING
+from hpcstrat.checkpoint.file.commit_record import Vouched, has_record, read_vouched
+from hpcstrat.checkpoint.file.contents import header_of, read_contents
+from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.layout import Header, saved_dtype
+from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
+from hpcstrat.checkpoint.file.structure import place_of
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.typing import Array
+
+__all__ = [
+    "CheckpointFile",
+    "check",
+    "is_passing",
+    "open_checkpoint",
+    "read_header",
+    "read_root",
+    "read_values",
+]
+
+_UNREADABLE = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
+    *(ArithmeticError, AttributeError),
+)
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether a file could not be read now, and may be whole.
+
+    Not collective.
+
+    Parameters
+    ----------
+    error : Exception
+        From a function of this module.
+
+    Returns
+    -------
+    bool
+        False also for files that are not there.
+    """
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in PASSING
+
+
+@dataclass(slots=True)
+class CheckpointFile:
+    """A checkpoint that was found to be whole, apart from its data.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+    header : Header
+        What it holds.
+    vouched : Vouched or None
+        What the data are checked with; None for format version 1, which has no hashes.
+    extents : dict of str to Extent
+        Where the values are, by path; none for those without bytes.
+    """
+
+    path: str
+    header: Header
+    vouched: Vouched | None = None
+    extents: dict[str, Extent] = field(default_factory=dict)
+
+
+def open_checkpoint(path: str) -> CheckpointFile:
+    """Check a file, and read everything but the values of variables.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Returns
+    -------
+    CheckpointFile
+        For reading the values.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    with _readable(path):
+        vouched = _vouched(path)
+        with h5py.File(path, "r", locking=False) as file:
+            found = CheckpointFile(path, header_of(file, vouched), vouched)
+            found.extents = read_contents(file, found.header, vouched)
+    return found
+
+
+def read_header(path: str) -> Header:
+    """Read everything but the values of variables.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Returns
+    -------
+    Header
+        Its contents.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    return open_checkpoint(path).header
+
+
+def read_root(path: str) -> Header:
+    """Check a file as `check` does, and read its own attributes and metrics.
+
+    Not collective. The time that it takes hardly depends on how much is in the file.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Returns
+    -------
+    Header
+        Without entries and states.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    with _readable(path):
+        vouched = _vouched(path)
+        with h5py.File(path, "r", locking=False) as file:
+            return header_of(file, vouched)
+
+
+def check(path: str) -> None:
+    """Check a file as far as that takes next to no time: all but the data.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file is no whole checkpoint.
+    CheckpointError
+        If a newer library wrote it.
+    FileNotFoundError
+        If there is no such file.
+    """
+    with _readable(path):
+        vouched = _vouched(path)
+    if vouched is None:
+        read_header(path)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turn what a damaged file raises into one error."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise CheckpointError(
+                f"expected to read {path}, found: {error}; it may be whole: try again"
+            ) from error
+        other = other_file(path)
+        if other:
+            raise NoCheckpointError(
+                f"expected a checkpoint, found {other} at {path}; give a file that "
+                "CheckpointManager has written"
+            ) from error
+        advice = "restore an older one, or remove it"
+        if isinstance(error, PermissionError):
+            advice = "change its permissions, or restore an older one"
+        raise CorruptCheckpointError(
+            f"expected a checkpoint at {path}, found a file that cannot be read: "
+            f"{error}; {advice}"
+        ) from error
+
+
+def _vouched(path: str) -> Vouched | None:
+    # A pipe would wait for somebody who writes.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            folder = stat.S_ISDIR(found.st_mode)
+            raise ValueError(f"it is {'a folder' if folder else 'no regular file'}")
+        if found.st_size == 0:
+            raise ValueError("it is empty")
+        return read_vouched(file, path) if has_record(file) else None
+    finally:
+        os.close(file)
+
+
+def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
+    """Read the data of some entries of a file without hashes: of format version 1.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        A checkpoint.
+    wanted : dict of str to dtype
+        Type of each entry wanted, by path; it is the type that was saved.
+
+    Returns
+    -------
+    dict of str to ndarray
+        Fresh arrays, in native byte order.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the file cannot be read.
+    """
+    values = {}
+    try:
+        nbytes = os.path.getsize(path)
+        with h5py.File(path, "r", locking=False) as file:
+            for name, dtype in wanted.items():
+                dataset = file[name]
+                place_of(dataset, 0, nbytes)
+                value = np.empty(dataset.shape, saved_dtype(dtype))
+                if value.size:
+                    dataset.read_direct(value)
+                native = value.astype(value.dtype.newbyteorder("="), copy=False)
+                values[name] = native.view(dtype) if value.dtype.kind == "u" else native
+    except _UNREADABLE as error:
+        raise CorruptCheckpointError(
+            f"expected readable data in {path}, found: {error}; restore an older "
+            "checkpoint"
+        ) from error
+    return values

@@ -1,0 +1,392 @@
+"""A checkpoint file without its values, made by HDF5 once and used for many saves.
+
+HDF5 places the datasets; the values are then written at their offsets without it. Each
+save changes a few integers in a copy of what HDF5 wrote, which is called the prefix.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+
+import hpcstrat
+from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.extents import (
+    RECORD_BYTES,
+    Extent,
+    Plan,
+    choose_block_bytes,
+)
+from hpcstrat.checkpoint.file.hashing import ALGORITHM
+from hpcstrat.checkpoint.file.image import as_bytes
+from hpcstrat.checkpoint.file.layout import (
+    COMMIT,
+    FORMAT,
+    FORMAT_VERSION,
+    METRICS,
+    TABLE,
+    UNTYPED_VERSION,
+    Header,
+    named_dtype,
+    saved_dtype,
+    section_of,
+)
+from hpcstrat.checkpoint.file.maker import Maker
+from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
+from hpcstrat.errors import CheckpointError
+from hpcstrat.typing import Array
+
+__all__ = ["Skeleton", "packed_python", "state_bytes"]
+
+_BOUNDS = ("v110", "v110")
+_TABLE_WORDS = PAGE_BYTES // 8
+_LEAST_TEXT_BYTES = 256
+_FIRST_BYTES = 1 << 14
+_BYTES_PER_DATASET = 1 << 10
+_MOST_BYTES = 1 << 32
+_STRIPE_BYTES = 1 << 20
+_STRIPED_BYTES = 64 * _STRIPE_BYTES
+
+
+def packed_python(header: Header) -> dict[str, bytes]:
+    """Return plain state with blanks behind it for what may come to it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    header : Header
+        Whose ``python`` is taken.
+
+    Returns
+    -------
+    dict of str to bytes
+        By name; each as long as a power of two, so that most saves need as much.
+
+    Raises
+    ------
+    CheckpointError
+        If it is more than readers take.
+    """
+    packed = {}
+    for name, text in header.python.items():
+        size = max(_LEAST_TEXT_BYTES, 1 << (len(text) - 1).bit_length())
+        packed[name] = text.ljust(size)
+    total = sum(map(len, packed.values()))
+    if total > MOST_STATE_BYTES:
+        largest = max(packed, key=lambda name: len(packed[name]))
+        raise CheckpointError(
+            f"expected plain state of at most {MOST_STATE_BYTES >> 20} MiB, found "
+            f"{total >> 20} MiB, most of it from {largest!r}; keep large values in "
+            "Variables"
+        )
+    return packed
+
+
+def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
+    """Return what is stored of generators and plain state.
+
+    Not collective.
+
+    Parameters
+    ----------
+    header : Header
+        Whose generators are taken.
+    python : mapping of str to bytes
+        From `packed_python`.
+
+    Returns
+    -------
+    dict of str to ndarray of uint8
+        By path.
+    """
+    found = {
+        f"rng/{name}/{key}": as_bytes(value)
+        for name, state in header.iterators.items()
+        for key, value in state.items()
+        if isinstance(value, np.ndarray)
+    }
+    for name, data in python.items():
+        found[f"python/{name}"] = np.frombuffer(data, np.uint8)
+    return found
+
+
+class Skeleton:
+    """What HDF5 writes for one set of names, types and shapes.
+
+    Parameters
+    ----------
+    header : Header
+        What is saved.
+    python : mapping of str to bytes
+        From `packed_python`.
+
+    Attributes
+    ----------
+    plan : Plan
+        Where everything lies.
+
+    Raises
+    ------
+    CheckpointError
+        If HDF5 does not place things as it is asked to.
+    OSError
+        If there is no room for the structures in memory.
+    """
+
+    def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
+        self._key = _key(header, python)
+        count = len(header.entries) + len(python) + len(header.metrics)
+        count += 2 * len(header.iterators)
+        room = _FIRST_BYTES + _BYTES_PER_DATASET * count
+        made = None
+        while made is None and room < _MOST_BYTES:
+            made = _make(header, python, _pages(room))
+            room *= 2
+        if made is None:
+            raise CheckpointError(
+                f"expected HDF5 to keep its structures together, found them behind "
+                f"{room} bytes; save fewer variables"
+            )
+        self.plan, prefix = made
+        self._scratch = _scratch()
+        self._closer = weakref.finalize(self, os.close, self._scratch)
+        # A save under way at the end of the program still needs it.
+        self._closer.atexit = False
+        os.pwrite(self._scratch, prefix, 0)
+        os.truncate(self._scratch, self.plan.size)
+
+    def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
+        """Whether this is the skeleton of a file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        header : Header
+            What is saved.
+        python : mapping of str to bytes
+            From `packed_python`.
+
+        Returns
+        -------
+        bool
+            Where not, another one is needed.
+        """
+        same: bool = _key(header, python) == self._key
+        return same
+
+    def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
+        """Return what comes before the data, for one save.
+
+        Not collective.
+
+        Parameters
+        ----------
+        header : Header
+            Which must fit.
+        created_unix_ns : int
+            When.
+
+        Returns
+        -------
+        bytearray
+            With an empty table of hashes.
+        """
+        raw = os.fdopen(self._scratch, "r+b", buffering=0, closefd=False)
+        with h5py.File(raw, "r+", libver=_BOUNDS) as file:
+            file.attrs.modify("step", np.int64(header.step))
+            file.attrs.modify("created_unix_ns", np.int64(created_unix_ns))
+            for name, value in header.metrics.items():
+                file[METRICS].attrs.modify(name, np.float64(value))
+            for name, state in header.iterators.items():
+                group = file[f"{section_of(state)}/{name}"]
+                for key, value in state.items():
+                    if not isinstance(value, (str, np.ndarray)):
+                        group.attrs.modify(key, np.int64(value))
+        return bytearray(os.pread(self._scratch, self.plan.data_start, 0))
+
+    def close(self) -> None:
+        """Give back the memory.
+
+        Not collective.
+        """
+        self._closer()
+
+
+def _scratch() -> int:
+    """Return the descriptor of a file that is in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hpcstrat-skeleton")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _key(header: Header, python: Mapping[str, bytes]) -> Any:
+    entries = tuple(
+        (e.path, e.shape, e.dtype, e.synchronization, e.aggregation, e.trainable)
+        for e in header.entries.values()
+    )
+    rows = tuple(e.path for e in header.entries.values() if e.per_replica)
+    states = tuple(
+        (name, section_of(state), tuple((k, _kind(v)) for k, v in state.items()))
+        for name, state in header.iterators.items()
+    )
+    sizes = tuple((name, len(data)) for name, data in python.items())
+    metrics = tuple(header.metrics)
+    about = header.num_replicas, _job(), _version(python)
+    return about, entries, rows, states, sizes, metrics
+
+
+def _version(python: Mapping[str, bytes]) -> int:
+    """Return the lowest format version that has what is saved."""
+    return FORMAT_VERSION if any(map(is_typed, python.values())) else UNTYPED_VERSION
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape
+    return value if isinstance(value, str) else "integer"
+
+
+def _job() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _datasets(
+    header: Header, python: Mapping[str, bytes]
+) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Return all datasets of values: large ones first, then by size of their elements.
+
+    Small ones are packed, and keep the alignment of their elements in this order.
+    """
+    found = [
+        (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
+        for path, entry in header.entries.items()
+    ]
+    for name, state in header.iterators.items():
+        found += [
+            (f"{section_of(state)}/{name}/{key}", v.shape, saved_dtype(v.dtype))
+            for key, v in state.items()
+            if isinstance(v, np.ndarray)
+        ]
+    words = np.dtype(np.uint8)
+    found += [(f"python/{name}", (len(data),), words) for name, data in python.items()]
+
+    def order(dataset: tuple[str, tuple[int, ...], np.dtype[Any]]) -> tuple[bool, int]:
+        _, shape, dtype = dataset
+        small = math.prod(shape) * dtype.itemsize < PAGE_BYTES
+        return small, -dtype.itemsize * small
+
+    return sorted(found, key=order)
+
+
+def _make(
+    header: Header, python: Mapping[str, bytes], room: int
+) -> tuple[Plan, bytes] | None:
+    """Let HDF5 place everything; None where its structures need more room."""
+    datasets = _datasets(header, python)
+    most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
+    block_bytes = choose_block_bytes(most, header.num_replicas)
+    blocks = most // block_bytes + 2
+    words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
+    if most >= _STRIPED_BYTES:
+        # Blocks are then whole stripes of parallel file systems.
+        room = -(-(room + 8 * words) // _STRIPE_BYTES) * _STRIPE_BYTES - 8 * words
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    # The file is sparse: only HDF5's structures take room.
+    with tempfile.NamedTemporaryFile(prefix="hpcstrat-", dir=folder) as scratch:
+        maker = Maker(scratch.name, room)
+        try:
+            table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"))
+            extents = []
+            for path, shape, dtype in datasets:
+                offset = maker.dataset(path, shape, dtype)
+                if offset is not None:
+                    nbytes = math.prod(shape) * dtype.itemsize
+                    entry = header.entries.get(path)
+                    apart = entry is not None and entry.per_replica
+                    rows = header.num_replicas if apart else 0
+                    extents.append(Extent(path, offset, nbytes, rows))
+            data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
+            extents.sort(key=lambda extent: extent.offset)
+            data_start = (table_start or 0) + 8 * words
+            places = table_start or 0, data_start, data_end or 0, block_bytes
+            plan = Plan(*places, tuple(extents))
+            _describe(maker, header, plan, _version(python))
+        finally:
+            maker.close()
+        _check(plan, words, os.fstat(scratch.fileno()).st_size)
+        try:
+            os.lseek(scratch.fileno(), plan.table_start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # Nothing but holes: all structures are before the table.
+            return plan, os.pread(scratch.fileno(), plan.data_start, 0)
+        return None
+
+
+def _check(plan: Plan, words: int, size: int) -> None:
+    """Trust HDF5's placement only as far as it was seen to hold."""
+    starts = [extent.offset for extent in plan.extents]
+    stops = [extent.stop for extent in plan.extents]
+    ordered = all(a <= b for a, b in zip(stops, starts[1:], strict=False))
+    inside = not starts or (plan.data_start <= starts[0] and stops[-1] <= plan.data_end)
+    aligned = plan.data_start % PAGE_BYTES == plan.data_end % PAGE_BYTES == 0
+    known = plan.size == size and plan.num_blocks <= words
+    if not (ordered and inside and aligned and known and plan.table_start > 0):
+        raise CheckpointError(
+            f"expected HDF5 {h5py.version.hdf5_version} to place datasets one behind "
+            f"the other, found {plan} in {size} bytes; use another version of h5py"
+        )
+
+
+def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
+    """Write all attributes; those that change from save to save are zero."""
+    number = np.int64
+    root = {
+        "hpcstrat_format": FORMAT,
+        "hpcstrat_format_version": number(version),
+        "hpcstrat_version": hpcstrat.__version__,
+        "step": number(0),
+        "num_replicas": number(header.num_replicas),
+        "created_unix_ns": number(0),
+        "job_id": _job(),
+    }
+    for name, value in root.items():
+        maker.attribute("", name, value)
+    for path, entry in header.entries.items():
+        maker.attribute(path, "dtype", entry.dtype)
+        maker.attribute(path, "synchronization", entry.synchronization)
+        maker.attribute(path, "aggregation", entry.aggregation)
+        maker.attribute(path, "trainable", np.int8(entry.trainable))
+        if entry.per_replica:
+            maker.attribute(path, "replica_axis", number(0))
+    for name, state in header.iterators.items():
+        path = f"{section_of(state)}/{name}"
+        maker.group(path)
+        for key, value in state.items():
+            if not isinstance(value, np.ndarray):
+                text = isinstance(value, str)
+                maker.attribute(path, key, value if text else number(0))
+    if header.metrics:
+        maker.group(METRICS)
+    for name in header.metrics:
+        maker.attribute(METRICS, name, np.float64(0))
+    maker.attribute(TABLE, "algorithm", ALGORITHM)
+    maker.attribute(TABLE, "block_bytes", number(plan.block_bytes))
+    maker.attribute(TABLE, "data_start", number(plan.data_start))
+    maker.attribute(TABLE, "data_end", number(plan.data_end))

@@ -1,0 +1,233 @@
+"""What of HDF5 a checkpoint uses: all else is refused before anything is read.
+
+A file that somebody has forged, or that only looks like a checkpoint, may otherwise
+lead to other files and to pipes, or to more memory than it is long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5l, h5o, h5s, h5t
+
+from hpcstrat.arrays.casting import FIRST_FOREIGN_TYPE
+from hpcstrat.checkpoint.file.layout import saved_dtype
+
+__all__ = [
+    "attribute",
+    "attributes",
+    "datasets",
+    "member",
+    "place_of",
+    "require_stored_as",
+]
+
+_MOST_ATTRIBUTE_BYTES = 1 << 16
+_MOST_DEPTH = 1000
+_KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
+
+
+def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    """Yield all datasets, by name, once the way to them was seen.
+
+    Not collective.
+
+    Parameters
+    ----------
+    file : h5py.File
+        Open.
+
+    Yields
+    ------
+    str, Dataset
+        Path, and dataset.
+    """
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, bytes]] = [("", file["/"].id, b".")]
+    # HDF5's own walk is recursive, and ends the process in a file that is deep enough.
+    while todo:
+        path, group, name = todo.pop()
+        found = h5o.open(group, name)
+        if isinstance(found, h5d.DatasetID):
+            yield path, h5py.Dataset(found)
+            continue
+        address = h5o.get_info(found).addr
+        if address in seen or path.count("/") > _MOST_DEPTH:
+            raise ValueError(
+                f"groups are in themselves, or more than {_MOST_DEPTH} in one another"
+            )
+        seen.add(address)
+        links = found.links
+        for member_name in sorted(found, reverse=True):
+            text = _decoded(member_name)
+            inner = f"{path}/{text}" if path else text
+            if links.get_info(member_name).type != h5l.TYPE_HARD:
+                raise ValueError(_elsewhere(inner))
+            todo.append((inner, found, member_name))
+
+
+def _decoded(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"the name {name!r} is no UTF-8") from None
+
+
+def _elsewhere(name: str) -> str:
+    return f"{name} is a link to something else"
+
+
+def member(group: Any, name: str) -> Any:
+    """Return what is in a group under a name, not elsewhere; None for nothing.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : h5py.Group
+        Or file.
+    name : str
+        Without a slash.
+
+    Returns
+    -------
+    object or None
+        Of h5py.
+    """
+    link = group.get(name, getlink=True)
+    if link is not None and not isinstance(link, h5py.HardLink):
+        raise ValueError(_elsewhere(name))
+    return None if link is None else group[name]
+
+
+def attribute(item: Any, name: str) -> Any:
+    """Return a number or text of fixed length; KeyError where there is none.
+
+    Not collective.
+
+    Parameters
+    ----------
+    item : h5py object
+        Whose.
+    name : str
+        Of the attribute.
+
+    Returns
+    -------
+    scalar
+        Of NumPy.
+    """
+    place = item["/"] if isinstance(item, h5py.File) else item
+    return _read(h5a.open(place.id, name.encode()), name)
+
+
+def attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all attributes, by name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    item : h5py object
+        Whose.
+
+    Yields
+    ------
+    str, scalar
+        Name, and value.
+    """
+    for index in range(h5a.get_num_attrs(item.id)):
+        found = h5a.open(item.id, index=index)
+        name = found.name
+        name = _decoded(name) if isinstance(name, bytes) else str(name)
+        yield name, _read(found, name)
+
+
+def _read(found: Any, name: str) -> Any:
+    kind = found.get_type()
+    varies = isinstance(kind, h5t.TypeStringID) and kind.is_variable_str()
+    if (
+        not isinstance(kind, _KINDS)
+        or varies
+        or kind.get_size() > _MOST_ATTRIBUTE_BYTES
+        or found.get_space().get_simple_extent_type() != h5s.SCALAR
+    ):
+        raise ValueError(f"the attribute {name!r} is no number and no short text")
+    value = np.empty((), kind.dtype)
+    found.read(value)
+    return value[()]
+
+
+def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
+    """Return where a dataset's values are: between two places, as they are.
+
+    Not collective.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Which.
+    start, stop : int
+        Places in the file.
+
+    Returns
+    -------
+    int, int
+        Offset, and number of bytes.
+    """
+    made = dataset.id.get_create_plist()
+    if (
+        made.get_layout() != h5d.CONTIGUOUS
+        or made.get_external_count()
+        or made.get_nfilters()
+    ):
+        raise ValueError(
+            f"{dataset.name} is compressed, in pieces, or in another file, which "
+            "checkpoints are not"
+        )
+    if dataset.shape is None:
+        raise ValueError(f"{dataset.name} has no shape")
+    nbytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()
+    offset = dataset.id.get_offset()
+    if not nbytes:
+        return start, 0
+    if offset is None or not start <= offset <= stop - nbytes:
+        raise ValueError(
+            f"{dataset.name} has {nbytes:,} bytes, which are not in the file"
+        )
+    return int(offset), nbytes
+
+
+def require_stored_as(dataset: Any, name: str) -> None:
+    """Refuse values that are not stored in the way that the name of their type says.
+
+    Not collective.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Which.
+    name : str
+        As of `named_dtype`.
+    """
+    found, stored = dataset.dtype, _stored_as(name, dataset.dtype.itemsize)
+    if stored is None or found != stored:
+        raise ValueError(f"{dataset.name} is {found}, not {name}")
+
+
+def _stored_as(name: str, itemsize: int) -> np.dtype[Any] | None:
+    """Return the type in which a file has values of a type; None for no values."""
+    # The library that has the type need not be there.
+    if name == "bfloat16":
+        return np.dtype("<u2")
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        return np.dtype(f"V{itemsize}")
+    if dtype.num >= FIRST_FOREIGN_TYPE:
+        return np.dtype(f"V{dtype.itemsize}")
+    return saved_dtype(dtype) if dtype.kind in "biufc" else None

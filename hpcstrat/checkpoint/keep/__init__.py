@@ -1,0 +1,1 @@
+"""Which checkpoints a folder holds, which stay, and which are removed."""

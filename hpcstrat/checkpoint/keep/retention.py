@@ -1,0 +1,185 @@
+"""Removing the checkpoints of a folder that no rule keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hpcstrat.checkpoint.disk.file_names import remove
+from hpcstrat.checkpoint.file.layout import list_checkpoints, step_of
+from hpcstrat.checkpoint.file.reader import check, is_passing, read_root
+from hpcstrat.checkpoint.keep.folder import NO_FILE, identity_of
+from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
+from hpcstrat.checkpoint.keep.search import warn
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.logs import get_logger
+
+__all__ = ["Retention", "best_path"]
+
+
+class Retention:
+    """Removes the checkpoints of a folder that need not stay, on replica 0.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+    rules : KeepRules
+        What stays.
+    """
+
+    def __init__(self, directory: str, rules: KeepRules) -> None:
+        self._directory = directory
+        self._rules = rules
+        # What has been read, and of which file of the name.
+        self._known: dict[str, tuple[tuple[int, int, int] | None, Found]] = {}
+        self._distrusted: set[tuple[str, tuple[int, int, int] | None]] = set()
+
+    def distrust(self, paths: Sequence[str]) -> None:
+        """Take note of files that a restore found damaged, also if in their data only.
+
+        Not collective: one rank calls it.
+
+        Parameters
+        ----------
+        paths : sequence of str
+            Which. They are trusted again once they have been replaced.
+        """
+        for path in paths:
+            # The other ranks do not wait for an error of this.
+            with suppress(OSError):
+                self._distrusted.add((path, identity_of(path)))
+
+    def is_damaged(self, path: str) -> bool:
+        """Whether there is a file that no restore would take, as far as is known.
+
+        Not collective: one rank calls it. Data are not looked at.
+
+        Parameters
+        ----------
+        path : str
+            Its name.
+
+        Returns
+        -------
+        bool
+            False where there is no such file.
+
+        Raises
+        ------
+        OSError
+            If it cannot be looked at.
+        """
+        try:
+            if (path, identity_of(path)) in self._distrusted:
+                return True
+            check(path)
+        except FileNotFoundError:
+            return False
+        except CheckpointError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno not in (None, *NO_FILE):
+                # The file may be whole: it could not be looked at now.
+                raise cause from None
+            # One of a newer library is not.
+            return isinstance(error, CorruptCheckpointError)
+        return False
+
+    def apply(self, new: Found) -> None:
+        """Remove what no rule keeps; damaged files do not count, and stay.
+
+        Not collective: one rank calls it, after a new checkpoint is durable.
+
+        Parameters
+        ----------
+        new : Found
+            That one, which need not be opened by HDF5 then.
+
+        Raises
+        ------
+        OSError
+            If the folder or a file cannot be looked at; nothing is removed.
+        """
+        if self._rules.max_to_keep is None:
+            return
+        self._known[new.path] = identity_of(new.path), new
+        for path in self._superfluous():
+            try:
+                remove(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                get_logger("checkpoint").warning(
+                    "the old checkpoint %s could not be removed: %s", path, error
+                )
+
+    def _superfluous(self) -> list[str]:
+        """Return what may be removed, oldest first."""
+        # Those for whose sake others go are looked at each time: files can rot.
+        counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
+        found = self._find()
+        while True:
+            keep = kept(found, self._rules, time.time_ns())
+            going = [one.path for one in found if one.path not in keep]
+            if not going:
+                return []
+            asked = kept(found, counting, 0).union(going)
+            damaged = {path for path in asked if self.is_damaged(path)}
+            if not damaged:
+                return going
+            found = [one for one in found if one.path not in damaged]
+
+    def _find(self) -> list[Found]:
+        """Return the whole checkpoints; those that others saved are read once."""
+        known = {}
+        for path in list_checkpoints(self._directory):
+            identity = identity_of(path)
+            before = self._known.get(path)
+            if before is not None and before[0] == identity:
+                known[path] = before
+                continue
+            try:
+                known[path] = identity, _look(path)
+            except (FileNotFoundError, CheckpointError) as error:
+                if is_passing(error):
+                    raise
+                # Removed, damaged, or of a newer library: not for us to remove.
+                continue
+        self._known = known
+        return [one for _, one in known.values()]
+
+
+def best_path(directory: str, best: KeepBest) -> str | None:
+    """Return the path of the best checkpoint that is whole.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+    best : KeepBest
+        Which metric, and what is best.
+
+    Returns
+    -------
+    str or None
+        None where no checkpoint has the metric.
+    """
+    found = []
+    for path in list_checkpoints(directory):
+        try:
+            found.append(_look(path))
+        except CheckpointError as error:
+            if is_passing(error):
+                raise
+            warn(error)
+        except FileNotFoundError:
+            continue  # Removed since it was listed.
+    return next((one.path for one in ranked(found, best)), None)
+
+
+def _look(path: str) -> Found:
+    header = read_root(path)
+    return Found(path, step_of(path) or 0, header.created_unix_ns, header.metrics)

@@ -1,0 +1,117 @@
+"""Finding the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+from hpcstrat.checkpoint.file.layout import list_checkpoints
+from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.logs import get_logger
+
+__all__ = ["find_newest", "find_restorable", "newest_path", "warn"]
+
+
+def find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
+    """Return the newest checkpoint that is whole, as far as its data are not read.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+    passed_over : list of str
+        Paths not to look at; damaged ones are added, with a warning.
+
+    Returns
+    -------
+    CheckpointFile or None
+        None where there is none.
+    """
+    for path in reversed(list_checkpoints(directory)):
+        if path in passed_over:
+            continue
+        try:
+            return open_checkpoint(path)
+        except CorruptCheckpointError as error:
+            warn(error)
+            passed_over.append(path)
+        except FileNotFoundError:
+            continue  # Removed since it was listed.
+    return None
+
+
+def newest_path(directory: str) -> str | None:
+    """Return the path of the newest checkpoint that is whole.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+
+    Returns
+    -------
+    str or None
+        None where there is none.
+    """
+    found = find_newest(directory, [])
+    return None if found is None else found.path
+
+
+def find_restorable(
+    directory: str, path: str | None, passed_over: list[str]
+) -> tuple[CheckpointFile | None, list[str]]:
+    """Return the checkpoint to restore, and what was passed over.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    directory : str
+        The folder.
+    path : str or None
+        The checkpoint; None for the newest.
+    passed_over : list of str
+        Paths not to look at.
+
+    Returns
+    -------
+    CheckpointFile or None
+        None where there is no checkpoint at all.
+    list of str
+        Paths of damaged ones.
+
+    Raises
+    ------
+    CheckpointError
+        If there are checkpoints, and none of them can be read.
+    """
+    if path is not None:
+        try:
+            return open_checkpoint(path), passed_over
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"expected a checkpoint at {path}, found no such file; check the path, "
+                "or leave it out to restore the newest"
+            ) from error
+    found = find_newest(directory, passed_over)
+    if found is None and passed_over:
+        raise CheckpointError(
+            f"expected a checkpoint in {directory} that can be read, found "
+            f"{len(passed_over)} that cannot; move them away to start anew"
+        )
+    return found, passed_over
+
+
+def warn(error: Exception) -> None:
+    """Say why a checkpoint is passed over.
+
+    Not collective.
+
+    Parameters
+    ----------
+    error : Exception
+        Why.
+    """
+    get_logger("checkpoint").warning("%s", error)

@@ -1,0 +1,1 @@
+"""How a checkpoint is matched with the program and read back on all replicas."""

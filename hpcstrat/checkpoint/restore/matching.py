@@ -1,0 +1,312 @@
+"""Which saved value goes into which variable, and all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.checkpoint.file.layout import Entry, Header, section_of
+from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.errors import CheckpointMismatchError
+from hpcstrat.gpu.transfers import store
+from hpcstrat.options import VariableAggregation
+from hpcstrat.typing import Array
+from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
+
+__all__ = ["Match", "is_wanted", "match_entries", "renamed"]
+
+_POLICIES = ("error", "first", "cycle", "init")
+
+
+@dataclass(slots=True)
+class Match:
+    """A saved value and where it goes.
+
+    Parameters
+    ----------
+    entry : Entry
+        What was saved.
+    variable : Variable or None
+        Where it goes; None when the variable does not exist yet.
+    owner : object
+        Then, what will make the variable.
+    name : str
+        And its name there.
+    per_replica : str
+        What to do with rows of another number of replicas.
+    """
+
+    entry: Entry
+    variable: Variable | None
+    owner: Any = None
+    name: str = ""
+    per_replica: str = "error"
+
+    def assign(self, value: Array, strategy: Any) -> None:
+        """Put the value into this replica's component.
+
+        Not collective: no replica needs another's.
+
+        Parameters
+        ----------
+        value : ndarray
+            As saved.
+        strategy : Strategy
+            Whose replicas.
+        """
+        variable = self.variable
+        if variable is None:
+            self.owner.checkpoint_defer(self.name, value, strategy)
+            return
+        if self.entry.per_replica:
+            row = self.row(strategy)
+            if row is None:
+                return
+            value = value[row]
+        elif self.divides:
+            cast = value.astype(variable.dtype, copy=False)
+            count = strategy.num_replicas_in_sync
+            value = share_of(cast, count, strategy.replica_id)
+        _store(variable.component, value)
+
+    @property
+    def divides(self) -> bool:
+        """Whether this replica's part is not the saved value itself."""
+        shared = (
+            isinstance(self.variable, SyncOnReadVariable)
+            and self.variable.aggregation is VariableAggregation.SUM
+        )
+        return shared or self.entry.per_replica
+
+    def assign_row(self, row: Array) -> None:
+        """Put this replica's row into its component.
+
+        Not collective.
+
+        Parameters
+        ----------
+        row : ndarray
+            From the place that `row` says.
+        """
+        assert self.variable is not None
+        _store(self.variable.component, row)
+
+    def row(self, strategy: Any) -> int | None:
+        """Return which of the saved rows this replica takes.
+
+        Not collective.
+
+        Parameters
+        ----------
+        strategy : Strategy
+            Whose replicas.
+
+        Returns
+        -------
+        int or None
+            None where the variable stays as it is.
+        """
+        saved = self.entry.shape[0]
+        replica = int(strategy.replica_id)
+        if saved == strategy.num_replicas_in_sync:
+            return replica
+        return {"first": 0, "cycle": replica % saved, "init": None}[self.per_replica]
+
+
+def _store(component: Array, value: Array) -> None:
+    if is_device(component):
+        store(component, value)
+    else:
+        np.copyto(component, value, casting="unsafe")
+
+
+def match_entries(
+    header: Header,
+    variables: dict[str, Variable],
+    objects: Objects,
+    *,
+    allow_cast: bool,
+    expect_partial: bool,
+    per_replica: str,
+    num_replicas: int,
+    only: Collection[str] | None = None,
+) -> list[Match]:
+    """Find for every variable its saved value.
+
+    Not collective; the same on every rank.
+
+    Parameters
+    ----------
+    header : Header
+        Of the checkpoint.
+    variables : dict of str to Variable
+        By path.
+    objects : Objects
+        Takes values of variables that do not exist yet.
+    allow_cast : bool
+        Whether another dtype fits.
+    expect_partial : bool
+        Whether saved values that nothing takes are left alone.
+    per_replica : str
+        See ``CheckpointManager.restore``.
+    num_replicas : int
+        How many restore.
+    only : collection of str, optional
+        Names of the objects that are restored; default: all.
+
+    Returns
+    -------
+    list of Match
+        One for each variable, and for each value to be kept for later.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``per_replica``.
+    CheckpointMismatchError
+        If anything does not fit, naming all of it.
+    """
+    if per_replica not in _POLICIES:
+        raise ValueError(
+            f"expected per_replica to be one of {', '.join(_POLICIES)}, found "
+            f"{per_replica!r}; choose one"
+        )
+    matches, problems, unused = [], [], []
+    wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
+    taken = set()
+    for path, variable in wanted.items():
+        saved = [p for p in objects.spellings(path) if p in header.entries]
+        entry = header.entries[saved[0]] if saved else None
+        taken.update(saved[:1])
+        if entry is None:
+            problems.append(f"{path} is not in the checkpoint")
+            continue
+        problem = _misfit(entry, variable, allow_cast)
+        if not problem and entry.per_replica and per_replica == "error":
+            problem = _rows_misfit(entry, num_replicas)
+        if problem:
+            problems.append(f"{path} {problem}")
+        matches.append(Match(entry, variable, per_replica=per_replica))
+    others = header.entries.keys() - taken
+    for path in sorted(path for path in others if is_wanted(path, only)):
+        owner = objects.owner(path)
+        if owner is None:
+            unused.append(path)
+        else:
+            matches.append(Match(header.entries[path], None, *owner))
+    problems += objects.state_problems(header, only)
+    if unused and not expect_partial:
+        problems.append(f"nothing takes {', '.join(unused)} (pass expect_partial=True)")
+    if problems:
+        raise CheckpointMismatchError(
+            f"expected the checkpoint of step {header.step} to fit the program, found "
+            f"that {'; '.join(problems)}; nothing was restored: restore it into the "
+            "program that saved it, or change the variables"
+        )
+    return matches
+
+
+def is_wanted(path: str, only: Collection[str] | None) -> bool:
+    """Whether a path belongs to one of some objects.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        Of an entry, such as ``variables/net/w`` or ``optimizer/iterations``.
+    only : collection of str or None
+        Names of objects, such as ``net`` and ``optimizer``; None means all.
+
+    Returns
+    -------
+    bool
+        For ``variables``, the name is what follows.
+    """
+    if only is None:
+        return True
+    first, _, rest = path.partition("/")
+    return (rest.partition("/")[0] if first == "variables" else first) in only
+
+
+def renamed(header: Header, names: Mapping[str, str]) -> Header:
+    """Return what a checkpoint holds under the names that a program has today.
+
+    Not collective; the same on every rank.
+
+    Parameters
+    ----------
+    header : Header
+        Of the checkpoint.
+    names : mapping of str to str
+        Path in the checkpoint, or its beginning up to a ``/``, to that of today:
+        ``{"variables/net": "variables/model", "iterators/train": "iterators/data"}``.
+
+    Returns
+    -------
+    Header
+        Entries keep the path that they have in the file.
+
+    Raises
+    ------
+    CheckpointMismatchError
+        If a name is not in the checkpoint, or two things get one name.
+    """
+    used: set[str] = set()
+
+    def _new(path: str) -> str:
+        parts = path.split("/")
+        for count in range(len(parts), 0, -1):
+            head = "/".join(parts[:count])
+            if head in names:
+                used.add(head)
+                return "/".join([names[head], *parts[count:]])
+        return path
+
+    found = Header(header.step, header.num_replicas)
+    problems = []
+    for path, entry in header.entries.items():
+        if found.entries.setdefault(_new(path), entry) is not entry:
+            problems.append(f"two values get the name {_new(path)}")
+    for name, state in header.iterators.items():
+        section = section_of(state)
+        found.iterators[_new(f"{section}/{name}").removeprefix(f"{section}/")] = state
+    for name, state in header.python.items():
+        found.python[_new(f"python/{name}").removeprefix("python/")] = state
+    unknown = sorted(names.keys() - used)
+    if unknown:
+        problems.append(f"{', '.join(unknown)} is not in the checkpoint")
+    if problems:
+        raise CheckpointMismatchError(
+            f"expected rename to name what the checkpoint of step {header.step} holds, "
+            f"found that {'; '.join(problems)}; nothing was restored: see its names "
+            "with `hpcstrat ckpt show`"
+        )
+    return found
+
+
+def _rows_misfit(entry: Entry, num_replicas: int) -> str:
+    if entry.shape[0] == num_replicas:
+        return ""
+    return (
+        f"has a value for each of {entry.shape[0]} replicas, not of {num_replicas} "
+        "(pass per_replica='first', 'cycle' or 'init')"
+    )
+
+
+def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
+    shape = entry.shape
+    if entry.per_replica:
+        none = variable.aggregation is VariableAggregation.NONE
+        if not (isinstance(variable, SyncOnReadVariable) and none):
+            return "has a value for each replica, and the variable wants one"
+        shape = shape[1:]
+    if shape != variable.shape:
+        return f"has shape {shape}, not {variable.shape}"
+    if entry.dtype != variable.dtype.name and not allow_cast:
+        return f"has dtype {entry.dtype}, not {variable.dtype} (pass allow_cast=True)"
+    return ""

@@ -1,0 +1,151 @@
+"""Restoring: find a checkpoint, match it with the program, fall back together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hpcstrat.checkpoint.common_verdict import on_first
+from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.file.reader import CheckpointFile
+from hpcstrat.checkpoint.keep.retention import Retention
+from hpcstrat.checkpoint.keep.search import find_restorable, warn
+from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.reports import RestoreReport
+from hpcstrat.checkpoint.restore.matching import match_entries, renamed
+from hpcstrat.checkpoint.restore.reading_back import restore_values
+from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.observe.timeline import traced
+
+__all__ = ["Restorer"]
+
+
+class Restorer:
+    """Restores of one manager.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas restore.
+    directory : str
+        The folder.
+    objects : Objects
+        What is restored.
+    retention : Retention
+        Is told of damaged files, on replica 0.
+    memory : Memory
+        For what is read.
+
+    Attributes
+    ----------
+    last : RestoreReport or None
+        What the last one did.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        directory: str,
+        objects: Objects,
+        retention: Retention,
+        memory: Memory,
+    ) -> None:
+        self._strategy = strategy
+        self._collectives = strategy.collectives
+        self._objects = objects
+        self._retention, self._memory = retention, memory
+        self.directory = directory
+        self.last: RestoreReport | None = None
+
+    @traced("restore", "checkpoint")
+    def restore(
+        self, path: str | None, rename: Mapping[str, str], **rules: Any
+    ) -> int | None:
+        """Restore a checkpoint, or the newest that can be read.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        path : str or None
+            The checkpoint; None for the newest.
+        rename : mapping of str to str
+            Saved paths to today's.
+        **rules : object
+            As `match_entries` takes them.
+
+        Returns
+        -------
+        int or None
+            Its step; None where there is none.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, before any variable changes.
+        """
+        began = time.perf_counter()
+        if self._collectives.channel is not None:
+            self._collectives.channel.meet()
+        passed_over: list[str] = []
+        while True:
+            file, passed_over = on_first(
+                self._strategy,
+                "search for a checkpoint",
+                partial(find_restorable, self.directory, path, passed_over),
+            )
+            self._distrust(passed_over)
+            if file is None:
+                return None
+            try:
+                return self._load(file, began, passed_over, rename, rules)
+            except CorruptCheckpointError as error:
+                self._distrust([file.path])
+                if path is not None:
+                    raise
+                if self._strategy.replica_id == 0:
+                    warn(error)
+                passed_over = [*passed_over, file.path]
+
+    def _distrust(self, paths: list[str]) -> None:
+        if self._strategy.replica_id == 0:
+            self._retention.distrust(paths)
+
+    def _load(
+        self,
+        file: CheckpointFile,
+        began: float,
+        passed_over: list[str],
+        rename: Mapping[str, str],
+        rules: dict[str, Any],
+    ) -> int:
+        variables = self._objects.variables()
+        how = {**rules, "rename": dict(rename)}
+        self._collectives.barrier(
+            f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
+        )
+        header = renamed(file.header, rename)
+        matches = match_entries(
+            header,
+            variables,
+            self._objects,
+            num_replicas=self._strategy.num_replicas_in_sync,
+            **rules,
+        )
+        nbytes, read_seconds = restore_values(
+            *(file, matches, self._strategy, self._memory)
+        )
+        only = rules.get("only")
+        now = self._strategy.num_replicas_in_sync
+        self._objects.end_restore(header.num_replicas, now, only)
+        self._objects.restore_states(header, only)
+        taken = {match.entry.path for match in matches}
+        self.last = RestoreReport(
+            *(file.path, header.step, header.num_replicas, file.vouched is not None),
+            *(nbytes, time.perf_counter() - began, read_seconds),
+            tuple(sorted(file.header.entries.keys() - taken)),
+            tuple(passed_over),
+        )
+        return header.step

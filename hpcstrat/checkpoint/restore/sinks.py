@@ -1,0 +1,131 @@
+"""Where bytes of a checkpoint go when they are restored."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.layout import named_dtype, saved_dtype
+from hpcstrat.checkpoint.restore.matching import Match
+from hpcstrat.gpu.transfers import Uploads
+from hpcstrat.typing import Array
+
+__all__ = ["Sink", "live_bytes", "value_of"]
+
+
+class Sink:
+    """Where the bytes of a dataset go.
+
+    Parameters
+    ----------
+    match : Match
+        Which variable, and how.
+    extent : Extent
+        Where they are in the file.
+    live : ndarray of uint8, optional
+        The variable's own bytes; default: they are collected, and then assigned.
+
+    Attributes
+    ----------
+    on_device : bool
+        Whether the variable's own bytes are in the memory of a GPU.
+    """
+
+    def __init__(self, match: Match, extent: Extent, live: Array | None = None) -> None:
+        self.match, self.extent = match, extent
+        self.on_device = is_device(live)
+        self._live = live
+        self._collected: Array | None = None
+        self._left = extent.nbytes
+
+    def put(
+        self, start: int, data: Array, strategy: Any, uploads: Uploads | None = None
+    ) -> None:
+        """Take bytes of the file.
+
+        Not collective.
+
+        Parameters
+        ----------
+        start : int
+            Where in the file they begin.
+        data : ndarray of uint8
+            Within the extent.
+        strategy : Strategy
+            Whose replicas restore.
+        uploads : Uploads, optional
+            Copies to a GPU; needed if this is ``on_device``.
+        """
+        place = start - self.extent.offset
+        if self._live is None and self._collected is None:
+            self._collected = np.empty(self.extent.nbytes, np.uint8)
+        target = self._collected if self._live is None else self._live
+        assert target is not None
+        part = target[place : place + data.size]
+        if self.on_device:
+            assert uploads is not None
+            uploads.put(data, part)
+        else:
+            part[:] = data
+        self._left -= data.size
+        if self._left == 0 and self._live is None:
+            self.match.assign(value_of(self.match, self._collected), strategy)
+            self._collected = None
+
+
+def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
+    """Return bytes as the value that was saved, or a row of it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    match : Match
+        Of which entry.
+    data : ndarray of uint8 or None
+        None where there are none.
+    rows : bool
+        Whether it is one replica's row.
+
+    Returns
+    -------
+    ndarray
+        In native byte order.
+    """
+    dtype = named_dtype(match.entry.dtype)
+    stored = saved_dtype(dtype)
+    raw = np.empty(0, np.uint8) if data is None else data
+    native = raw.view(stored).astype(stored.newbyteorder("="), copy=False)
+    shape = match.entry.shape
+    return native.view(dtype).reshape(shape[1:] if rows else shape)
+
+
+def live_bytes(match: Match) -> Array | None:
+    """Return the bytes of a variable into which a value can be read as it is.
+
+    Not collective.
+
+    Parameters
+    ----------
+    match : Match
+        Of which variable.
+
+    Returns
+    -------
+    ndarray of uint8 or None
+        Of the variable's library; None where it has to be converted.
+    """
+    variable = match.variable
+    if variable is None or match.divides or sys.byteorder != "little":
+        return None
+    component = variable.component
+    fits = (
+        component.dtype.name == match.entry.dtype
+        and component.dtype.isnative
+        and component.flags.c_contiguous
+    )
+    return component.reshape(-1).view(np.uint8) if fits else None

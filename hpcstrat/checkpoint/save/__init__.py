@@ -1,0 +1,1 @@
+"""How all replicas write one file."""

@@ -1,0 +1,209 @@
+"""The last steps of a save, on replica 0: from parts on the disk to a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpcstrat.checkpoint.disk.disk import flush, open_to_write, write_all
+from hpcstrat.checkpoint.disk.file_names import flush_folder, publish, remove
+from hpcstrat.checkpoint.file.commit_record import pack_record
+from hpcstrat.checkpoint.file.layout import Header
+from hpcstrat.checkpoint.file.skeleton import Skeleton
+from hpcstrat.checkpoint.keep.folder import identity_of
+from hpcstrat.checkpoint.keep.keep_rules import Found
+from hpcstrat.checkpoint.keep.retention import Retention
+from hpcstrat.errors import CheckpointError
+from hpcstrat.logs import get_logger
+from hpcstrat.typing import Array
+
+__all__ = ["Commit", "Target"]
+
+
+@dataclass(slots=True)
+class Target:
+    """Where a checkpoint is to be, and what was there when its save began.
+
+    Parameters
+    ----------
+    path : str
+        Its name.
+    temporary : str
+        Its name until then.
+    replaces : bool
+        Whether the file of its name is replaced.
+    found : tuple of int or None
+        Which file that is.
+    abandoned : list of (str, identity)
+        Later checkpoints, which go once this one is durable.
+    retention : Retention
+        Removes others then.
+    """
+
+    path: str
+    temporary: str
+    replaces: bool
+    found: tuple[int, int, int] | None
+    abandoned: list[tuple[str, tuple[int, int, int] | None]]
+    retention: Retention
+
+
+class Commit:
+    """Done once, by the thread that saves or by the caller, whoever is first.
+
+    Parameters
+    ----------
+    target : Target
+        Where.
+    header : Header
+        What is saved.
+    skeleton : Skeleton
+        Its structures.
+    created_unix_ns : int
+        When the save began.
+
+    Attributes
+    ----------
+    error : BaseException or None
+        Why there is no checkpoint.
+    ended : float
+        ``time.perf_counter()`` when it was durable; 0 before.
+    """
+
+    def __init__(
+        self, target: Target, header: Header, skeleton: Skeleton, created_unix_ns: int
+    ) -> None:
+        self.target = target
+        self.error: BaseException | None = None
+        self.ended = 0.0
+        self._header = header
+        self._skeleton = skeleton
+        self._created = created_unix_ns
+        # An interrupt may leave it with the thread that gives up then.
+        self._lock = threading.RLock()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return self.ended > 0 or self.error is not None
+
+    def do(self, hashes: Array) -> None:
+        """Make the checkpoint, all parts of which are on the disk.
+
+        Not collective. What goes wrong is kept in ``error``.
+
+        Parameters
+        ----------
+        hashes : ndarray of uint64 of shape (num_blocks,)
+            Of all blocks.
+        """
+        with self._lock:
+            if self.over:
+                return
+            replaces = published = False
+            try:
+                self._write(hashes)
+                replaces = self._replaces()
+                publish(self.target.temporary, self.target.path, replaces)
+                published = True
+                flush_folder(os.path.dirname(self.target.path))
+            except BaseException as error:
+                self.error = error
+                self._remove()
+                if published and not replaces:
+                    # Its name may not outlive a loss of power.
+                    with suppress(OSError):
+                        remove(self.target.path)
+                return
+            try:
+                self._remove_abandoned()
+            except BaseException as error:
+                self.error = error
+                return
+            self.ended = time.perf_counter()
+            # Only now is the new one durable.
+            self._tidy()
+
+    def drop(self, error: BaseException) -> None:
+        """Give up, unless it is done.
+
+        Not collective.
+
+        Parameters
+        ----------
+        error : BaseException
+            Why.
+        """
+        with self._lock:
+            if not self.over:
+                self.error = error
+                self._remove()
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            remove(self.target.temporary)
+
+    def _write(self, hashes: Array) -> None:
+        """Write all but the data, and cut off what was behind the end."""
+        plan, header = self._skeleton.plan, self._header
+        prefix = self._skeleton.prefix(header, self._created)
+        table = hashes.astype("<u8").tobytes()
+        prefix[plan.table_start : plan.table_start + len(table)] = table
+        record = pack_record(plan, bytes(prefix), header.step, header.num_replicas)
+        file = open_to_write(self.target.temporary, False)
+        try:
+            write_all(file, memoryview(prefix), 0)
+            write_all(file, memoryview(record), plan.data_end)
+            os.ftruncate(file, plan.size)
+            flush(file)
+        finally:
+            os.close(file)
+
+    def _replaces(self) -> bool:
+        target = self.target
+        if not target.replaces:
+            return False
+        there = identity_of(target.path)
+        if there is not None and there != target.found:
+            raise CheckpointError(
+                f"expected {target.path} to stay as it was while it was being "
+                "replaced, found a new file there; another job saves in this folder: "
+                "use another one"
+            )
+        return there is not None
+
+    def _remove_abandoned(self) -> None:
+        """Remove checkpoints of later steps, which would be taken for the newest."""
+        left = []
+        for path, identity in self.target.abandoned:
+            try:
+                # Not what another job has put there since.
+                if identity_of(path) == identity:
+                    remove(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                left.append(f"{os.path.basename(path)} ({error.strerror})")
+        if left:
+            raise CheckpointError(
+                f"expected to remove the checkpoints of later steps than that of "
+                f"{self.target.path}, which is saved, found that these stay: "
+                f"{', '.join(left)}; remove them, or they are restored as the newest"
+            )
+        if self.target.abandoned:
+            flush_folder(os.path.dirname(self.target.path))
+
+    def _tidy(self) -> None:
+        header = self._header
+        new = Found(self.target.path, header.step, self._created, header.metrics)
+        try:
+            self.target.retention.apply(new)
+        except Exception as error:
+            # The checkpoint is there all the same.
+            get_logger("checkpoint").warning(
+                "old checkpoints in %s were not removed: %s",
+                *(os.path.dirname(self.target.path), error),
+            )

@@ -1,0 +1,273 @@
+"""Values of which each replica has a row of its own.
+
+Each replica writes its row. Blocks are hashed as a whole, so that the replica whose
+block holds bytes of other rows, too, is sent these, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.checkpoint.file.extents import Extent, Plan
+from hpcstrat.checkpoint.file.image import as_bytes
+from hpcstrat.typing import Array
+
+__all__ = ["Rows", "exchange_rows"]
+
+_ROUND_BYTES = 256 << 20
+"""Size of the blocks whose rows are sent at a time: no buffer is larger."""
+
+
+class Rows:
+    """What a replica has of a dataset with a row for each replica.
+
+    Parameters
+    ----------
+    extent : Extent
+        Where the dataset is.
+    rank : int
+        The replica.
+    own : ndarray of uint8 of shape (extent.row_bytes,)
+        Its row, of either library.
+
+    Attributes
+    ----------
+    missing : list of (cupy.ndarray, ndarray)
+        What of a row in the memory of a GPU is needed here, and where it has to go.
+    """
+
+    def __init__(self, extent: Extent, rank: int, own: Array) -> None:
+        self._each, self._rank, self._own = extent.row_bytes, rank, own
+        # Pieces with bytes of other rows, by where they begin.
+        self._mixed: dict[int, Array] = {}
+        self.missing: list[tuple[Array, Array]] = []
+
+    def __getitem__(self, source: slice, /) -> Array:
+        """Return the bytes of a piece.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            In this replica's row, or as given to `prepare`.
+
+        Returns
+        -------
+        ndarray of uint8
+            A view.
+        """
+        mixed = self._mixed.get(source.start)
+        return self.own(source) if mixed is None else mixed
+
+    def own(self, source: slice) -> Array:
+        """Return the bytes of a piece that are this replica's.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            Of a piece.
+
+        Returns
+        -------
+        ndarray of uint8
+            A view; may be empty.
+        """
+        before = self._rank * self._each
+        low, high = max(source.start - before, 0), max(source.stop - before, 0)
+        return self._own[low:high]
+
+    def sent(self, source: slice) -> Array:
+        """Return the bytes of a piece that are this replica's, for a message.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            Of a piece.
+
+        Returns
+        -------
+        ndarray of uint8
+            In host memory; those of a GPU are there when what is missing is.
+        """
+        own = self.own(source)
+        if not is_device(own):
+            return own
+        there = np.empty(own.size, np.uint8)
+        self.missing.append((own, there))
+        return there
+
+    def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
+        """Make room for a piece, if it is not in this replica's row.
+
+        Not collective.
+
+        Parameters
+        ----------
+        source : slice
+            Of the piece.
+
+        Yields
+        ------
+        int, ndarray of uint8
+            A replica, and where its bytes are to go.
+        """
+        first, last = source.start // self._each, (source.stop - 1) // self._each
+        if first == last == self._rank:
+            return
+        piece: Array = np.empty(source.stop - source.start, np.uint8)
+        self._mixed[source.start] = piece
+        for rank in range(first, last + 1):
+            low = max(rank * self._each, source.start) - source.start
+            high = min((rank + 1) * self._each, source.stop) - source.start
+            if rank == self._rank:
+                own = self.own(source)
+                if is_device(own):
+                    self.missing.append((own, piece[low:high]))
+                else:
+                    piece[low:high] = own
+            else:
+                yield rank, piece[low:high]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What goes from replica to replica at a time, by the other replica."""
+
+    sent: list[list[Array]]
+    received: list[list[Array]]
+
+
+def exchange_rows(
+    plan: Plan,
+    values: Mapping[str, Array],
+    strategy: Any,
+    name: str,
+    *,
+    fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,
+) -> dict[str, Rows]:
+    """Send bytes of rows to the replicas whose blocks they are in.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    plan : Plan
+        The layout.
+    values : mapping of str to ndarray
+        By path; of datasets with rows, this replica's row.
+    strategy : Strategy
+        Whose replicas.
+    name : str
+        Of the file, for messages.
+    fetch : callable, optional
+        Copies from the memory of a GPU, and waits for it: see `Downloads`. Messages
+        between replicas go through host memory.
+
+    Returns
+    -------
+    dict of str to Rows
+        What this replica writes, by path: the array itself, and copies of the pieces
+        in its blocks that are not in its row.
+    """
+    collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
+    place = strategy.replica_id, strategy.num_replicas_in_sync
+    try:
+        rows = {
+            extent.path: Rows(extent, place[0], as_bytes(values[extent.path]))
+            for extent in plan.extents
+            if extent.num_rows
+        }
+        rounds = _rounds(plan, rows, place)
+        missing = [pair for row in rows.values() for pair in row.missing]
+        if fetch is not None and missing:
+            fetch(missing)
+        # Memory runs out here, if it does, and not between the messages.
+        sent = np.empty(max((_size(r.sent) for r in rounds), default=0), np.uint8)
+        received = np.empty(
+            max((_size(r.received) for r in rounds), default=0), np.uint8
+        )
+    except Exception as error:
+        collectives.fail(what, error)
+        raise
+    if rounds:
+        collectives.barrier(what)
+        with collectives.moving(what) as comm:
+            for each in rounds:
+                _exchange(each, sent, received, comm)
+    return rows
+
+
+def _mixed_blocks(plan: Plan, owners: Array) -> list[int]:
+    """Return the blocks that hold bytes of other rows than their replica's."""
+    found = set()
+    for extent in plan.extents:
+        if not extent.num_rows:
+            continue
+        for block in plan.blocks_of(extent.offset, extent.stop):
+            start, stop = plan.span(block)
+            first = max(start - extent.offset, 0) // extent.row_bytes
+            last = (min(stop, extent.stop) - 1 - extent.offset) // extent.row_bytes
+            if not first == last == owners[block]:
+                found.add(block)
+    return sorted(found)
+
+
+def _rounds(
+    plan: Plan, rows: Mapping[str, Rows], place: tuple[int, int]
+) -> list[_Round]:
+    """Return what this replica sends and receives; as many rounds on every replica."""
+    rank, size = place
+    owners = np.zeros(plan.num_blocks, np.intp)
+    for owner, part in enumerate(plan.parts(size)):
+        owners[list(part)] = owner
+    mixed = _mixed_blocks(plan, owners)
+    count = max(_ROUND_BYTES // plan.block_bytes, 1)
+    rounds = []
+    for first in range(0, len(mixed), count):
+        made = _Round([[] for _ in range(size)], [[] for _ in range(size)])
+        # Both sides go through the file in its order.
+        for block in mixed[first : first + count]:
+            for piece in plan.pieces(block):
+                if piece.path not in rows:
+                    continue
+                if owners[block] != rank:
+                    made.sent[owners[block]].append(rows[piece.path].sent(piece.source))
+                    continue
+                for other, there in rows[piece.path].prepare(piece.source):
+                    made.received[other].append(there)
+        rounds.append(made)
+    return rounds
+
+
+def _exchange(each: _Round, sent: Array, received: Array, comm: Any) -> None:
+    arrays = [array for arrays in each.sent for array in arrays]
+    if arrays:
+        np.concatenate(arrays, out=sent[: _size(each.sent)])
+    byte = comm.mpi.BYTE
+    comm.Alltoallv(
+        [sent, (_counts(each.sent), None), byte],
+        [received, (_counts(each.received), None), byte],
+    )
+    start = 0
+    for arrays in each.received:
+        for array in arrays:
+            array[:] = received[start : start + array.size]
+            start += array.size
+
+
+def _counts(parts: Sequence[Sequence[Array]]) -> list[int]:
+    return [sum(array.size for array in arrays) for arrays in parts]
+
+
+def _size(parts: Sequence[Sequence[Array]]) -> int:
+    return sum(_counts(parts))

@@ -1,0 +1,316 @@
+"""One replica's part of a save: copy, hash and write block after block.
+
+Threads hash and write, which Python's lock does not hinder, and make no MPI call. Where
+the caller waits for the end, they copy, too; otherwise the caller has copied before, or
+has told the GPU to, for which the threads then wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import numpy as np
+
+from hpcstrat.checkpoint.disk.disk import flush, forget_pages, open_to_write, write_all
+from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.checkpoint.file.image import Image, Source, fill
+from hpcstrat.gpu.transfers import Arrival, Downloads
+from hpcstrat.typing import Array
+
+__all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "Writing"]
+
+KINDS_OF_WORK = ("copy", "hash", "write", "flush")
+
+NUM_THREADS = 2
+_MOST_COPIERS = 4
+RING_SLOTS = 4
+"""How many threads, and places for blocks, there are where the caller waits."""
+
+
+class Writing:
+    """A part that is being written.
+
+    Parameters
+    ----------
+    path : str
+        The file, which exists.
+    plan : Plan
+        The layout.
+    blocks : sequence of int
+        This replica's blocks, ascending.
+    image : Image
+        Holds `RING_SLOTS` blocks, or all of them.
+    direct : bool
+        Whether to go past the page cache.
+    then : callable or None
+        Called at the end in a thread, with this object.
+    spread_seconds : float, optional
+        Over how long at least the writes are spread while nobody joins the threads.
+    num_cores : int, optional
+        How many threads may copy and hash at once.
+    downloads : Downloads, optional
+        Copies values that are in the memory of a GPU; it has begun.
+
+    Attributes
+    ----------
+    hashes : ndarray of uint64 of shape (len(blocks),)
+        Of the blocks; valid at the end.
+    error : BaseException or None
+        The first that came up.
+    done : threading.Event
+        Set when the part is on the disk, or has failed.
+    seconds : dict of str to float
+        Spent in each kind of work by all threads together.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        plan: Plan,
+        blocks: Sequence[int],
+        image: Image,
+        *,
+        direct: bool,
+        then: Callable[[Writing], None] | None,
+        spread_seconds: float = 0.0,
+        num_cores: int = 1,
+        downloads: Downloads | None = None,
+    ) -> None:
+        self.path = path
+        self.plan = plan
+        self.blocks = blocks
+        self.hashes: Array = np.zeros(len(blocks), np.uint64)
+        self.error: BaseException | None = None
+        self.seconds = dict.fromkeys(KINDS_OF_WORK, 0.0)
+        self.done = threading.Event()
+        self._image = image
+        self._direct = direct
+        self._then = then
+        self._spread = spread_seconds
+        # More hardly gain: one core moves a good part of what the memory can.
+        self._copiers = min(num_cores, _MOST_COPIERS)
+        # Else all threads would have their first block ready late, and together.
+        self._cores = threading.Semaphore(num_cores)
+        self._hurry = threading.Event()
+        self._file = -1
+        self._downloads = downloads
+        # What the GPU still copies, by the place of the block.
+        self._arrivals: dict[int, Arrival] = {}
+        self._values: Mapping[str, Source] = {}
+        # Which of the blocks, and whether they have been copied.
+        self._todo: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._left = 0
+        self._began = 0.0
+
+    def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
+        """Have all blocks written.
+
+        Not collective.
+
+        Parameters
+        ----------
+        values : mapping of str to Source
+            By path.
+        ahead : bool
+            Whether all blocks are copied here, so that values may change on return:
+            those in the memory of a GPU by what its current stream is given from then
+            on. Otherwise they may not before `join` has returned.
+        """
+        try:
+            if self.blocks:
+                self._file = open_to_write(self.path, self._direct)
+            if ahead:
+                self._copy_all(values)
+        except Exception as error:
+            # All replicas learn of it, and raise together.
+            self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            # Where all is copied, sums and others' rows need not stay in memory.
+            self._values = {} if ahead else values
+            self._start_threads(ahead)
+
+    def _copy_all(self, values: Mapping[str, Source]) -> None:
+        begin = time.perf_counter()
+
+        def copy(index: int) -> list[tuple[Array, Array]]:
+            return fill(self._image.slot(index), self.plan, self.blocks[index], values)
+
+        indices = range(len(self.blocks))
+        with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
+            try:
+                missing = list(pool.map(copy, indices))
+            except RuntimeError:
+                # The system gives no more threads, or the program ends.
+                missing = list(map(copy, indices))
+        if self._downloads is not None:
+            for index, pairs in enumerate(missing):
+                if pairs:
+                    self._arrivals[index] = self._downloads.fetch(pairs)
+            self._downloads.end()
+        self.seconds["copy"] = time.perf_counter() - begin
+
+    def _start_threads(self, copied: bool) -> None:
+        self._began = time.perf_counter()
+        for index in range(len(self.blocks)):
+            self._todo.put((index, copied))
+        wanted = self._left = NUM_THREADS if copied else RING_SLOTS
+        for number in range(wanted):
+            self._todo.put(None)
+            thread = threading.Thread(
+                target=self._work,
+                args=(number,),
+                name=f"hpcstrat-save-{number}",
+                daemon=True,
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The system gives no more threads: all replicas are told at the end.
+                self._fail(error)
+                self._leave(wanted - number)
+                return
+            self._threads.append(thread)
+
+    def _work(self, number: int) -> None:
+        while (item := self._todo.get()) is not None:
+            index, copied = item
+            if self.error is not None:
+                continue
+            try:
+                slot = index if copied else number
+                if copied:
+                    self._await_turn(index)
+                    self._await_copy(index)
+                with self._cores:
+                    if not copied:
+                        self._copy(self.blocks[index], slot)
+                    data = self._hashed(index, slot)
+                self._write(index, data)
+            except BaseException as error:
+                self._fail(error)
+        self._leave(1)
+
+    def _await_turn(self, index: int) -> None:
+        turn = self._began + self._spread * index / len(self.blocks)
+        delay = turn - time.perf_counter()
+        if delay > 0:
+            self._hurry.wait(delay)
+
+    def _await_copy(self, index: int) -> None:
+        arrival = self._arrivals.get(index)
+        if arrival is not None:
+            begin = time.perf_counter()
+            arrival.wait()
+            with self._lock:
+                self.seconds["copy"] += time.perf_counter() - begin
+
+    def _leave(self, count: int) -> None:
+        """Take note of threads that have nothing more to do."""
+        with self._lock:
+            self._left -= count
+            last = self._left == 0
+        if last:
+            self._end()
+
+    def _copy(self, block: int, slot: int) -> None:
+        begin = time.perf_counter()
+        missing = fill(self._image.slot(slot), self.plan, block, self._values)
+        if missing:
+            assert self._downloads is not None
+            self._downloads.fetch(missing).wait()
+        with self._lock:
+            self.seconds["copy"] += time.perf_counter() - begin
+
+    def _hashed(self, index: int, slot: int) -> memoryview:
+        start, stop = self.plan.span(self.blocks[index])
+        data = self._image.slot(slot)[: stop - start].data
+        begin = time.perf_counter()
+        self.hashes[index] = block_hash(data)
+        with self._lock:
+            self.seconds["hash"] += time.perf_counter() - begin
+        return data
+
+    def _write(self, index: int, data: memoryview) -> None:
+        begin = time.perf_counter()
+        write_all(self._file, data, self.plan.span(self.blocks[index])[0])
+        with self._lock:
+            self.seconds["write"] += time.perf_counter() - begin
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+        self._hurry.set()
+
+    def _end(self) -> None:
+        try:
+            if self._file >= 0:
+                self._flush()
+            if self._downloads is not None and self.error is not None:
+                # The next image may be in the memory that the GPU still copies to.
+                self._downloads.wait()
+        except BaseException as error:
+            self._fail(error)
+        self._values, self._downloads = {}, None
+        self._arrivals.clear()
+        # What it belongs to holds this: without a cycle, all goes when that goes.
+        then, self._then = self._then, None
+        self.done.set()
+        if then is not None:
+            then(self)
+
+    def _flush(self) -> None:
+        begin = time.perf_counter()
+        try:
+            if self.error is None:
+                flush(self._file)
+                if not self._direct:
+                    first, last = self.blocks[0], self.blocks[-1]
+                    start, stop = self.plan.span(first)[0], self.plan.span(last)[1]
+                    forget_pages(self._file, start, stop)
+        finally:
+            os.close(self._file)
+            self._file = -1
+            self.seconds["flush"] = time.perf_counter() - begin
+
+    def ended(self) -> bool:
+        """Whether the threads have ended.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False also while they clean up.
+        """
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the threads, which write as fast as they can from now on.
+
+        Not collective.
+
+        Parameters
+        ----------
+        seconds : float, optional
+            How long at most.
+
+        Returns
+        -------
+        bool
+            Whether they have ended.
+        """
+        self._hurry.set()
+        for thread in self._threads:
+            thread.join(seconds)
+        return self.ended()

@@ -1,0 +1,141 @@
+"""Those who try a file system together: ranks, or threads that stand for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hpcstrat.checkpoint.common_verdict import explained
+from hpcstrat.errors import CheckpointError
+
+__all__ = ["Group", "run_in_threads", "together"]
+
+
+class Group(Protocol):
+    """Those who write together: what is used of a communicator of mpi4py."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this one, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of all."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return what each has given, in order.
+
+        Collective over the group.
+
+        Parameters
+        ----------
+        sendobj : object
+            What this one gives.
+
+        Returns
+        -------
+        list of object
+            The same for all.
+        """
+
+
+def together(group: Group, what: str, action: Callable[[], Any]) -> Any:
+    """Run an action on all; raise the first error of any of them on all.
+
+    Collective over ``group``.
+
+    Parameters
+    ----------
+    group : Group
+        All.
+    what : str
+        The action, for messages.
+    action : callable
+        Makes no collective call.
+
+    Returns
+    -------
+    object
+        What it returned on this one.
+
+    Raises
+    ------
+    CheckpointError
+        What the action raised, or with its text; on all of them.
+    """
+    text, result = "", None
+    try:
+        result = action()
+    except CheckpointError as error:
+        text = str(error)
+    except Exception as error:
+        text = explained(what, error)
+    for said in group.allgather(text):
+        if said:
+            raise CheckpointError(said)
+    return result
+
+
+class _Member:
+    """One of several threads that stand for ranks."""
+
+    def __init__(
+        self, rank: int, values: list[Any], barrier: threading.Barrier
+    ) -> None:
+        self.rank, self.size = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return what each has given, in order."""
+        self._values[self.rank] = sendobj
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+def run_in_threads(size: int, action: Callable[[Group], Any]) -> Any:
+    """Run an action in threads that stand for ranks.
+
+    Not collective.
+
+    Parameters
+    ----------
+    size : int
+        How many there are; the first is this thread.
+    action : callable
+        Gets the group, as seen by its thread. It raises on all of them, or on none.
+
+    Returns
+    -------
+    object
+        What it returned in this thread.
+    """
+    values: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+    members = [_Member(rank, values, barrier) for rank in range(size)]
+
+    def _run(member: _Member) -> None:
+        # Each thread says the same; what this one says is shown.
+        try:
+            action(member)
+        except (CheckpointError, threading.BrokenBarrierError):
+            return
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [
+        threading.Thread(target=_run, args=(member,), daemon=True)
+        for member in members[1:]
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        return action(members[0])
+    finally:
+        # Those that wait for this one, if it failed alone, wait no longer.
+        barrier.abort()
+        for thread in threads:
+            thread.join()

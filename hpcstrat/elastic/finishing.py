@@ -1,0 +1,94 @@
+"""How a process ends after a loss, and the file that says that the work is done.
+
+``MPI_Finalize`` may wait for the dead: after a loss it is left out. And the launcher's
+exit status says nothing then: it was 0 also where all was lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+from hpcstrat.checkpoint.save.background import finish_all
+from hpcstrat.elastic.pool import Pool
+from hpcstrat.topology.starting import abandon_mpi
+
+__all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
+
+
+def end_without_finalize_after_loss(pool: Pool) -> None:
+    """Arrange for the end of this process.
+
+    Not collective.
+
+    Parameters
+    ----------
+    pool : Pool
+        Knows of losses.
+    """
+    atexit.register(_end, pool, os.getpid())
+
+
+def _end(pool: Pool, process: int) -> None:
+    """Leave MPI_Finalize out, if a rank has died."""
+    if os.getpid() != process or not pool.knows_of_losses():
+        return
+    if abandon_mpi():
+        return
+    # mpi4py would finalize, as the program has initialized MPI by itself.
+    finish_all()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
+
+
+def remove_marker(path: str | os.PathLike[str] | None) -> None:
+    """Remove the marker of an earlier run.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    path : str or path, optional
+        Need not exist.
+    """
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
+    """Say by a file that the work is done; on return it is on the disk.
+
+    Not collective: one rank calls it.
+
+    Parameters
+    ----------
+    path : str or path, optional
+        Of the file; nothing is done without.
+    told : dict of str to object
+        Its content, beside the time.
+    """
+    if path is None:
+        return
+    whole = os.path.abspath(os.fspath(path))
+    temporary = f"{whole}.{os.getpid()}"
+    text = json.dumps({"finished_unix_seconds": time.time(), **told})
+    with open(temporary, "w", encoding="ascii") as file:
+        file.write(f"{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, whole)
+    folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

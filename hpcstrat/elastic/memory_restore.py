@@ -1,0 +1,296 @@
+"""Going on from memory: which commit, who has it, and what becomes of lost parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.casting import quietly
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.checkpoint.file.plain_state import from_text
+from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.restore.matching import Match, match_entries
+from hpcstrat.elastic.snapshots import Commit, Key
+from hpcstrat.gpu.transfers import store
+from hpcstrat.logs import get_logger
+from hpcstrat.options import ReduceOp
+from hpcstrat.randomness import RandomStreams
+from hpcstrat.safety.divergence.divergence import check_mirrored
+from hpcstrat.typing import Array
+
+__all__ = ["Report", "choose", "restore_commit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica says of its memory.
+
+    Parameters
+    ----------
+    joined : int
+        The generation in which it became active.
+    worker : int
+        Its worker.
+    holdings : list of (key, replica, num_replicas, copies)
+        Of each commit that it holds: which, made as which replica of how many, and of
+        which replicas it has the parts, too.
+    """
+
+    joined: int
+    worker: int
+    holdings: list[tuple[Key, int, int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Who brings what; the same on every replica.
+
+    ``holders``: replica now -> replica at the commit. ``newcomers``: replica now ->
+    the lost one in whose place it is, if any. ``lost``: replica at the commit ->
+    replica now that has a copy of its part, or None.
+    """
+
+    holders: dict[int, int]
+    newcomers: dict[int, int | None]
+    lost: dict[int, int | None]
+
+    @property
+    def root(self) -> int:
+        return min(self.holders)
+
+
+def choose(reports: Sequence[Report]) -> Key | None:
+    """Return the newest commit that all have who were there when it was made.
+
+    Not collective.
+
+    Parameters
+    ----------
+    reports : sequence of Report
+        Of every replica.
+
+    Returns
+    -------
+    tuple of int or None
+        None where there is none.
+    """
+    keys = {holding[0] for report in reports for holding in report.holdings}
+    for key in sorted(keys, reverse=True):
+        if all(
+            report.joined > key[0] or key in [h[0] for h in report.holdings]
+            for report in reports
+        ):
+            return key
+    return None
+
+
+def _plan(key: Key, reports: Sequence[Report]) -> _Plan:
+    holders: dict[int, int] = {}
+    copies: dict[int, int] = {}
+    num_replicas = 0
+    for now, report in enumerate(reports):
+        for found, replica, count, sources in report.holdings:
+            if found == key and report.joined <= key[0]:
+                holders[now], num_replicas = replica, count
+                copies.update(dict.fromkeys(sources, now))
+    missing = sorted(set(range(num_replicas)) - set(holders.values()))
+    fresh = [now for now in range(len(reports)) if now not in holders]
+    replaced: list[int | None] = [*missing, *[None] * len(fresh)]
+    return _Plan(
+        holders,
+        dict(zip(fresh, replaced, strict=False)),
+        {replica: copies.get(replica) for replica in missing},
+    )
+
+
+def restore_commit(
+    commit: Commit,
+    key: Key,
+    objects: Objects,
+    strategy: Any,
+    reports: Sequence[Report],
+) -> None:
+    """Give all objects the state of a commit.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    commit : Commit
+        The one; an empty one on replicas that have joined since, which is filled.
+    key : tuple of int
+        Which, from `choose`.
+    objects : Objects
+        What is tracked now.
+    strategy : Strategy
+        The replicas that are active now.
+    reports : sequence of Report
+        Of every replica.
+    """
+    plan = _plan(key, reports)
+    now = strategy.replica_id
+    if plan.newcomers:
+        _give_to_newcomers(commit, plan, strategy)
+    variables = objects.variables()
+    matches = match_entries(
+        commit.header(),
+        variables,
+        objects,
+        num_replicas=strategy.num_replicas_in_sync,
+        allow_cast=False,
+        expect_partial=False,
+        per_replica="init",
+    )
+    values = {path: commit.arrays[path] for path in commit.mirrored()}
+    rows: dict[str, Array] = {}
+    if now in plan.holders:
+        values.update((path, commit.arrays[path]) for path in commit.on_read())
+        rows = {
+            name: state["state"].reshape(-1)
+            for name, state in commit.iterators.items()
+            if "bit_generator" in state
+        }
+    _restore_lost(commit, plan, strategy, values, rows)
+    for match in matches:
+        _assign(match, values, strategy)
+    gone = sum(keeper is None for keeper in plan.lost.values())
+    objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
+    for name, thing in objects.iterators.items():
+        if isinstance(thing, RandomStreams):
+            thing.restore_own_state(
+                commit.iterators[name], rows.get(name), changed=bool(plan.lost)
+            )
+        else:
+            thing.restore_state(commit.iterators[name])
+    for name, thing in objects.python.items():
+        thing.load_state_dict(from_text(commit.python[name]))
+    check_mirrored(strategy, variables)
+
+
+def _give_to_newcomers(commit: Commit, plan: _Plan, strategy: Any) -> None:
+    """Fill the commits of those who have none with what is the same everywhere."""
+    collectives, what = strategy.collectives, "state for newcomers"
+    described = None
+    if strategy.replica_id == plan.root:
+        described = (
+            *(commit.step, commit.num_replicas, commit.entries, commit.iterators),
+            commit.python,
+            {path: (a.dtype, a.shape) for path, a in commit.arrays.items()},
+        )
+    found = collectives.broadcast_object(described, plan.root, what)
+    if strategy.replica_id not in plan.holders:
+        commit.step, commit.num_replicas, commit.entries = found[:3]
+        commit.iterators, commit.python = found[3:5]
+        commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
+    paths = commit.mirrored()
+    arrays = [commit.arrays[path] for path in paths]
+    given = collectives.broadcast(arrays, plan.root, what) if paths else []
+    if strategy.replica_id not in plan.holders:
+        commit.arrays.update(zip(paths, given, strict=True))
+
+
+def _restore_lost(
+    commit: Commit,
+    plan: _Plan,
+    strategy: Any,
+    values: dict[str, Array],
+    rows: dict[str, Array],
+) -> None:
+    """Find a place for the parts of the lost replicas, and parts for newcomers."""
+    now = strategy.replica_id
+    collectives = strategy.collectives
+    heirs = {lost: new for new, lost in plan.newcomers.items() if lost is not None}
+    for lost, keeper in sorted(plan.lost.items()):
+        if keeper is None:
+            continue
+        part = commit.copies.get(lost) if now == keeper else None
+        part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
+        arrays, streams = commit.unpacked(part)
+        if lost in heirs:
+            if now == heirs[lost]:
+                values.update(arrays)
+                rows.update(streams)
+            continue
+        for path, array in arrays.items():
+            kind = commit.entries[path].aggregation
+            if kind == "sum" and now == keeper:
+                values[path] = quietly(np.add, values[path], array)
+            elif kind == "only_first_replica" and lost == now == 0:
+                values[path] = array
+    without = [n for n, r in plan.newcomers.items() if r is None or not _kept(plan, r)]
+    if without:
+        _fill_newcomers(commit, plan, strategy, values, without)
+    _warn_of_lost(commit, plan, strategy, without)
+
+
+def _kept(plan: _Plan, lost: int) -> bool:
+    return plan.lost[lost] is not None
+
+
+def _fill_newcomers(
+    commit: Commit,
+    plan: _Plan,
+    strategy: Any,
+    values: dict[str, Array],
+    without: list[int],
+) -> None:
+    """Give newcomers whose predecessors' parts are lost parts that change no total."""
+    collectives, own = strategy.collectives, strategy.replica_id in without
+    for path in commit.on_read():
+        kind, like = commit.entries[path].aggregation, commit.arrays[path]
+        if kind == "sum" and own:
+            values[path] = np.zeros_like(like)
+        elif kind == "mean":
+            # Of those who have a part, so that the mean stays theirs.
+            term = np.zeros_like(like) if own else values[path]
+            what = f"mean of {path} for newcomers"
+            total = collectives.batch_reduce(ReduceOp.SUM, term, what)
+            if own:
+                count = strategy.num_replicas_in_sync - len(without)
+                values[path] = (total / count).astype(like.dtype)
+        elif kind == "only_first_replica":
+            what = f"value of {path} for newcomers"
+            given = collectives.broadcast(values.get(path, like), plan.root, what)
+            if own:
+                values[path] = given
+
+
+def _warn_of_lost(
+    commit: Commit, plan: _Plan, strategy: Any, without: list[int]
+) -> None:
+    """Say what cannot be had back."""
+    if strategy.replica_id != plan.root:
+        return
+    gone = [lost for lost in sorted(plan.lost) if not _kept(plan, lost)]
+    entries = [commit.entries[path] for path in commit.on_read()]
+    sums = [e.path for e in entries if e.aggregation == "sum"]
+    rows = [e.path for e in entries if e.aggregation == "none"]
+    firsts = [e.path for e in entries if e.aggregation == "only_first_replica"]
+    said = []
+    if gone and sums:
+        said.append(f"the parts of replicas {gone} in the sums {', '.join(sums)}")
+    if 0 in gone and firsts:
+        said.append(f"the values of replica 0 of {', '.join(firsts)}")
+    if without and rows:
+        said.append(f"the values of replicas {gone} of {', '.join(rows)}")
+    if said:
+        get_logger("elastic").warning(
+            "at step %d these are lost: %s; elastic.run(partner_copies=True) keeps "
+            "copies of them",
+            *(commit.step, "; ".join(said)),
+        )
+
+
+def _assign(match: Match, values: dict[str, Array], strategy: Any) -> None:
+    value = values.get(match.entry.path)
+    if value is None:
+        return  # A newcomer's own, with aggregation NONE: stays as it was made.
+    if match.variable is None:
+        match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
+    elif is_device(match.variable.component):
+        store(match.variable.component, value)
+    else:
+        np.copyto(match.variable.component, value, casting="unsafe")

@@ -1,0 +1,347 @@
+"""What moves arrays between the GPUs of all ranks; found once, and agreed by all."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcstrat.gpu import library
+from hpcstrat.gpu.device_memory import shareable_memory
+from hpcstrat.gpu.probe import probe
+from hpcstrat.gpu.streams import ForeignMark, Mark
+from hpcstrat.logs import get_logger
+
+if TYPE_CHECKING:
+    from hpcstrat.topology.topology import Topology
+
+__all__ = ["Ability", "Capabilities", "gather"]
+
+_TRIAL_BYTES = 4096
+# NCCL refuses two ranks on one GPU before this, and later unless it is told not to
+# (its user guide, section "Environment Variables").
+_NCCL_THAT_SHARES = (2, 30)
+_LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """Whether something can be done, on all ranks; true in conditions if it can.
+
+    Parameters
+    ----------
+    ok : bool
+        Whether it can.
+    reason : str
+        How that is known, or why not, with rank and host.
+    """
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        """Return whether it can be done."""
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What all ranks of a topology can do with the memory of their GPUs.
+
+    Parameters
+    ----------
+    nccl : Ability
+        Whether NCCL connects all ranks.
+    peer : Ability
+        Whether the ranks of each worker can open each other's memory (CUDA IPC).
+    peer_events : Ability
+        Whether they can also wait for each other's events.
+    mpi_sendrecv : Ability
+        Whether MPI sends and receives such memory, point to point.
+    mpi_broadcast : Ability
+        Whether ``MPI_Bcast`` takes it.
+    mpi_allreduce : Ability
+        Whether ``MPI_Allreduce`` takes it.
+    one_gpu_per_rank : bool
+        Whether no two ranks have the same GPU.
+    num_gpus : int
+        Number of ranks that have a GPU.
+    """
+
+    nccl: Ability
+    peer: Ability
+    peer_events: Ability
+    mpi_sendrecv: Ability
+    mpi_broadcast: Ability
+    mpi_allreduce: Ability
+    one_gpu_per_rank: bool
+    num_gpus: int
+
+    def explain(self) -> str:
+        """Say what can be done, and why not.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            One line for each ability.
+        """
+        lines = []
+        for field in fields(self):
+            ability = getattr(self, field.name)
+            if isinstance(ability, Ability):
+                word = "yes" if ability.ok else "no"
+                lines.append(f"{field.name}: {word}, {ability.reason}")
+        each = "one each" if self.one_gpu_per_rank else "some shared"
+        return "\n".join([f"ranks with GPUs: {self.num_gpus}, {each}", *lines])
+
+
+def gather(topology: Topology) -> Capabilities:
+    """Find what all ranks can do.
+
+    Collective over ``topology.replica_comm``. Every rank has its GPU in use.
+
+    Parameters
+    ----------
+    topology : Topology
+        Whose ``gpu`` the strategy has set.
+
+    Returns
+    -------
+    Capabilities
+        The same on every rank.
+    """
+    num_gpus = int(topology.replica_comm.allreduce(int(topology.gpu is not None)))
+    shares = topology.replica_comm.allreduce(int(topology.shares_gpu))
+    own = [
+        _guarded(topology, lambda: _nccl(topology.nccl, bool(shares))),
+        _peers(topology),
+        _peer_events(topology),
+        *_mpi(topology),
+    ]
+    nccl, peer, events, sendrecv, broadcast, allreduce = _agree(topology, own)
+    found = Capabilities(
+        nccl=nccl,
+        peer=peer,
+        peer_events=events,
+        mpi_sendrecv=sendrecv,
+        mpi_broadcast=broadcast,
+        mpi_allreduce=allreduce,
+        one_gpu_per_rank=not shares,
+        num_gpus=num_gpus,
+    )
+    get_logger("device").info("what GPUs can do here:\n%s", found.explain())
+    return found
+
+
+# What a rank finds: whether it can, and how it knows or why not.
+_Found = tuple[bool, str]
+
+
+def _where(topology: Topology) -> str:
+    return f"rank {topology.replica_id} on host {platform.node()}"
+
+
+def _guarded(topology: Topology, find: Callable[[], _Found]) -> _Found:
+    """Return what was found, or the error of finding it: others wait for this rank."""
+    if topology.gpu is None:
+        return False, f"{_where(topology)} has no GPU"
+    try:
+        ok, reason = find()
+    except Exception as error:
+        ok, reason = False, f"{type(error).__name__}: {error}"
+    return ok, reason if ok else f"{_where(topology)}: {reason}"
+
+
+def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
+    """Return what all ranks can do, with the reason of the first that cannot."""
+    comm = topology.replica_comm
+    own = np.array([comm.size if ok else comm.rank for ok, _ in found], np.int32)
+    first = np.empty_like(own)
+    comm.Allreduce(own, first, op=topology.mpi.MIN)
+    abilities = []
+    for root, (_, reason) in zip(first.tolist(), found, strict=True):
+        ok = root == comm.size
+        told = comm.bcast(reason, root=0 if ok else root)
+        abilities.append(Ability(ok, told))
+    return abilities
+
+
+def _nccl(wanted: bool, shares: bool) -> _Found:
+    """Return whether NCCL can be used, as far as this rank knows."""
+    if not wanted:
+        return False, "the setting nccl is off"
+    module = library.nccl()
+    if module is None:
+        return False, (
+            "CuPy finds no NCCL library; install nvidia-nccl-cu12 or nvidia-nccl-cu13, "
+            "or load the site's module"
+        )
+    version = library.versions().nccl
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if shares and numbers < _NCCL_THAT_SHARES:
+        return False, f"NCCL {version} refuses ranks that share a GPU, as some do here"
+    if shares and os.environ.get(_LET_NCCL_SHARE) != "1":
+        return False, (
+            f"NCCL {version} refuses ranks that share a GPU, as some do here, without "
+            f"{_LET_NCCL_SHARE}=1"
+        )
+    return True, f"NCCL {version}"
+
+
+# CUDA IPC: the ranks of a worker open each other's memory.
+
+
+def _peers(topology: Topology) -> _Found:
+    """Return whether this rank can read memory of all others of its worker."""
+    comm = topology.worker_comm
+    memory: list[Any] = []
+    offer: Any = None
+    ok, reason = _guarded(topology, lambda: _offer(memory, comm.rank))
+    if ok and topology.gpu is not None:
+        runtime = _runtime()
+        offer = runtime.ipcGetMemHandle(memory[0].data.ptr), topology.gpu.pci_bus_id
+    offers = comm.allgather(offer)
+    # A rank that offers nothing says why.
+    if ok and None not in offers:
+        ok, reason = _guarded(topology, lambda: _open(offers, comm.rank))
+    # The memory is freed when all have looked at it.
+    comm.Barrier()
+    return ok, reason
+
+
+def _peer_events(topology: Topology) -> _Found:
+    """Return whether this rank can wait for events of all others of its worker."""
+    comm = topology.worker_comm
+    marks: list[Mark] = []
+    ok, reason = _guarded(topology, lambda: _offer_mark(marks))
+    handles = comm.allgather(marks[0].handle() if ok else None)
+    if ok and None not in handles:
+        others = [h for rank, h in enumerate(handles) if rank != comm.rank]
+        ok, reason = _guarded(topology, lambda: _join_marks(others))
+    # An event lives as long as the process that made it says.
+    comm.Barrier()
+    return ok, reason
+
+
+def _offer_mark(marks: list[Mark]) -> _Found:
+    mark = Mark(shared=True).record()
+    mark.handle()
+    marks.append(mark)
+    return True, ""
+
+
+def _join_marks(handles: list[bytes]) -> _Found:
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    for handle in handles:
+        mark = ForeignMark(handle)
+        mark.join(stream)
+        mark.close()
+    # The others destroy their events after this.
+    stream.synchronize()
+    return True, "events were shared"
+
+
+def _runtime() -> Any:
+    import cupy
+
+    return cupy.cuda.runtime
+
+
+def _pattern(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes that a rank of a worker offers."""
+    return np.arange(_TRIAL_BYTES, dtype=np.int64).astype(np.uint8) + np.uint8(rank)
+
+
+def _offer(memory: list[Any], rank: int) -> _Found:
+    """Lay a pattern in this rank's memory."""
+    runtime = _runtime()
+    memory.append(shareable_memory(_TRIAL_BYTES))
+    pattern, pointer = _pattern(rank), memory[0].data.ptr
+    runtime.memcpy(
+        pointer, pattern.ctypes.data, _TRIAL_BYTES, runtime.memcpyHostToDevice
+    )
+    # The copy returns when pageable memory has been read, not when it has arrived (CUDA
+    # Runtime API, section "API synchronization behavior").
+    runtime.streamSynchronize(0)
+    runtime.ipcGetMemHandle(pointer)
+    return True, ""
+
+
+def _open(offers: list[Any], own: int) -> _Found:
+    """Compare the memory of the others with what must be there."""
+    runtime = _runtime()
+    for rank, (handle, bus_id) in enumerate(offers):
+        if rank == own:
+            continue
+        if reason := _no_access(runtime, bus_id):
+            return False, f"{reason}, that of rank {rank} of the worker"
+        try:
+            pointer = runtime.ipcOpenMemHandle(handle)
+        except Exception as error:
+            return False, (
+                f"memory of GPU {bus_id} (rank {rank} of the worker) cannot be opened: "
+                f"{error}; ranks that see all GPUs of their host may do so (srun "
+                "--gpu-bind=none)"
+            )
+        seen = np.empty(_TRIAL_BYTES, np.uint8)
+        try:
+            runtime.memcpy(
+                seen.ctypes.data, pointer, _TRIAL_BYTES, runtime.memcpyDeviceToHost
+            )
+        finally:
+            runtime.ipcCloseMemHandle(pointer)
+        if not np.array_equal(seen, _pattern(rank)):
+            return False, f"memory of GPU {bus_id} has other bytes than were written"
+    words = "CUDA IPC was tried" if len(offers) > 1 else "one rank per worker"
+    return True, words
+
+
+def _no_access(runtime: Any, bus_id: str) -> str:
+    """Say why this GPU cannot read another; empty if it can, or that is unknown."""
+    try:
+        other = runtime.deviceGetByPCIBusId(bus_id)
+    except Exception:
+        # Not visible to this process, which is no obstacle since CUDA 10.1.
+        return ""
+    own = runtime.getDevice()
+    if other == own or runtime.deviceCanAccessPeer(own, other):
+        return ""
+    return f"this GPU has no peer access to GPU {bus_id}"
+
+
+# MPI: what the probe has found out.
+
+
+def _mpi(topology: Topology) -> list[_Found]:
+    """Return what MPI can do, as each worker's first rank finds in the cache."""
+    names = list(probe.ABILITIES.values())
+    setting = topology.mpi_reads_gpu
+    if setting != "auto":
+        reason = f"the setting mpi_reads_gpu is {setting!r}"
+        return [(setting == "yes", reason)] * len(names)
+    report = None
+    if topology.worker_comm.rank == 0 and topology.gpu is not None:
+        try:
+            report = probe.known(topology.mpi.Get_library_version())
+        except Exception as error:
+            get_logger("device").warning("the cache of trials is unusable: %s", error)
+    report = topology.worker_comm.bcast(report)
+    if report is None:
+        reason = (
+            f"{_where(topology)}: it was not tried yet whether MPI takes memory of "
+            "GPUs; run hpcstrat doctor on such a node"
+        )
+        return [(False, reason)] * len(names)
+    answers = [report.answer(operations) for operations in names]
+    return [
+        (ok, reason if ok else f"{_where(topology)}: {reason}")
+        for ok, reason in answers
+    ]

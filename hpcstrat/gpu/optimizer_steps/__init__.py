@@ -1,0 +1,1 @@
+"""Steps of optimizers on a GPU: all arrays of a type in one launch."""

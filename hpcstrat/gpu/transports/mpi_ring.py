@@ -1,0 +1,128 @@
+"""Reduction of device memory over an MPI that can send and receive it.
+
+A piece is packed into memory that is not of CuPy's pool, summed there in place by
+messages between pairs of ranks (`hpcstrat.gpu.transports.pairwise_sums`), and unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpcstrat.arrays.packing import Piece
+from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.work import Work
+from hpcstrat.gpu.device_memory import Buffers
+from hpcstrat.gpu.streams import Lane
+from hpcstrat.gpu.transports.device_reduction import pack_run, unpack_run
+from hpcstrat.gpu.transports.pairwise_sums import Limits, PairSum, Peers, abandon
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["RingTransport"]
+
+
+class RingTransport:
+    """The transport for an MPI that can send and receive device memory.
+
+    Parameters
+    ----------
+    topology : Topology
+        Whose replicas.
+    lane : Lane
+        On which the kernels run.
+    limits : Limits, optional
+        Which algorithm serves for which size; the same on all ranks.
+
+    Attributes
+    ----------
+    name : str
+        "ring".
+    lane : Lane
+        As given.
+    """
+
+    name = "ring"
+
+    def __init__(
+        self, topology: Topology, lane: Lane, limits: Limits | None = None
+    ) -> None:
+        self.lane = lane
+        peers = Peers(topology.mpi, topology.replica_comm)
+        self._sum = PairSum(peers, lane, limits)
+        self._buffers = Buffers()
+        self._values: Any = None
+        self._scratch: Any = None
+
+    def prepare(self, nbytes: int) -> None:
+        """Make what this rank needs for pieces of a size.
+
+        Not collective; may raise.
+
+        Parameters
+        ----------
+        nbytes : int
+            Most bytes of a piece; the same on every rank.
+        """
+        self._values = self._buffers.get("values", nbytes)
+        self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
+
+    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+        """Do nothing: MPI has connected the ranks.
+
+        Not collective.
+
+        Parameters
+        ----------
+        work : Work
+            Not used.
+        channel : Channel
+            Not used.
+
+        Returns
+        -------
+        iterator
+            Of nothing.
+        """
+        del work, channel
+        return iter(())
+
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+        """Reduce one piece.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        piece : Piece
+            Which elements.
+        work : Work
+            What to reduce.
+        channel : Channel
+            Not used.
+
+        Yields
+        ------
+        Done or Message
+            See `hpcstrat.collectives.work`.
+        """
+        del channel
+        parts = [(run, pack_run(run, work, self._values, self.lane)) for run in piece]
+        for _, part in parts:
+            yield from self._sum.steps(part, self._scratch)
+        for run, part in parts:
+            unpack_run(run, work, part, self.lane)
+
+    def close(self) -> None:
+        """Free the buffers, when all calls have ended.
+
+        Not collective.
+        """
+        self._values = self._scratch = None
+        self._buffers.clear()
+
+    def abandon(self) -> None:
+        """Leave the buffers to the end of the process: others have died.
+
+        Not collective. MPI may still write to them.
+        """
+        abandon(self._buffers)

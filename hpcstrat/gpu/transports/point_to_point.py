@@ -1,0 +1,314 @@
+"""Copies of device memory from rank to rank by messages: see `broadcast_gather`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpcstrat.channel.started import Message
+from hpcstrat.gpu.device_memory import Buffers
+from hpcstrat.gpu.streams import Lane
+from hpcstrat.gpu.transports.pairwise_sums import Peers, abandon
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["PairMover", "Span", "chunks_of", "copy_bytes", "size_of"]
+
+Span = tuple[int, int, int, int]
+"""Index of an array, from which to which of its bytes, and where in the chunk."""
+
+_CHUNK_BYTES = 2 << 20
+_IN_FLIGHT = 3
+
+
+def copy_bytes(target: Any, source: Any, lane: Lane) -> None:
+    """Copy an array on the device.
+
+    Not collective.
+
+    Parameters
+    ----------
+    target : cupy.ndarray of shape (n,)
+        Bytes; may be longer, and the same memory.
+    source : cupy.ndarray of shape (n,)
+        Bytes.
+    lane : Lane
+        On which the copy runs.
+    """
+    if source.nbytes and target.data.ptr != source.data.ptr:
+        target.data.copy_from_device_async(source.data, source.nbytes, lane.stream)
+
+
+def chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[Span]]:
+    """Cut arrays of bytes, one behind the other, into chunks.
+
+    Not collective.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Of the arrays.
+    chunk_bytes : int
+        Most bytes of a chunk.
+
+    Returns
+    -------
+    list of list of (int, int, int, int)
+        For each chunk its spans: which array; from which to which of its bytes; where
+        in the chunk they lie. None is empty.
+    """
+    chunks: list[list[Span]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if not room:
+                chunks.append([])
+                room = chunk_bytes
+            stop = min(size, start + room)
+            chunks[-1].append((index, start, stop, chunk_bytes - room))
+            room -= stop - start
+            start = stop
+    return chunks
+
+
+def size_of(spans: Sequence[Span]) -> int:
+    """Return the size of a chunk.
+
+    Not collective.
+
+    Parameters
+    ----------
+    spans : sequence of (int, int, int, int)
+        From `chunks_of`.
+
+    Returns
+    -------
+    int
+        In bytes.
+    """
+    _, start, stop, at = spans[-1]
+    return at + stop - start
+
+
+class PairMover:
+    """Moves bytes by messages of an MPI that can send and receive device memory.
+
+    Arrays of CuPy's pool are not given to MPI: chunks go through memory that is not.
+    A broadcast takes the binomial tree, an all-gather the ring.
+
+    Parameters
+    ----------
+    topology : Topology
+        Whose replicas.
+    lane : Lane
+        On which the copies run.
+    chunk_bytes : int
+        Most bytes of a message; the same on all ranks.
+
+    Attributes
+    ----------
+    lane : Lane
+        As given.
+    """
+
+    def __init__(
+        self, topology: Topology, lane: Lane, chunk_bytes: int = _CHUNK_BYTES
+    ) -> None:
+        self.lane = lane
+        self._peers = Peers(topology.mpi, topology.replica_comm)
+        self._chunk_bytes = chunk_bytes
+        self._buffers = Buffers()
+
+    def prepare(self) -> None:
+        """Make the buffers, before the header.
+
+        Not collective; may raise.
+        """
+        self._slots("passed")
+        self._slots("received")
+
+    def connect(self) -> Iterator[Any]:
+        """Do nothing: MPI has connected the ranks.
+
+        Not collective.
+
+        Returns
+        -------
+        iterator
+            Of nothing.
+        """
+        return iter(())
+
+    def _slots(self, name: str) -> list[Any]:
+        room = self._chunk_bytes + -self._chunk_bytes % 256
+        memory = self._buffers.get(name, _IN_FLIGHT * room)
+        return [memory[slot * room :][:room] for slot in range(_IN_FLIGHT)]
+
+    def broadcast(
+        self, sources: Sequence[Any], results: Sequence[Any], root: int
+    ) -> Iterator[Any]:
+        """Copy one replica's arrays to all, on the lane.
+
+        Collective over ``topology.replica_comm``.
+
+        Parameters
+        ----------
+        sources : sequence of cupy.ndarray of shape (n,)
+            Bytes.
+        results : sequence of cupy.ndarray of shape (n,)
+            Bytes.
+        root : int
+            Whose sources are taken.
+
+        Yields
+        ------
+        Done or Message
+            See `hpcstrat.collectives.work`.
+        """
+        chunks = chunks_of([source.nbytes for source in sources], self._chunk_bytes)
+        parent, children = self._relatives(root)
+        if parent is None:
+            for source, result in zip(sources, results, strict=True):
+                copy_bytes(result, source, self.lane)
+            if children:
+                yield from self._send_down(chunks, sources, children)
+        else:
+            yield from self._pass_on(chunks, results, parent, children)
+
+    def _relatives(self, root: int) -> tuple[int | None, list[int]]:
+        """Return from whom this rank has its chunks in a binomial tree, and who has
+        them from it, the largest part of the tree first.
+        """
+        size = self._peers.size
+        number = (self._peers.rank - root) % size
+        step = number & -number if number else 1 << size.bit_length()
+        parent = None if not number else (number - step + root) % size
+        children = []
+        while step > 1:
+            step //= 2
+            if number + step < size:
+                children.append((number + step + root) % size)
+        return parent, children
+
+    def _send_down(
+        self, chunks: list[list[Span]], sources: Sequence[Any], children: list[int]
+    ) -> Iterator[Any]:
+        """Send the root's chunks; while one is packed, those before are under way."""
+        slots, lane = self._slots("passed"), self.lane
+        sent: deque[list[Message]] = deque()
+        for number, spans in enumerate(chunks):
+            if len(sent) == _IN_FLIGHT:
+                yield from sent.popleft()
+            slot = slots[number % _IN_FLIGHT]
+            for index, start, stop, at in spans:
+                copy_bytes(slot[at:], sources[index][start:stop], lane)
+            yield lane.done()
+            sent.append(self._sent(slot, size_of(spans), children))
+        for messages in sent:
+            yield from messages
+
+    def _pass_on(
+        self,
+        chunks: list[list[Span]],
+        results: Sequence[Any],
+        parent: int,
+        children: list[int],
+    ) -> Iterator[Any]:
+        """Receive chunks, some ahead, and send each on as soon as it has come."""
+        slots, lane, peers = self._slots("passed"), self.lane, self._peers
+        received: deque[list[Message]] = deque()
+        sent: deque[list[Message]] = deque()
+        posted = 0
+        for number, spans in enumerate(chunks):
+            # What was copied from the slots before, also in another call.
+            yield lane.done()
+            while posted < min(len(chunks), number + _IN_FLIGHT):
+                if posted >= _IN_FLIGHT:
+                    yield from sent.popleft()
+                address = slots[posted % _IN_FLIGHT].data.ptr
+                nbytes = size_of(chunks[posted])
+                received.append(peers.receive(address, nbytes, parent))
+                posted += 1
+            yield from received.popleft()
+            slot = slots[number % _IN_FLIGHT]
+            sent.append(self._sent(slot, size_of(spans), children))
+            for index, start, stop, at in spans:
+                copy_bytes(
+                    results[index][start:stop], slot[at : at + stop - start], lane
+                )
+        for messages in sent:
+            yield from messages
+
+    def _sent(self, slot: Any, nbytes: int, children: list[int]) -> list[Message]:
+        address, messages = slot.data.ptr, []
+        for child in children:
+            messages += self._peers.send(address, nbytes, child)
+        return messages
+
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Iterator[Any]:
+        """Concatenate the replicas' arrays on all, on the lane.
+
+        Collective over ``topology.replica_comm``. In step ``t`` rank ``r`` sends part
+        ``r - t``, which it has had since step ``t - 1``, and receives ``r - t - 1``.
+
+        Parameters
+        ----------
+        own : cupy.ndarray of shape (n,)
+            Bytes.
+        out : cupy.ndarray of shape (sum of counts,)
+            Bytes.
+        counts : sequence of int
+            Bytes of each replica.
+
+        Yields
+        ------
+        Done or Message
+            See `hpcstrat.collectives.work`.
+        """
+        peers, lane = self._peers, self.lane
+        size, rank = peers.size, peers.rank
+        starts = [0, *itertools.accumulate(counts)]
+        copy_bytes(out[starts[rank] :], own, lane)
+        chunks = max(1, -(-max(counts) // self._chunk_bytes))
+        window = min(chunks, _IN_FLIGHT)
+        total = (size - 1) * chunks if max(counts) else 0
+        sending, receiving = self._slots("passed"), self._slots("received")
+
+        def _part(number: int, chunk: int) -> Any:
+            start, count = starts[number % size], counts[number % size]
+            low, high = count * chunk // chunks, count * (chunk + 1) // chunks
+            return out[start + low : start + high]
+
+        flights: deque[tuple[list[Message], Any, Any]] = deque()
+        for flight in range(total + window if total else 0):
+            if flight >= window:
+                messages, received, part = flights.popleft()
+                yield from messages
+                copy_bytes(part, received[: part.nbytes], lane)
+            if flight >= total:
+                continue
+            step, chunk = divmod(flight, chunks)
+            sent, slot = _part(rank - step, chunk), sending[flight % window]
+            copy_bytes(slot, sent, lane)
+            # Also the copy out of the slot that receives.
+            yield lane.done()
+            part, received = _part(rank - step - 1, chunk), receiving[flight % window]
+            messages = peers.receive(received.data.ptr, part.nbytes, (rank - 1) % size)
+            messages += peers.send(slot.data.ptr, sent.nbytes, (rank + 1) % size)
+            flights.append((messages, received, part))
+
+    def close(self) -> None:
+        """Free the buffers, when all calls have ended.
+
+        Not collective.
+        """
+        self._buffers.clear()
+
+    def abandon(self) -> None:
+        """Leave the buffers to the end of the process: others have died.
+
+        Not collective. MPI may still write to them.
+        """
+        abandon(self._buffers)

@@ -1,0 +1,246 @@
+"""What moves arrays between the GPUs of a topology: made at the first such call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hpcstrat.arrays.kinds import place_of
+from hpcstrat.channel.call import describe_call
+from hpcstrat.channel.channel import Channel, EveryRankError
+from hpcstrat.gpu.capabilities import Ability, Capabilities, gather
+from hpcstrat.gpu.streams import Lane
+from hpcstrat.gpu.transports.broadcast_gather import Mover
+from hpcstrat.gpu.transports.device_reduction import Transport
+from hpcstrat.gpu.transports.nccl_reduction import NcclTransport
+from hpcstrat.logs import get_logger
+from hpcstrat.topology.topology import Topology
+from hpcstrat.typing import Array
+
+__all__ = ["DeviceGroup", "device_group"]
+
+
+_UNBOUND = "was given no GPU when the strategy was made"
+
+
+class DeviceGroup:
+    """The transports of a topology, and what they share.
+
+    Collective over ``topology.replica_comm``.
+
+    Parameters
+    ----------
+    topology : Topology
+        At least two replicas.
+
+    Attributes
+    ----------
+    topology : Topology
+        Where.
+    lane : Lane
+        On which all transports work, so that never two of them are in flight.
+    capabilities : Capabilities
+        What all ranks can do.
+    reason : str
+        Why the transport of the last choice was taken.
+
+    Raises
+    ------
+    EveryRankError
+        If a rank cannot use its GPU. On every rank.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        problem = ""
+        if topology.gpu is None:
+            problem = _UNBOUND
+        else:
+            try:
+                self.lane = Lane()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        problems = topology.replica_comm.allgather(problem)
+        if any(problems):
+            found = "; ".join(
+                f"rank {rank}: {text}" for rank, text in enumerate(problems) if text
+            )
+            raise EveryRankError(
+                f"expected every rank to have its GPU, found {found}; import cupy "
+                "before the strategy is made, or set HPCSTRAT_DEVICE=gpu; hpcstrat "
+                "doctor shows what there is"
+            )
+        self.capabilities: Capabilities = gather(topology)
+        self.reason = ""
+        self._transports: dict[Hashable, Transport] = {}
+        self._mover: Mover | None = None
+
+    def try_nccl(self) -> Iterator[Any]:
+        """Make NCCL's communicator; where that fails, all ranks do without NCCL.
+
+        Collective over ``topology.replica_comm``. What NCCL needs is known to it alone:
+        shared memory, network interfaces, drivers. Does nothing where it is not wanted.
+
+        Yields
+        ------
+        Message
+            See `hpcstrat.collectives.work`.
+        """
+        able = self.capabilities
+        if not able.nccl or not able.one_gpu_per_rank:
+            return
+        made = NcclTransport(self.topology, self.lane)
+        try:
+            yield from made.group.connect()
+        except EveryRankError as error:
+            self.capabilities = replace(able, nccl=Ability(False, str(error)))
+            if self.topology.replica_id == 0:
+                get_logger("device").warning("NCCL is left out: %s", error)
+            return
+        self._transports["nccl"] = made
+
+    def require_own(self, array: Array) -> None:
+        """Demand an array on this rank's GPU.
+
+        Not collective.
+
+        Parameters
+        ----------
+        array : cupy.ndarray
+            To be reduced.
+
+        Raises
+        ------
+        ValueError
+            If it is on another one.
+        """
+        gpu = self.topology.gpu
+        # An array without elements is nowhere.
+        if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
+            raise ValueError(
+                f"expected an array on this rank's GPU:{gpu.index}, found one on "
+                f"{place_of(array)}; make the strategy before the first array, or "
+                f"choose cupy.cuda.Device({gpu.index})"
+            )
+
+    def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
+        """Return a transport, made at its first use.
+
+        Not collective; what ranks must do together comes in its ``connect``.
+
+        Parameters
+        ----------
+        name : hashable
+            Its name.
+        make : callable
+            Makes it.
+
+        Returns
+        -------
+        Transport
+            The same for the same name.
+        """
+        found = self._transports.get(name)
+        if found is None:
+            found = self._transports[name] = make()
+        return found
+
+    def mover(self, make: Callable[[], Mover]) -> Mover:
+        """Return what gives arrays to other replicas, made at its first use.
+
+        Not collective.
+
+        Parameters
+        ----------
+        make : callable
+            Makes it.
+
+        Returns
+        -------
+        Mover
+            The same each time.
+        """
+        if self._mover is None:
+            self._mover = make()
+        return self._mover
+
+    def explain(self, name: str, reason: str) -> None:
+        """Say once which transport serves, and why.
+
+        Not collective; told by replica 0.
+
+        Parameters
+        ----------
+        name : str
+            Of the transport.
+        reason : str
+            Why this one.
+        """
+        text = f"{name}: {reason}"
+        if text != self.reason:
+            self.reason = text
+            if self.topology.replica_id == 0:
+                get_logger("device").info("arrays on GPUs are reduced by %s", text)
+
+    def abandon(self) -> None:
+        """Let go of everything on this rank: others have died.
+
+        Not collective.
+        """
+        if self._mover is not None:
+            self._mover.abandon()
+        for transport in self._transports.values():
+            transport.abandon()
+        self._transports.clear()
+
+    def close(self) -> None:
+        """Free what the transports hold.
+
+        Not collective, but every rank must do it.
+        """
+        self.lane.synchronize()
+        if self._mover is not None:
+            self._mover.close()
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
+
+def device_group(
+    channel: Channel, what: str, timeout_seconds: float | None
+) -> DeviceGroup:
+    """Return the group of a channel, which its ranks make together at its first use.
+
+    Collective over ``topology.replica_comm`` at the first use, then not collective.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of the replicas.
+    what : str
+        The call, for messages.
+    timeout_seconds : float, optional
+        How long to wait for late ranks.
+
+    Returns
+    -------
+    DeviceGroup
+        The channel's.
+
+    Raises
+    ------
+    CollectiveError
+        If a rank does something else. On every rank.
+    ValueError
+        If a rank cannot use its GPU. On every rank.
+    """
+    group: DeviceGroup | None = channel.device_group
+    if group is None:
+        call = describe_call(f"{what}: first use of arrays on a GPU")
+        channel.agree(call, timeout_seconds)
+        with channel.moving(call):
+            group = channel.device_group = DeviceGroup(channel.topology)
+            for awaited in group.try_nccl():
+                channel.wait(awaited, call)
+    return group

@@ -1,0 +1,326 @@
+"""Which transport reduces arrays on GPUs; the only module that knows them all.
+
+The choice depends on what all ranks have agreed that they can do, on the options and on
+the topology, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpcstrat.collectives import select
+from hpcstrat.collectives.select import Choice, wire_type
+from hpcstrat.collectives.work import Algorithm
+from hpcstrat.gpu.transports.across_workers import (
+    HierarchicalTransport,
+    HostAcross,
+    PairsAcross,
+)
+from hpcstrat.gpu.transports.broadcast_gather import (
+    Mover,
+    NcclMover,
+    PairMover,
+    StagedMover,
+)
+from hpcstrat.gpu.transports.device_reduction import Transport, reduce_on_device
+from hpcstrat.gpu.transports.host_staging import StagingTransport
+from hpcstrat.gpu.transports.mpi_ring import RingTransport
+from hpcstrat.gpu.transports.nccl_reduction import NcclTransport, NcclWorker
+from hpcstrat.gpu.transports.peer_memory import PeerTransport
+from hpcstrat.gpu.transports.transport_group import DeviceGroup
+from hpcstrat.options import CommunicationImplementation, CommunicationOptions
+from hpcstrat.topology.topology import Topology
+
+__all__ = [
+    "hierarchical",
+    "mover",
+    "nccl",
+    "peer",
+    "ring",
+    "select_on_gpu",
+    "staged",
+]
+
+PIECE_BYTES = 64 << 20
+"""Size of a piece: most models are one, and buffers stay bounded."""
+
+Choose = Callable[[int, Topology, CommunicationOptions], Choice]
+
+
+def select_on_gpu(
+    nbytes: int, group: DeviceGroup, options: CommunicationOptions
+) -> Choice:
+    """Choose how to reduce arrays on GPUs over the replicas.
+
+    Not collective; the same on every rank.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of all arrays, in the types in which they are added.
+    group : DeviceGroup
+        Where.
+    options : CommunicationOptions
+        Of the call; ``implementation`` is followed, or refused.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+
+    Raises
+    ------
+    ValueError
+        If the implementation that is asked for is not there. On every rank.
+    """
+    able, wanted = group.capabilities, options.implementation
+    if wanted is CommunicationImplementation.NCCL:
+        return nccl(group, options)
+    if wanted is CommunicationImplementation.RING:
+        if not able.mpi_sendrecv:
+            raise ValueError(
+                "expected an MPI that moves the memory of GPUs for implementation RING,"
+                f" found that it does not: {able.mpi_sendrecv.reason}; leave "
+                "implementation out"
+            )
+        return ring(group, options)
+    topology = group.topology
+    near = topology.num_workers == 1 and bool(able.peer)
+    # Ranks that share a GPU are a curiosity for NCCL.
+    if able.nccl and options.wire_dtype is None and (able.one_gpu_per_rank or not near):
+        return nccl(group, options)
+    if near:
+        return peer(group, options)
+    if able.peer and topology.num_workers < topology.num_replicas:
+        return hierarchical(group, options)
+    if able.mpi_sendrecv and options.wire_dtype is None:
+        return ring(group, options)
+    return staged(nbytes, group, options, select.select)
+
+
+def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the all-reduce of NCCL.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : DeviceGroup
+        Where.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+
+    Raises
+    ------
+    ValueError
+        If the ranks cannot use NCCL.
+    """
+    able = group.capabilities.nccl
+    if not able:
+        raise ValueError(
+            f"expected NCCL on all ranks, found that it cannot be used: {able.reason};"
+            " leave the choice to the library"
+        )
+    group.explain("nccl", able.reason)
+    return _choice(_nccl_transport(group), options)
+
+
+def peer(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the reduction of one worker, whose GPUs read each other's memory.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : DeviceGroup
+        Of one worker.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    group.explain("CUDA IPC", _why(group, "peer"))
+    return _choice(
+        group.transport("peer", lambda: _peer_transport(group)),
+        options,
+    )
+
+
+def _peer_transport(group: DeviceGroup) -> PeerTransport:
+    # What a dead rank has recorded may never come about: then hosts wait for hosts.
+    survives = group.topology.survives
+    events = bool(group.capabilities.peer_events) and not survives
+    return PeerTransport(group.topology, group.lane, events=events)
+
+
+def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the sum by messages of an MPI that moves the memory of GPUs.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : DeviceGroup
+        Where.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    group.explain("messages of MPI", _why(group, "mpi_sendrecv"))
+    return _choice(
+        group.transport("ring", lambda: RingTransport(group.topology, group.lane)),
+        options,
+    )
+
+
+def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the sum inside each worker, then between the workers.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : DeviceGroup
+        Of several workers, in which NCCL or CUDA IPC connects the GPUs.
+    options : CommunicationOptions
+        Of the call.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    able, topology, lane = group.capabilities, group.topology, group.lane
+    wire = options.wire_dtype
+    inside = "CUDA IPC" if able.peer else "NCCL"
+    across = "messages of MPI" if able.mpi_sendrecv and wire is None else "the host"
+    near, far = "peer" if able.peer else "nccl", across == "messages of MPI"
+    abilities = (near, "mpi_sendrecv") if far else (near,)
+    group.explain(
+        f"{inside} inside workers and {across} between them", _why(group, *abilities)
+    )
+
+    def _make() -> Transport:
+        within = _peer_transport(group) if able.peer else NcclWorker(topology, lane)
+        if far:
+            return HierarchicalTransport(topology, within, PairsAcross(topology, lane))
+        over = HostAcross(lane, None if wire is None else wire_type(wire))
+        return HierarchicalTransport(topology, within, over)
+
+    return _choice(group.transport(f"hierarchical {across} {wire}", _make), options)
+
+
+def staged(
+    nbytes: int,
+    group: DeviceGroup,
+    options: CommunicationOptions,
+    choose: Choose,
+    name: str = "",
+) -> Choice:
+    """Return an algorithm of the host, with copies there and back.
+
+    Not collective.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of all arrays.
+    group : DeviceGroup
+        Where.
+    options : CommunicationOptions
+        Of the call.
+    choose : callable
+        Chooses an algorithm for arrays of the host.
+    name : str
+        Of that choice; empty for the library's.
+
+    Returns
+    -------
+    Choice
+        Algorithm and size of the pieces.
+    """
+    group.explain(
+        f"{name or 'algorithms'} on the host, with copies there and back", _why(group)
+    )
+    exactly = replace(options, wire_dtype=None)
+
+    def _choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
+        choice = choose(size, group.topology, exactly if exact else options)
+        return choice.algorithm, choice.piece_bytes
+
+    # Refuses here what does not serve the topology.
+    starts = choose(nbytes, group.topology, options).starts
+    made = group.transport("staging", lambda: StagingTransport(group.lane, _choose_for))
+    assert isinstance(made, StagingTransport)
+    return replace(_choice(made.choosing(_choose_for), options), starts=starts)
+
+
+def mover(group: DeviceGroup) -> Mover:
+    """Return what gives arrays on GPUs to other replicas.
+
+    Not collective.
+
+    Parameters
+    ----------
+    group : DeviceGroup
+        Where.
+
+    Returns
+    -------
+    Mover
+        By NCCL, by messages of MPI, or through host memory.
+    """
+    able, topology, lane = group.capabilities, group.topology, group.lane
+    if able.nccl:
+        transport = _nccl_transport(group)
+        return group.mover(lambda: NcclMover(transport.group, lane))
+    if able.mpi_sendrecv:
+        return group.mover(lambda: PairMover(topology, lane))
+    return group.mover(lambda: StagedMover(topology, lane))
+
+
+def _nccl_transport(group: DeviceGroup) -> NcclTransport:
+    made = group.transport("nccl", lambda: NcclTransport(group.topology, group.lane))
+    assert isinstance(made, NcclTransport)
+    return made
+
+
+_WORDS = {
+    "nccl": "NCCL",
+    "peer": "CUDA IPC",
+    "mpi_sendrecv": "memory of GPUs in messages of MPI",
+}
+
+
+def _why(group: DeviceGroup, *used: str) -> str:
+    """Say how it is known that something can be used, and why not what is better."""
+    able = group.capabilities
+    reasons = [getattr(able, name).reason for name in used]
+    for name, words in _WORDS.items():
+        if name in used:
+            break
+        ability = getattr(able, name)
+        if not ability:
+            reasons.append(f"not {words}: {ability.reason}")
+        elif not able.one_gpu_per_rank and "peer" in used:
+            reasons.append("ranks share a GPU")
+    return "; ".join(reasons) or "the program asks for it"
+
+
+def _choice(transport: Transport, options: CommunicationOptions) -> Choice:
+    algorithm = functools.partial(reduce_on_device, transport=transport)
+    return Choice(algorithm, max(64, options.bytes_per_pack or PIECE_BYTES))

@@ -1,0 +1,261 @@
+"""Averages over pairs of label and prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import as_array
+from hpcstrat.metrics.averages import (
+    MeanMetricWrapper,
+    as_float64,
+    mean_over,
+    of_one_library,
+)
+from hpcstrat.typing import Array, ArrayLike
+
+__all__ = [
+    "Accuracy",
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+]
+
+
+class Accuracy(MeanMetricWrapper):
+    """How often predictions equal labels.
+
+    Floats of different precision are compared in the labels'; unlike in tf.keras, 1.7
+    is not equal to the integer label 1.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+
+    Examples
+    --------
+    >>> import hpcstrat as hs
+    >>> metric = hs.metrics.Accuracy()
+    >>> metric.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+    >>> float(metric.result())
+    0.75
+    """
+
+    def __init__(self, name: str = "accuracy", dtype: Any = np.float64) -> None:
+        super().__init__(_equal, name, dtype)
+
+
+class BinaryAccuracy(MeanMetricWrapper):
+    """How often predictions above a threshold go with labels 1, others with labels 0.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    threshold : float
+        Predictions above it, not equal to it, are taken for 1. Matches of several
+        columns are averaged for each example.
+    """
+
+    def __init__(
+        self,
+        name: str = "binary_accuracy",
+        dtype: Any = np.float64,
+        threshold: float = 0.5,
+    ) -> None:
+        super().__init__(self._matches, name, dtype)
+        self.threshold = threshold
+
+    @np.errstate(all="ignore")
+    def _matches(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+        true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
+        return _over_columns(true == (predicted > self.threshold))
+
+
+class CategoricalAccuracy(MeanMetricWrapper):
+    """How often the largest prediction is that of the label, in one-hot form.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    """
+
+    def __init__(
+        self, name: str = "categorical_accuracy", dtype: Any = np.float64
+    ) -> None:
+        super().__init__(_equal_largest, name, dtype)
+
+
+class SparseCategoricalAccuracy(MeanMetricWrapper):
+    """How often the largest prediction is that of the label, a number of a class.
+
+    Labels have the predictions' shape without the last dimension, or with 1 there.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    """
+
+    def __init__(
+        self, name: str = "sparse_categorical_accuracy", dtype: Any = np.float64
+    ) -> None:
+        super().__init__(_equal_class, name, dtype)
+
+
+class MeanSquaredError(MeanMetricWrapper):
+    """The mean of squared differences, averaged over the columns of each example.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    """
+
+    def __init__(
+        self, name: str = "mean_squared_error", dtype: Any = np.float64
+    ) -> None:
+        super().__init__(lambda y, p: _over_columns(_squared(y, p)), name, dtype)
+
+
+class MeanAbsoluteError(MeanMetricWrapper):
+    """The mean of absolute differences, averaged over the columns of each example.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    """
+
+    def __init__(
+        self, name: str = "mean_absolute_error", dtype: Any = np.float64
+    ) -> None:
+        super().__init__(
+            lambda y, p: _over_columns(abs(_difference(y, p))), name, dtype
+        )
+
+
+class RootMeanSquaredError(MeanMetricWrapper):
+    """The square root of the mean of squared differences.
+
+    The root is taken once, of the mean over all replicas: roots cannot be averaged.
+
+    Parameters
+    ----------
+    name : str
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    """
+
+    def __init__(
+        self, name: str = "root_mean_squared_error", dtype: Any = np.float64
+    ) -> None:
+        super().__init__(_squared, name, dtype)
+
+    @np.errstate(all="ignore")
+    def result_of(self, totals: Any) -> Any:
+        """Return the root of the quotient of total and count, 0 where that is 0.
+
+        Not collective.
+
+        Parameters
+        ----------
+        totals : sequence of ndarray of shape ()
+            Total and count.
+
+        Returns
+        -------
+        scalar of the metric's dtype
+            The root.
+        """
+        total, count = totals
+        return self.dtype.type(np.sqrt(total / count) if count else 0.0)
+
+
+def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
+    """Drop a last dimension of 1 that only one of the two has; demand one shape."""
+    true, predicted = of_one_library(true, predicted)
+    if true.ndim == predicted.ndim + 1 and true.shape[-1] == 1:
+        true = true[..., 0]
+    elif predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
+        predicted = predicted[..., 0]
+    if true.shape != predicted.shape:
+        raise ValueError(
+            f"expected labels and predictions of one shape, found {true.shape} and "
+            f"{predicted.shape}; reshape them, nothing is broadcast"
+        )
+    return true, predicted
+
+
+@np.errstate(all="ignore")
+def _over_columns(values: Array) -> Array:
+    """Average each example over the last dimension, where there is one."""
+    array = values.astype(np.float64, copy=False)
+    # A vector holds one value for each example. tf.keras took it for one example, so
+    # that a small batch would weigh as much as a large one.
+    return mean_over(array, -1) if array.ndim > 1 else array
+
+
+@np.errstate(all="ignore")
+def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    true, predicted = _matching(as_array(y_true), as_array(y_pred))
+    if true.dtype.kind == predicted.dtype.kind == "f":
+        predicted = predicted.astype(true.dtype, copy=False)
+    return as_array(true == predicted)
+
+
+@np.errstate(all="ignore")
+def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    true, predicted = of_one_library(as_float64(y_true), as_float64(y_pred))
+    if true.ndim == 0 or true.shape != predicted.shape:
+        raise ValueError(
+            "expected labels in one-hot form, of the predictions' shape "
+            f"{predicted.shape}, found {true.shape}; use SparseCategoricalAccuracy for "
+            "numbers of classes"
+        )
+    return as_array(true.argmax(axis=-1) == predicted.argmax(axis=-1))
+
+
+@np.errstate(all="ignore")
+def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    true, predicted = of_one_library(as_array(y_true), as_float64(y_pred))
+    if predicted.ndim == true.ndim and true.shape[-1:] == (1,):
+        true = true[..., 0]
+    if predicted.ndim == 0 or true.shape != predicted.shape[:-1]:
+        raise ValueError(
+            "expected one label for each row of predictions, of shape "
+            f"{predicted.shape[:-1]}, found {true.shape}; use CategoricalAccuracy for "
+            "labels in one-hot form"
+        )
+    return as_array(true == predicted.argmax(axis=-1))
+
+
+@np.errstate(all="ignore")
+def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
+    return predicted - true
+
+
+@np.errstate(all="ignore")
+def _squared(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    difference = _difference(y_true, y_pred)
+    return as_array(difference * difference)

@@ -1,0 +1,1 @@
+"""What a job shows of itself: timelines, clocks, and how long replicas waited."""

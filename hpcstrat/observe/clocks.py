@@ -1,0 +1,100 @@
+"""How this host's clock stands to replica 0's.
+
+``time.perf_counter_ns`` is Linux's CLOCK_MONOTONIC, which all processes of a host
+share; other hosts' differ by the time since they were started, and drift.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.observe.timeline.alignment import Sample, best_sample
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["measure_clock"]
+
+_ROUNDS = 50
+_TAG = 7
+_LIMIT_SECONDS = 60.0
+
+_abandoned: list[Any] = []
+
+
+def measure_clock(
+    topology: Topology, comm: Any, limit_seconds: float = _LIMIT_SECONDS
+) -> Sample | None:
+    """Measure the offset of this worker's clock to replica 0's.
+
+    Collective over ``topology.replica_comm``; only the first replica of each worker
+    communicates, one worker after the other. See `hpcstrat.observe.timeline.alignment`.
+
+    Parameters
+    ----------
+    topology : Topology
+        Of the ranks.
+    comm : mpi4py.MPI.Intracomm
+        All replicas, in the same order; no other message is under way in it.
+    limit_seconds : float
+        After how long it is given up.
+
+    Returns
+    -------
+    Sample or None
+        None on the others of a worker, and where there was no answer in time.
+    """
+    if topology.worker_comm.rank:
+        return None
+    if topology.replica_id:
+        return _ask(comm, time.monotonic() + limit_seconds)
+    own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
+    leaders = own.Translate_ranks(None, every)
+    own.Free()
+    every.Free()
+    deadline = time.monotonic() + limit_seconds
+    for leader in leaders[1:]:
+        if not _answer(comm, leader, deadline):
+            break
+    return Sample(time.perf_counter_ns(), 0, 0)
+
+
+def _ask(comm: Any, deadline: float) -> Sample | None:
+    """Ask replica 0 for its time, many times."""
+    sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    trips = []
+    for _ in range(_ROUNDS):
+        before = time.perf_counter_ns()
+        request = comm.Irecv(received, 0, _TAG)
+        comm.Isend(sent, 0, _TAG).Free()
+        if not _done(request, deadline):
+            return None
+        trips.append((before, int(received[0]), time.perf_counter_ns()))
+    return best_sample(trips)
+
+
+def _answer(comm: Any, leader: int, deadline: float) -> bool:
+    """Tell another worker the time, many times."""
+    received = np.zeros(1, np.int64)
+    # Each answer has its own memory, which a slow one may still read.
+    sent = np.zeros((_ROUNDS, 1), np.int64)
+    requests = []
+    for number in range(_ROUNDS):
+        if not _done(comm.Irecv(received, leader, _TAG), deadline):
+            return False
+        sent[number] = time.perf_counter_ns()
+        requests.append(comm.Isend(sent[number], leader, _TAG))
+    return all(_done(request, deadline) for request in requests)
+
+
+def _done(request: Any, deadline: float) -> bool:
+    """Wait for a message without MPI's own wait, which has no end."""
+    while not request.Test():
+        if time.monotonic() > deadline:
+            # MPI may still write there.
+            _abandoned.append(request)
+            return False
+        os.sched_yield()
+    return True

@@ -1,0 +1,10 @@
+"""What each rank does when: files in Chrome's trace event format, and NVTX ranges.
+
+Nothing here knows MPI: the clocks of other hosts are measured in
+`hpcstrat.observe.clocks`.
+"""
+
+from hpcstrat.observe.timeline.ranges import recorded_wait, trace, traced
+from hpcstrat.observe.timeline.recorder import Recorder, active
+
+__all__ = ["Recorder", "active", "recorded_wait", "trace", "traced"]

@@ -1,0 +1,356 @@
+"""What all optimizers share: sums over replicas, accumulation, clipping, state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import array_module, is_device
+from hpcstrat.channel.entries import collective
+from hpcstrat.context import MadeTogether, current
+from hpcstrat.observe.timeline import traced
+from hpcstrat.optimizers.filling import Filling
+from hpcstrat.optimizers.gradients import (
+    Gradient,
+    clip_to_norm,
+    merged_rows,
+    require_names,
+    scale,
+)
+from hpcstrat.optimizers.non_finite import NonFinite
+from hpcstrat.optimizers.on_device import DeviceStep
+from hpcstrat.optimizers.pairs import Pairs, checked, require_gradients
+from hpcstrat.optimizers.parameters import (
+    LearningRate,
+    Step,
+    Target,
+    require_options,
+)
+from hpcstrat.optimizers.routine import Routine
+from hpcstrat.optimizers.saved_state import SavedState
+from hpcstrat.options import ReduceOp, VariableAggregation
+from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.strategies import get_strategy
+from hpcstrat.typing import Array
+from hpcstrat.variables import Variable
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer(MadeTogether, SavedState, ABC):
+    """Sums gradients over replicas, and updates variables in place.
+
+    A subclass brings an update rule, ``_update``, and names the state that it needs.
+    Variables on a GPU, whose gradients are there, too, are updated there, without
+    waiting for it; the rules of this package take one launch for all of a type.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        A number, or a function of the number of steps done.
+    aggregation : VariableAggregation or str
+        How gradients are combined: ``SUM`` fits a loss that is divided by the global
+        batch size, ``MEAN`` one that each replica divides by its own.
+    accumulate_steps : int
+        How many calls of `apply_gradients` make one step. All but the last add to
+        sums of this replica, without communication once these exist; the last one
+        combines them and updates. ``SUM`` takes their sum, so that the global batch is
+        that of all the calls; ``MEAN`` their mean.
+    clip_global_norm : float, optional
+        Limit of the norm over all combined gradients together; longer ones are scaled.
+    missing_gradients : {"error", "zeros"}
+        What a gradient is that is None on some replicas, but not on all: a
+        CollectiveError that names the variable, or zeros, with a note the first time;
+        the latter costs a small message a step.
+
+    Attributes
+    ----------
+    iterations : Variable
+        Number of steps done, int64.
+
+    Raises
+    ------
+    ValueError
+        For options out of range.
+    """
+
+    _state: Mapping[str, float] = {}
+    """The first value of each kind of state."""
+
+    _by_rows: bool = False
+    """Whether a gradient of zero leaves an element and its state alone."""
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        *,
+        aggregation: VariableAggregation | str = VariableAggregation.SUM,
+        accumulate_steps: int = 1,
+        clip_global_norm: float | None = None,
+        missing_gradients: Literal["error", "zeros"] = "error",
+    ) -> None:
+        require_options(accumulate_steps, clip_global_norm, missing_gradients)
+        self.learning_rate = learning_rate
+        self._op = ReduceOp.from_variable_aggregation(aggregation)
+        self._limit = clip_global_norm
+        self._fills = missing_gradients == "zeros"
+        super().__init__(int(accumulate_steps), self._op is ReduceOp.MEAN)
+        self._buffers: dict[tuple[Any, ...], Array] = {}
+        self._labels: dict[tuple[Any, ...], str] = {}
+        self._filling = Filling()
+        self._routine: Routine | None = None
+        self._non_finite = NonFinite()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because of NaN or infinity; not kept in checkpoints."""
+        return self._non_finite.skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: not the arrays of these variables."""
+        return {**self.__dict__, "_routine": None}
+
+    @abstractmethod
+    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+        """Update a value and its state, in the order of ``_state``, in place.
+
+        The gradient's array is free to be overwritten.
+        """
+
+    def _is_marked(self, name: str) -> bool:
+        """Return whether kernels treat a variable in another way than the rest."""
+        return False
+
+    @property
+    def collectives(self) -> Collectives:
+        """The calls between the replicas of the current strategy."""
+        return get_strategy().collectives
+
+    @traced("apply_gradients", "optimizer")
+    @collective
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> bool:
+        """Combine the gradients of all replicas and update the variables in place.
+
+        Collective over the strategy's replicas: call it inside ``strategy.run``. With
+        ``accumulate_steps`` above 1, only each last call communicates.
+
+        A replica on which this raises starts its accumulation anew; with
+        ``on_error="raise"`` all go back to what they had before this ``run``, also if
+        anything else in it fails on any of them.
+
+        Parameters
+        ----------
+        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
+            This replica's gradients, of the variables' shapes, not modified; the same
+            variables in the same order on every replica. Those whose gradient is None
+            on all replicas are left out.
+
+        Returns
+        -------
+        bool
+            Whether the variables were updated; False while gradients are accumulated,
+            and for a step that is left out by the setting ``non_finite="skip"``.
+
+        Raises
+        ------
+        ValueError
+            If no gradient is left, a name comes twice, or a gradient does not fit.
+        RuntimeError
+            In cross-replica context.
+        CollectiveError
+            If replicas have gradients for different variables. On every replica.
+        NonFiniteError
+            If a combined gradient is NaN or infinite, with the setting
+            ``non_finite="raise"``; nothing has changed. On every replica.
+        """
+        entry = current()
+        if entry is not None and entry.replica_context is None:
+            raise RuntimeError(
+                "expected apply_gradients in replica context, found cross-replica "
+                "context; call it inside the function that strategy.run runs"
+            )
+        strategy = get_strategy()
+        collectives = strategy.collectives
+        try:
+            given = list(grads_and_vars)
+            routine = self._routine
+            if routine is not None and not routine.fits(strategy, given):
+                routine = None
+            added = [] if routine is not None else checked(given)
+        except Exception as error:
+            self._accumulation.undo(error, strategy)
+            collectives.fail("apply_gradients", error)
+            raise
+        try:
+            if routine is not None:
+                return self._combine_and_update(collectives, given, routine)
+            pairs = self._accumulation.add(added, strategy)
+            if pairs is None:
+                return False
+            updated = self._apply(collectives, pairs)
+        except Exception as error:
+            self._accumulation.undo(error, strategy)
+            raise
+        self._accumulation.restart()
+        return updated
+
+    def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
+        sums = self._accumulation
+        self._current = frozenset(id(variable) for _, variable in pairs)
+        fills = self._fills or sums.inherits
+        try:
+            if not fills:
+                require_gradients(pairs)
+        except Exception as error:
+            collectives.fail("apply_gradients", error)
+            raise
+        if fills:
+            shares = (sums.sums(), sums.unclaimed()) if sums.inherits else ()
+            pairs = self._filling.filled(collectives, pairs, *shares)
+            require_gradients(pairs)
+        present = [(g, v) for g, v in pairs if g is not None]
+        routine = Routine(get_strategy(), present, self._label(pairs))
+        updated = self._combine_and_update(collectives, present, routine)
+        # Another step of the kind need not be checked and named again.
+        dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
+        plain = dense and not self._fills and sums.steps == 1
+        self._routine = routine if plain else None
+        return updated
+
+    def _combine_and_update(
+        self, collectives: Collectives, pairs: Pairs, routine: Routine
+    ) -> bool:
+        rate = self._rate(collectives)
+        reduced = collectives.batch_reduce(
+            self._op, [gradient for gradient, _ in pairs], routine.label
+        )
+        return self._use(reduced, pairs, routine, rate)
+
+    @np.errstate(all="ignore")
+    def _use(
+        self, reduced: list[Gradient], pairs: Pairs, routine: Routine, rate: float
+    ) -> bool:
+        """Update variables with combined gradients; quiet, as the sums of them are."""
+        policy = routine.non_finite
+        if not routine.targets:
+            reduced = [
+                merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
+            ]
+        if policy != "off" and self._non_finite.refuses(
+            *(policy, get_strategy(), pairs, reduced), self._slots.tables
+        ):
+            return False
+        if not routine.targets:
+            # The first step makes the state, after the first agreement of the ranks.
+            routine.targets = [self._target(variable) for _, variable in pairs]
+            if any(is_device(wholes[0]) for _, wholes in routine.targets):
+                routine.on_device = DeviceStep(
+                    *(self, self._slots.tables, routine.targets, reduced)
+                )
+        number = int(self.iterations.component) + 1
+        for step, _ in routine.targets:
+            step.rate, step.number = rate, number
+        if routine.on_device is not None:
+            routine.on_device.update(reduced, self._mean, self._limit)
+        else:
+            self._update_all(reduced, routine.targets)
+        self.iterations.component[...] = number
+        return True
+
+    def _rate(self, collectives: Collectives) -> float:
+        rate = self.learning_rate
+        if callable(rate):
+            try:
+                rate = rate(int(self.iterations.component))
+            except Exception as error:
+                collectives.fail("apply_gradients", error)
+                raise
+        return rate
+
+    def _update_all(
+        self, gradients: Sequence[Gradient], targets: Sequence[Target]
+    ) -> None:
+        if self._op is ReduceOp.MEAN or self._limit is not None:
+            self._condition(gradients)
+        for gradient, (step, wholes) in zip(gradients, targets, strict=True):
+            if type(gradient) is np.ndarray:
+                self._update(step, gradient, *wholes)
+            else:
+                self._update_one(step, gradient, wholes)
+
+    @property
+    def _mean(self) -> float:
+        """What sums over calls are multiplied by."""
+        # Not of `accumulate_steps`, which may be another one than before a restore.
+        calls = max(1, self._accumulation.calls)
+        return 1 / calls if self._op is ReduceOp.MEAN else 1.0
+
+    def _condition(self, gradients: Sequence[Gradient]) -> None:
+        """Scale and clip combined gradients, in place."""
+        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+        scale(arrays, self._mean)
+        if self._limit is not None:
+            clip_to_norm(arrays, self._limit)
+
+    def _target(self, variable: Variable) -> Target:
+        """Return the arrays of a variable and its state, which is made if need be."""
+        kinds = self._state.items()
+        state = [self._slots.get(k, variable, i).component for k, i in kinds]
+        return Step(0.0, 0, variable.name), [variable.component, *state]
+
+    def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
+        if not isinstance(gradient, IndexedSlices):
+            self._update(step, gradient, *wholes)
+        elif not self._by_rows:
+            self._update(step, gradient.to_dense(), *wholes)
+        else:
+            parts = [whole[gradient.indices] for whole in wholes]
+            self._update(step, gradient.values, *parts)
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[gradient.indices] = part
+
+    def _label(self, pairs: Pairs) -> str:
+        """Name the call, so that replicas with other variables are found out."""
+        key = tuple((gradient is None, v.name) for gradient, v in pairs)
+        label = self._labels.get(key)
+        if label is None:
+            names = ", ".join(v.name for g, v in pairs if g is not None)
+            # What is missing comes first: the end of a long text is not shown.
+            without = ", ".join(v.name for g, v in pairs if g is None)
+            without = f" without gradients for {without}," if without else ""
+            label = self._labels[key] = f"apply_gradients{without} to {names}"
+        return label
+
+    def _scratch(self, like: Array) -> Array:
+        """Return an array of the same shape and type that is kept between steps."""
+        key = is_device(like), like.dtype
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.size < like.size:
+            buffer = array_module(like).empty(like.size, like.dtype)
+            self._buffers[key] = buffer
+        return buffer[: like.size].reshape(like.shape)
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Make the state of variables now, not at the first step.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        variables : sequence of Variable
+            The variables that will be updated.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or a name comes twice.
+        """
+        require_names(variables)
+        for variable in variables:
+            for kind, initial in self._state.items():
+                self._slots.get(kind, variable, initial)
+        self._accumulation.build(variables)

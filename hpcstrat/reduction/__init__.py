@@ -1,0 +1,1 @@
+"""The one reduction path, gathers, and calls that carry objects."""

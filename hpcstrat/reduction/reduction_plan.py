@@ -1,0 +1,211 @@
+"""What is worked out once for each kind of reduction."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.arrays.packing import Piece, Signature, cut, wire_dtype
+from hpcstrat.channel.call import Call, describe_call, signature_text
+from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.select import Choice
+from hpcstrat.collectives.shared_memory import SmallReduction
+from hpcstrat.gpu.streams import Mark
+from hpcstrat.gpu.transports.transport_group import DeviceGroup
+from hpcstrat.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.reduction.reduction_arrays import is_plain
+from hpcstrat.typing import Array
+
+__all__ = ["ReductionPlan", "marked", "plan_reduction"]
+
+# Pieces of larger calls are worked out each time: it is the smallest part of the work.
+_MOST_KEPT_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionPlan:
+    """All that is the same in each repetition of a reduction.
+
+    Parameters
+    ----------
+    call : Call
+        What ranks agree on.
+    signatures : tuple of (dtype, shape)
+        Of the arrays.
+    results : tuple of (shape, dtype)
+        Of the results.
+    divisor : int
+        By what to divide the sums; 0 for sums.
+    choice : Choice, optional
+        How to reduce; None where nothing moves.
+    pieces : tuple of Piece, optional
+        What to reduce, where it is little enough to be kept.
+    small : SmallReduction, optional
+        What reduces a single small piece.
+    on_gpu : bool
+        Whether the arrays are on GPUs; else all are in host memory.
+    """
+
+    call: Call
+    signatures: tuple[Signature, ...]
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    divisor: int
+    choice: Choice | None = None
+    pieces: tuple[Piece, ...] | None = None
+    small: SmallReduction | None = None
+    on_gpu: bool = False
+
+    def cut(self) -> Iterable[Piece]:
+        """Return what to reduce.
+
+        Not collective.
+
+        Returns
+        -------
+        iterable of Piece
+            In order.
+        """
+        if self.pieces is not None:
+            return self.pieces
+        assert self.choice is not None
+        return cut(self.signatures, bool(self.divisor), self.choice.piece_bytes)
+
+
+def plan_reduction(
+    arrays: list[Array],
+    channel: Channel | None,
+    ops: CrossDeviceOps,
+    *,
+    op: ReduceOp,
+    what: str,
+    structure: Any,
+    options: CommunicationOptions,
+    group: DeviceGroup | None = None,
+) -> ReductionPlan:
+    """Plan a reduction.
+
+    Not collective; the same on every rank.
+
+    Parameters
+    ----------
+    arrays : list of ndarray
+        What is to be reduced, each of a type that has a sum.
+    channel : Channel or None
+        Of the replicas; None for a single one.
+    ops : CrossDeviceOps
+        What chooses the algorithm.
+    op : ReduceOp
+        ``SUM`` or ``MEAN``.
+    what : str
+        The call, for messages.
+    structure : optree.PyTreeSpec or None
+        What holds the arrays; None for a single array.
+    options : CommunicationOptions
+        Of the call.
+    group : DeviceGroup, optional
+        What moves arrays between GPUs; for arrays on GPUs of several replicas.
+
+    Returns
+    -------
+    ReductionPlan
+        The plan.
+
+    Raises
+    ------
+    ValueError
+        If the algorithm does not serve the topology. On every rank.
+    """
+    means = op is ReduceOp.MEAN
+    details = signature_text(structure, arrays)
+    if ops.describe():
+        details += f" by {ops.describe()}"
+    automatic = CommunicationImplementation.AUTO
+    if group is not None and options.implementation is not automatic:
+        details += f" by {options.implementation}"
+    if options.bytes_per_pack:
+        details += f" in pieces of {options.bytes_per_pack} bytes"
+    if options.wire_dtype is not None:
+        details += f" as {options.wire_dtype} between workers"
+    nbytes = sum(a.size * wire_dtype(a.dtype, means)[0].itemsize for a in arrays)
+    call = describe_call(f"{what}({op.name})", details, nbytes)
+    signatures = tuple((a.dtype, a.shape) for a in arrays)
+    results = tuple((a.shape, _result_dtype(a.dtype, means)) for a in arrays)
+    on_gpu = bool(arrays) and is_device(arrays[0])
+    if channel is None or not nbytes:
+        return ReductionPlan(call, signatures, results, int(means), on_gpu=on_gpu)
+    topology = channel.topology
+    divisor = topology.num_replicas if means else 0
+    if group is None:
+        choice = ops.choose(nbytes, topology, options)
+    else:
+        choice = ops.choose_on_gpu(nbytes, group, options)
+    cuts = cut(signatures, means, choice.piece_bytes)
+    some = tuple(itertools.islice(cuts, _MOST_KEPT_PIECES + 1))
+    pieces = some if len(some) <= _MOST_KEPT_PIECES else None
+    small = None
+    if choice.small and len(some) == 1:
+        small = SmallReduction(some[0], signatures, channel)
+    return ReductionPlan(
+        *(call, signatures, results, divisor, choice, pieces, small), on_gpu=on_gpu
+    )
+
+
+def _result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
+    wire, narrows = wire_dtype(dtype, means)
+    return dtype.newbyteorder("=") if narrows else wire
+
+
+def marked(
+    planned: ReductionPlan, arrays: list[Array], results: list[Array]
+) -> tuple[ReductionPlan, list[Array], Callable[[], None]]:
+    """Order a started call on a GPU after the stream that starts it.
+
+    Not collective. Its steps may be taken by other threads, which have streams of their
+    own.
+
+    Parameters
+    ----------
+    planned : ReductionPlan
+        Of the call; it has a choice.
+    arrays : list of cupy.ndarray
+        What is to be reduced.
+    results : list of cupy.ndarray
+        Where the results go.
+
+    Returns
+    -------
+    ReductionPlan
+        For this call alone.
+    list of cupy.ndarray
+        The arrays, contiguous.
+    callable
+        Lets the current stream of the thread that calls it wait for the results.
+
+    Raises
+    ------
+    ValueError
+        If a result is not contiguous.
+    """
+    assert planned.choice is not None
+    if not all(is_plain(result) for result in results):
+        raise ValueError(
+            "expected contiguous arrays as out of a reduction that is started on a "
+            "GPU, found others; make them with cupy.empty"
+        )
+    arrays = [array if is_plain(array) else array.copy("C") for array in arrays]
+    begin, end = Mark().record(), Mark()
+    algorithm: Any = planned.choice.algorithm
+    algorithm = functools.partial(algorithm, begin=begin, end=end)
+    choice = replace(planned.choice, algorithm=algorithm)
+    return replace(planned, choice=choice), arrays, end.join

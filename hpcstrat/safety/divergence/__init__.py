@@ -1,0 +1,1 @@
+"""Whether copies that must be equal on all replicas are."""

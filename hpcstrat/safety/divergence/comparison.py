@@ -1,0 +1,289 @@
+"""Where copies of arrays differ: the first array, the ranks, the first element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays.kinds import to_host
+from hpcstrat.errors import DivergenceError
+from hpcstrat.typing import Array
+
+__all__ = [
+    "ADVICE",
+    "Copy",
+    "compare_bits",
+    "digest_of",
+    "first_difference",
+    "index_of",
+    "most_common",
+    "octets",
+    "replicas_text",
+]
+
+ADVICE = (
+    "assign the same value on every rank, use an aggregation, or create the variable "
+    "in the strategy's scope"
+)
+"""What to do, at the end of a message."""
+
+# What two ranks exchange at a time when they look for the first element.
+_BLOCK_BYTES = 1 << 16
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """This rank's copy of a variable.
+
+    Parameters
+    ----------
+    name : str
+        The variable's name; the same on every rank.
+    array : ndarray
+        Its component, in host memory or on a GPU.
+    """
+
+    name: str
+    array: Array
+
+
+def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of an array, without the padding of long doubles.
+
+    Not collective.
+
+    Parameters
+    ----------
+    array : ndarray
+        In any memory order; one on a GPU is copied, and waited for.
+
+    Returns
+    -------
+    ndarray of uint8, of shape (numbers, bytes)
+        A view of a contiguous array in host memory; a complex long double makes two
+        numbers. Not contiguous where there is padding.
+    """
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
+    if array.dtype.char in "gG":
+        flat = flat.view(np.longdouble)
+    rows = flat.view(np.uint8).reshape(-1, flat.dtype.itemsize)
+    if array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
+        # x87 numbers have 10 bytes; what lies in the rest is anybody's guess.
+        rows = rows[:, :10]
+    return rows
+
+
+def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
+    """Compare the bits of arrays between ranks.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    copies : sequence of Copy
+        The same variables in the same order on every rank.
+
+    Returns
+    -------
+    DivergenceError or None
+        About the first array that differs; the same on every rank.
+    """
+    from mpi4py import MPI
+
+    own = np.array([digest_of(copy.array) for copy in copies], np.int64)
+    # The largest value and the largest negative value meet where all are equal.
+    extremes = np.concatenate([own, -own])
+    comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
+    differing = np.flatnonzero(extremes[: len(own)] + extremes[len(own) :])
+    if not differing.size:
+        return None
+    first = int(differing[0])
+    copy = copies[first]
+    reference, ranks = most_common(comm.allgather(int(own[first])))
+    text, element = first_difference(
+        comm, copy.array, copy.array.shape, reference, ranks
+    )
+    more = len(differing) - 1
+    others = f", and that {more} more variables differ" if more else ""
+    return DivergenceError(
+        f"expected equal copies of variable {copy.name!r} on all replicas, "
+        f"{text}{others}; {ADVICE}",
+        *(ranks, copy.name, element),
+    )
+
+
+def first_difference(
+    comm: Any,
+    array: Array | None,
+    shape: tuple[int, ...],
+    reference: int,
+    ranks: Sequence[int],
+) -> tuple[str, tuple[int, ...]]:
+    """Say in which element the copies of some ranks differ from that of another.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    array : ndarray or None
+        This rank's copy; looked at on ``reference`` and the first of ``ranks`` only.
+    shape : tuple of int
+        Of these two, which have one dtype, too.
+    reference : int
+        Whose copy is taken for the right one.
+    ranks : sequence of int
+        Which differ from it.
+
+    Returns
+    -------
+    text : str
+        What was found, for a message.
+    element : tuple of int
+        Index of the first element that differs.
+    """
+    index, values = _first_element(comm, array, reference, ranks[0])
+    element = index_of(index, shape)
+    text = (
+        f"found another than replica {reference}'s on {replicas_text(ranks)}, first in "
+        f"element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on replica "
+        f"{reference}"
+    )
+    return text, element
+
+
+def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
+    """Return the first rank that has what most ranks have, and those that have not.
+
+    Not collective.
+
+    Parameters
+    ----------
+    found : sequence of object
+        Of every rank, in order.
+
+    Returns
+    -------
+    reference : int
+        The first such rank; of equally many, that of the first rank.
+    ranks : list of int
+        Those with anything else.
+    """
+    counts: dict[Any, int] = {}
+    for value in found:
+        counts[value] = counts.get(value, 0) + 1
+    # The first of equal ones, in the order of the ranks.
+    usual = max(counts, key=lambda value: counts[value])
+    ranks = [rank for rank, value in enumerate(found) if value != usual]
+    return found.index(usual), ranks
+
+
+def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of an element as a tuple of Python integers.
+
+    Not collective.
+
+    Parameters
+    ----------
+    place : int
+        In C order.
+    shape : tuple of int
+        Of the array.
+
+    Returns
+    -------
+    tuple of int
+        Such as ``(3, 4)``.
+    """
+    return tuple(int(i) for i in np.unravel_index(place, shape))
+
+
+def digest_of(array: Array) -> int:
+    """Return a hash of the bits of an array.
+
+    Not collective.
+
+    Parameters
+    ----------
+    array : ndarray
+        In host memory or on a GPU.
+
+    Returns
+    -------
+    int
+        From 0 to 2**63 - 1.
+    """
+    return _digest(octets(array))
+
+
+def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """Hash bytes to 63 bits: the negative of any is a number of 64 bits, too."""
+    data: Any = rows if rows.flags.c_contiguous else rows.tobytes()
+    return xxh3_64_intdigest(data) >> 1
+
+
+def _first_element(
+    comm: Any, array: Array | None, reference: int, odd: int
+) -> tuple[int, tuple[str, str]]:
+    """Return where two ranks' arrays differ first, and both values, on every rank."""
+    found = None
+    if comm.rank in (reference, odd):
+        assert array is not None
+        peer = odd if comm.rank == reference else reference
+        rows = octets(array)
+        step = max(1, _BLOCK_BYTES // rows.shape[1])
+        starts = range(0, len(rows), step)
+        own = [_digest(rows[start : start + step]) for start in starts]
+        other = comm.sendrecv(own, dest=peer, source=peer)
+        start = next(s for s, a, b in zip(starts, own, other, strict=True) if a != b)
+        block = np.ascontiguousarray(rows[start : start + step])
+        received = comm.sendrecv(block, dest=peer, source=peer)
+        row = start + int(np.flatnonzero((block != received).any(axis=1))[0])
+        index = row // (len(rows) // array.size)
+        element = to_host(array.reshape(-1)[index : index + 1])
+        texts = comm.sendrecv(_text(element), dest=peer, source=peer)
+        if comm.rank == reference:
+            found = index, _distinct(_text(element), texts)
+    located: tuple[int, tuple[str, str]] = comm.bcast(found, root=reference)
+    return located
+
+
+def _text(element: Array) -> tuple[str, str]:
+    """Return a number as people write it, and its bytes, the highest first."""
+    return str(element[0]), octets(element)[:, ::-1].tobytes().hex()
+
+
+def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
+    """Return two numbers as text, with their bytes where they look the same."""
+    if own[0] != other[0]:
+        return own[0], other[0]
+    return f"{own[0]} (0x{own[1]})", f"{other[0]} (0x{other[1]})"
+
+
+def replicas_text(ranks: Sequence[int]) -> str:
+    """Name replicas, the first few of many.
+
+    Not collective.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Which.
+
+    Returns
+    -------
+    str
+        Such as ``replicas [1, 3]``.
+    """
+    if len(ranks) > _SHOWN_RANKS:
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+        return f"{len(ranks)} replicas ({shown}, ...)"
+    return f"replicas {list(ranks)}"

@@ -1,0 +1,352 @@
+"""A watch over mirrored variables, whose copies must stay equal on all replicas.
+
+At each entry into ``run``, where all copies are equal if the program is right, a slice
+of about a thousandth of their bytes is hashed, going round. The hash goes into the
+header of the following collective calls, whose headers the ranks compare anyway; so the
+check takes no message. Hashes are chained: those of several entries into ``run``
+without a call between them are compared by the next call. Of variables on a GPU they
+come some entries later, see `hpcstrat.safety.divergence.gpu_copies`.
+
+Different hashes only raise a suspicion: garbage collection, for one, frees a variable
+on one rank before it does so on another. The ranks, which are in the same call then,
+compare all copies before they raise anything, and go on with the call if these are
+equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays.kinds import is_device, is_half
+from hpcstrat.channel.call import describe_call
+from hpcstrat.channel.channel import Channel
+from hpcstrat.errors import DivergenceError
+from hpcstrat.logs import get_logger
+from hpcstrat.safety.divergence.comparison import Copy, index_of, octets
+from hpcstrat.safety.divergence.gpu_copies import LAG, DeviceCopies
+from hpcstrat.safety.divergence.tolerance import compare
+from hpcstrat.settings import Settings
+from hpcstrat.typing import Array
+from hpcstrat.variables import MirroredVariable
+
+__all__ = ["Copies"]
+
+_SHARE = 1000
+_MOST_BYTES = 1 << 20
+_LEAST_BYTES = 16 << 10
+# To hash a piece takes as long as to read so many bytes more.
+_PIECE_BYTES = 4 << 10
+# A look for NaN costs far more than a hash, and NaN does not stay in one place.
+_LOOKS_EVERY = 32
+
+_COMPARISON = describe_call("comparison of mirrored variables")
+
+_Key = tuple[int, str, tuple[int, ...], str]
+# What to hash in turn: pieces, pieces with padding; and floats to look for NaN in.
+_Slice = tuple[list[memoryview], list[Any], list[tuple["_Variable", int, int]]]
+_Variable = weakref.ref[MirroredVariable]
+
+
+class Copies:
+    """The mirrored variables made by strategies over the same replicas.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of the replicas.
+    settings : Settings
+        ``divergence`` and its like.
+    """
+
+    def __init__(self, channel: Channel, settings: Settings) -> None:
+        self._channel = channel
+        self._tolerance = settings.divergence_tolerance or 0.0
+        self._rolls = not self._tolerance
+        full = settings.divergence == "full"
+        self._interval = (settings.divergence_interval or 0) if full else 0
+        self._variables: dict[int, _Variable] = {}
+        self._number = 0
+        # Counts changes of the variables, which make new slices necessary.
+        self._changes = 0
+        self._planned = 0
+        self._slices: list[_Slice] = []
+        self._on_device: DeviceCopies | None = None
+        self._compared_at: int | None = None
+        self._looks = True
+
+    @property
+    def num_slices(self) -> int:
+        """After how many entries into ``run`` all bytes have been hashed."""
+        if self._planned != self._changes:
+            self._plan()
+        lagging = self._on_device
+        later = LAG + len(lagging.slices) if lagging and lagging.slices else 0
+        return max(len(self._slices), later)
+
+    def add(self, variable: MirroredVariable) -> None:
+        """Watch over a variable until it is freed.
+
+        Logically collective over the replicas.
+
+        Parameters
+        ----------
+        variable : MirroredVariable
+            New.
+        """
+        number = self._number = self._number + 1
+        freed = functools.partial(self._forget, number)
+        self._variables[number] = weakref.ref(variable, freed)
+        if self._on_device is None and is_device(variable.component):
+            self._on_device = DeviceCopies()
+        self._changes += 1
+
+    def leave_out(self, strategy: Any) -> None:
+        """Watch no longer over the variables of a strategy that is being closed.
+
+        Logically collective over the replicas.
+
+        Parameters
+        ----------
+        strategy : Strategy
+            Whose variables.
+        """
+        for number, variable in list(self._alive()):
+            if variable.distribute_strategy is strategy:
+                self._forget(number)
+        if self._on_device is not None:
+            self._on_device.finish()
+
+    def _forget(self, number: int, _: Any = None) -> None:
+        """Let go of a variable; called also when one is freed, at any time."""
+        if self._variables.pop(number, None) is not None:
+            self._changes += 1
+            # The slices hold its memory.
+            self._slices = []
+            if self._on_device is not None:
+                self._on_device.slices = []
+
+    def _alive(self) -> Iterator[tuple[int, MirroredVariable]]:
+        # A copy in one step: while items are made one by one, the garbage collector
+        # may run, and free a variable.
+        for number, reference in self._variables.copy().items():
+            variable = reference()
+            if variable is not None:
+                yield number, variable
+
+    def mark(self, run_index: int, mark: int) -> int:
+        """Return what the headers of the calls after an entry into ``run`` carry.
+
+        Logically collective over the replicas; collective at every
+        ``divergence_interval``-th of full comparisons with a tolerance.
+
+        Parameters
+        ----------
+        run_index : int
+            How often this rank has entered ``run``.
+        mark : int
+            What they carried before.
+
+        Returns
+        -------
+        int
+            From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and
+            the copies that were looked at.
+
+        Raises
+        ------
+        DivergenceError
+            On every replica, where copies with a tolerance differ.
+        """
+        if self._planned != self._changes:
+            self._plan()
+        slices, lagging = self._slices, self._on_device
+        if self._interval and not run_index % self._interval:
+            if self._tolerance:
+                self.check()
+            else:
+                mark = _hashed(mark, slices)
+                mark = lagging.hashed(mark) if lagging is not None else mark
+        mark = self._rolled(run_index, mark)
+        if lagging is not None and self._rolls:
+            mark, found = lagging.roll(run_index, mark)
+            if found is not None and self._looks:
+                self._warn_of_nan(*found)
+        return mark
+
+    def _rolled(self, run_index: int, mark: int) -> int:
+        """Hash the slice that is due of variables in host memory."""
+        slices = self._slices
+        if not self._rolls or not slices:
+            return mark + run_index & (1 << 63) - 1
+        turn, index = divmod(run_index, len(slices))
+        pieces, padded, floats = slices[index]
+        mark ^= run_index
+        for piece in pieces:
+            mark = xxh3_64_intdigest(piece, mark)
+        for piece in padded:
+            mark = xxh3_64_intdigest(piece.tobytes(), mark)
+        if not (turn + index) % _LOOKS_EVERY and self._looks:
+            self._look_for_nan(floats)
+        return mark >> 1
+
+    def difference(self, comm: Any) -> DivergenceError | None:
+        """Compare all copies, after marks that differ.
+
+        Collective over ``comm``.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The replicas, which are all at the same call.
+
+        Returns
+        -------
+        DivergenceError or None
+            What all replicas raise; None where the copies are equal.
+        """
+        if self._on_device is not None:
+            # Ranks that had freed different variables have copied different slices.
+            self._on_device.forget_copies()
+        copies, freed = self._common(comm)
+        now = self._channel.run_index
+        last = self._compared_at
+        if freed:
+            # Where variables are made and freed all the time, comparing all copies
+            # shall not take longer than hashing them did. Replica 0 decides: here more
+            # may have been freed meanwhile than there.
+            recent = last is not None and now - last < self.num_slices
+            if comm.bcast(recent):
+                return None
+        self._compared_at = now
+        error = compare(comm, copies, 0.0)
+        if error is None and not freed:
+            get_logger("divergence").info(
+                "copies of mirrored variables differed where run was entered, and were "
+                "equal again at the next collective call"
+            )
+        return error
+
+    def check(self) -> None:
+        """Compare all copies now.
+
+        Collective over the replicas.
+
+        Raises
+        ------
+        DivergenceError
+            On every replica, about the first variable whose copies differ.
+        CollectiveError
+            If another rank does something else. On every rank.
+        """
+        self._channel.agree(_COMPARISON)
+        with self._channel.moving(_COMPARISON) as comm:
+            copies, _ = self._common(comm)
+            error = compare(comm, copies, self._tolerance)
+        if error is not None:
+            raise error
+
+    def _common(self, comm: Any) -> tuple[list[Copy], bool]:
+        """Return the variables that no rank has freed, and whether any rank has."""
+        alive = {
+            (number, v.name, v.shape, v.dtype.str): v for number, v in self._alive()
+        }
+        own = xxh3_64_intdigest(repr(list(alive)).encode(errors="replace"))
+        freed = len(set(comm.allgather(own))) > 1
+        if freed:
+            found: list[list[_Key]] = comm.allgather(list(alive))
+            common = set(found[0]).intersection(*found[1:])
+            for key in alive.keys() - common:
+                self._forget(key[0])
+            alive = {key: v for key, v in alive.items() if key in common}
+        names = [v.name for v in alive.values()]
+        copies = []
+        for place, variable in enumerate(alive.values(), 1):
+            name = variable.name
+            if names.count(name) > 1:
+                name = f"{name} (number {place} of {len(names)})"
+            copies.append(Copy(name, variable.component))
+        return copies, freed
+
+    def _plan(self) -> None:
+        """Cut the bytes of all variables into slices that take equally long."""
+        changes = self._changes
+        every = [v for _, v in self._alive()]
+        alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
+        if self._on_device is not None:
+            self._on_device.plan([v for v in every if is_device(v.component)])
+        # Else these would be copies, which never change.
+        assert all(v.component.flags.c_contiguous for v, _ in alive)
+        total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
+        share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
+        budget = min(share, _MOST_BYTES)
+        slices: list[_Slice] = []
+        left = 0
+        for variable, rows in alive:
+            start, width = 0, rows.shape[1]
+            while start < len(rows):
+                if left < _PIECE_BYTES + width:
+                    slices.append(([], [], []))
+                    left = budget
+                stop = min(len(rows), start + max(1, (left - _PIECE_BYTES) // width))
+                _add_piece(slices[-1], variable, rows, start, stop)
+                left -= (stop - start) * width + _PIECE_BYTES
+                start = stop
+        self._slices = slices
+        self._planned = changes
+
+    def _look_for_nan(self, floats: list[tuple[_Variable, int, int]]) -> None:
+        """Warn once in a program, of the first variable that is NaN or infinite."""
+        for reference, start, stop in floats:
+            variable = reference()
+            if variable is None:
+                continue
+            finite = np.isfinite(variable.component.reshape(-1)[start:stop])
+            if finite.all():
+                continue
+            place = start + int(np.argmin(finite))
+            value = variable.component.reshape(-1)[place]
+            self._warn_of_nan(variable, place, value)
+            return
+
+    def _warn_of_nan(self, variable: MirroredVariable, place: int, value: Any) -> None:
+        self._looks = False
+        if self._channel.topology.replica_id == 0:
+            get_logger("divergence").warning(
+                "variable %r is %s in element %s; the setting non_finite='warn', "
+                "'raise' or 'skip' finds the gradient and the replica from which "
+                "it comes",
+                *(variable.name, value, index_of(place, variable.shape)),
+            )
+
+
+def _add_piece(
+    part: _Slice, variable: MirroredVariable, rows: Array, start: int, stop: int
+) -> None:
+    pieces, padded, floats = part
+    piece = rows[start:stop]
+    if piece.flags.c_contiguous:
+        flat: Any = piece.reshape(-1)
+        pieces.append(memoryview(flat))
+    else:
+        padded.append(piece)
+    dtype = variable.dtype
+    if variable.trainable and (dtype.kind in "fc" or is_half(dtype)):
+        per_element = len(rows) // variable.size
+        floats.append(
+            (weakref.ref(variable), start // per_element, -(-stop // per_element))
+        )
+
+
+def _hashed(mark: int, slices: list[_Slice]) -> int:
+    for pieces, padded, _ in slices:
+        for piece in pieces:
+            mark = xxh3_64_intdigest(piece, mark)
+        for piece in padded:
+            mark = xxh3_64_intdigest(piece.tobytes(), mark)
+    return mark >> 1

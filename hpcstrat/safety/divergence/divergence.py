@@ -1,0 +1,79 @@
+"""Mirrored variables that have come to differ between replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hpcstrat.safety.divergence.comparison import Copy
+from hpcstrat.safety.divergence.tolerance import compare
+from hpcstrat.variables import SyncOnReadVariable, Variable
+
+__all__ = ["check_mirrored"]
+
+_LEAST_BYTES = 16 << 20
+_PARTS = 8
+
+
+def check_mirrored(
+    strategy: Any,
+    variables: Mapping[str, Variable],
+    turn: int | None = None,
+) -> None:
+    """Compare mirrored variables between replicas, all or a part of them.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas, and whose tolerance.
+    variables : mapping of str to Variable
+        By name, the same on every replica; SyncOnRead ones are passed over, plain ones
+        must be equal, too.
+    turn : int, optional
+        Which part: with 0, 1, 2 and so on, all bytes have their turn. A part has 16 MiB
+        or an eighth of the bytes by the number of replicas. Default: all.
+
+    Raises
+    ------
+    DivergenceError
+        On every replica, naming the first variable that differs, the replicas whose
+        copy is not that of most of them, and its first element that differs.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return
+    copies = [
+        Copy(name, variable.component)
+        for name, variable in variables.items()
+        if not isinstance(variable, SyncOnReadVariable)
+    ]
+    total = sum(copy.array.nbytes for copy in copies)
+    part = copies
+    if turn is not None:
+        share = total // strategy.num_replicas_in_sync
+        part = list(_part(copies, total, turn, max(_LEAST_BYTES, share // _PARTS)))
+    what = f"comparison of {len(copies)} mirrored variables"
+    strategy.collectives.barrier(what)
+    tolerance = strategy.settings.divergence_tolerance
+    with strategy.collectives.moving(what) as comm:
+        error = compare(comm, part, tolerance)
+        if error is not None and turn is not None:
+            # This says where, as counted from the first element of each.
+            error = compare(comm, copies, tolerance)
+    if error is not None:
+        raise error
+
+
+def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterator[Copy]:
+    """Yield what lies in one of the equal parts into which all bytes are cut."""
+    start = turn % max(1, -(-total // nbytes)) * nbytes
+    stop = start + nbytes
+    for copy in copies:
+        length, size = copy.array.nbytes, copy.array.itemsize
+        if start < length and stop > 0:
+            # Rounded outwards to whole elements.
+            flat = copy.array.reshape(-1)
+            yield Copy(copy.name, flat[max(start, 0) // size : -(-stop // size)])
+        start -= length
+        stop -= length

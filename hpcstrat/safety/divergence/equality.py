@@ -1,0 +1,237 @@
+"""Whether values of the program itself are equal on all replicas.
+
+Arrays of any library, numbers, texts: not the variables of a strategy, whose copies
+`hpcstrat.safety.divergence.copies` watches. Equal values cost the agreement and
+16 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optree
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays.kinds import as_array
+from hpcstrat.errors import DivergenceError
+from hpcstrat.safety.divergence.comparison import (
+    digest_of,
+    first_difference,
+    most_common,
+    replicas_text,
+)
+from hpcstrat.tree import flatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = ["check_equal"]
+
+_WHAT = "check_equal"
+_ADVICE = (
+    "give all replicas one's value, as strategy.broadcast_object does, or compute it "
+    "alike on all, from the same seed"
+)
+# Where functions lie in memory is another place in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NUMBERS = (bool, int, float, complex)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is compared of one leaf: all of it, or a field of structured elements."""
+
+    leaf: int
+    field: str
+    # Type and shape of an array; type and value of anything else.
+    kind: str
+    digest: int
+    array: Array | None = None
+
+
+def check_equal(strategy: Any, tree: Tree) -> None:
+    """Raise on every replica where a tree differs; see `Strategy.check_equal`.
+
+    Collective over the strategy's replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    tree : tree
+        Of what `Strategy.check_equal` takes.
+
+    Raises
+    ------
+    DivergenceError
+        On every replica.
+    """
+    parts: list[_Part] = []
+    try:
+        tree = strategy.local_value(tree)
+        leaves, structure = flatten(tree)
+        for index, leaf in enumerate(leaves):
+            parts += _parts(tree, index, leaf)
+        containers = _ADDRESS.sub("", str(structure))
+    except Exception as error:
+        strategy.collectives.fail(_WHAT, error)
+        raise
+    if strategy.num_replicas_in_sync == 1:
+        return
+    signature = repr((containers, [(p.kind, p.digest) for p in parts]))
+    own = xxh3_64_intdigest(signature.encode(errors="replace")) >> 1
+    # The largest value and the largest negative value meet where all are equal.
+    extremes = np.array([own, -own], np.int64)
+    strategy.collectives.barrier(_WHAT)
+    with strategy.collectives.moving(_WHAT) as comm:
+        comm.Allreduce(comm.mpi.IN_PLACE, extremes, op=comm.mpi.MAX)
+        found = None
+        if extremes.sum():
+            found = _difference(comm, tree, containers, parts)
+    if found is not None:
+        raise found
+
+
+def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_Part]:
+    """Yield what is compared of a leaf."""
+    scalar = isinstance(leaf, (str, bytes, type(None), *_NUMBERS))
+    if scalar and not isinstance(leaf, np.generic):
+        kind = f"{type(leaf).__name__} {leaf!r:.60}"
+        yield _Part(index, "", kind, xxh3_64_intdigest(_bytes_of(leaf)))
+        return
+    try:
+        kind, array = _array_of(leaf)
+    except Exception as error:
+        states = hasattr(leaf, "state_dict")
+        advice = "pass its state_dict()" if states else "leave it out"
+        raise ValueError(
+            f"expected arrays, numbers and texts to compare, found a "
+            f"{type(leaf).__qualname__} as {_path(tree, index)}: {error}; {advice}"
+        ) from error
+    if isinstance(leaf, np.ma.MaskedArray):
+        mask = np.ma.getmaskarray(leaf)
+        yield _Part(index, ".mask", f"mask{list(mask.shape)}", digest_of(mask), mask)
+        nothing: Any = np.zeros((), leaf.dtype)[()]
+        array = leaf.filled(nothing)
+    for field, values in _fields("", array):
+        text = f"{values.dtype}{list(values.shape)}" if field else kind
+        yield _Part(index, field, text, digest_of(values), values)
+
+
+def _array_of(leaf: Any) -> tuple[str, Array]:
+    """Return type and shape in words, and an array of the same bits and shape."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        plain = leaf.detach().cpu().resolve_conj().resolve_neg()
+        words = f"{leaf.dtype}{list(leaf.shape)}"
+        try:
+            return words, plain.numpy()
+        except (TypeError, RuntimeError):
+            # A type that NumPy does not know, such as bfloat16: its bits.
+            bits = getattr(torch, f"int{8 * leaf.element_size()}")
+            return words, plain.view(bits).numpy()
+    array = leaf if isinstance(leaf, np.ndarray) else as_array(leaf)
+    if array.dtype.hasobject:
+        raise ValueError(f"its elements are references, of {array.dtype}")
+    return f"{array.dtype}{list(array.shape)}", array
+
+
+def _fields(name: str, array: Array) -> Iterator[tuple[str, Array]]:
+    """Yield the fields of structured elements, between which nothing counts."""
+    if array.dtype.names is None:
+        yield name, array
+        return
+    for field in array.dtype.names:
+        yield from _fields(f"{name}[{field!r}]", array[field])
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return all that a number or text is, the bits of a NaN included."""
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, complex):
+        return struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, bytes):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    return text.encode(errors="surrogatepass")
+
+
+def _path(tree: Tree, leaf: int) -> str:
+    """Name a leaf as the program would write it."""
+    return optree.tree_accessors(tree, none_is_leaf=True)[leaf].codify("tree")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What all ranks learn of a part, to find the first that differs."""
+
+    path: str
+    kind: str
+    digest: int
+    # None for what is no array, whose value is part of the kind.
+    shape: tuple[int, ...] | None
+
+
+def _difference(
+    comm: Any, tree: Tree, containers: str, parts: Sequence[_Part]
+) -> DivergenceError | None:
+    """Find the first part that differs; None where there is none after all."""
+    own = [
+        _Entry(
+            *(_path(tree, part.leaf) + part.field, part.kind, part.digest),
+            shape=None if part.array is None else part.array.shape,
+        )
+        for part in parts
+    ]
+    found: list[tuple[str, list[_Entry]]] = comm.allgather((containers, own))
+    columns = list(itertools.zip_longest(*[entries for _, entries in found]))
+    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if differing:
+        first = differing[0]
+        array = parts[first].array if first < len(parts) else None
+        return _error(comm, columns[first], array, len(differing) - 1)
+    structures = [structure for structure, _ in found]
+    if len(set(structures)) == 1:
+        return None
+    reference, ranks = most_common(structures)
+    return DivergenceError(
+        "expected trees of the same structure on all replicas, found "
+        f"{structures[ranks[0]]:.150} on {replicas_text(ranks)}, "
+        f"{structures[reference]:.150} on replica {reference}; {_ADVICE}",
+        *(ranks, "tree"),
+    )
+
+
+def _error(
+    comm: Any, column: Sequence[_Entry | None], array: Array | None, more: int
+) -> DivergenceError:
+    """Say how the entries of all ranks for one part differ; collective over comm."""
+    reference, ranks = most_common(column)
+    usual, odd = column[reference], column[ranks[0]]
+    path = next(entry.path for entry in (usual, odd) if entry is not None)
+    element: tuple[int, ...] = ()
+    if usual is None or odd is None or usual.path != odd.path:
+        there, here = (e and f"{e.kind} as {e.path}" for e in (odd, usual))
+    elif usual.kind != odd.kind or usual.shape is None:
+        there, here = odd.kind, usual.kind
+    else:
+        there = here = None
+    if there or here:
+        text = (
+            f"found {there or 'nothing'} on {replicas_text(ranks)}, "
+            f"{here or 'nothing'} on replica {reference}"
+        )
+    else:
+        shape: Any = usual and usual.shape
+        text, element = first_difference(comm, array, shape, reference, ranks)
+    others = f", and that {more} more leaves differ" if more else ""
+    return DivergenceError(
+        f"expected {path} to be equal on all replicas, {text}{others}; {_ADVICE}",
+        *(ranks, path, element),
+    )

@@ -1,0 +1,233 @@
+"""The watch over mirrored variables on a GPU, some entries into ``run`` later.
+
+At each entry into ``run`` the slice that is due is copied to page-locked memory of the
+host, in the order of the program's current stream: after all that the program has given
+to the GPU so far, and before what it gives to it next. The host does not wait. It takes
+the copy of a fixed number of entries before, which has long been made unless the host
+is as far ahead of the GPU as that, and hashes it. So all ranks hash the same bytes, as
+they were at the same point of the program, at the same call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays.kinds import is_half, to_host
+from hpcstrat.gpu.device_memory import pinned_memory
+from hpcstrat.gpu.streams import Mark
+from hpcstrat.typing import Array
+from hpcstrat.variables import MirroredVariable
+
+__all__ = ["LAG", "DeviceCopies", "NotFinite"]
+
+LAG = 8
+"""How many entries into ``run`` later a slice is hashed."""
+
+_SHARE = 1000
+_MOST_BYTES = 1 << 20
+_LEAST_BYTES = 64 << 10
+# To start the copy of a piece takes as long as to copy so many bytes more.
+_PIECE_BYTES = 32 << 10
+_LOOKS_EVERY = 32
+
+NotFinite = tuple[MirroredVariable, int, Any]
+"""A variable, the place of its first element that is NaN or infinite, its value."""
+
+
+class _Piece:
+    """Elements of a variable, from ``start`` on."""
+
+    __slots__ = ("array", "start", "variable")
+
+    def __init__(self, variable: MirroredVariable, start: int, array: Any) -> None:
+        self.variable = weakref.ref(variable)
+        self.start = start
+        self.array = array
+
+
+# What is looked at for NaN: a variable, its first element there, and where in the copy.
+_Look = tuple[weakref.ref[MirroredVariable], int, Array]
+
+
+class _Copied:
+    """A slice under way to the host."""
+
+    __slots__ = ("data", "looks", "mark")
+
+    def __init__(
+        self, data: Array | None, mark: Mark | None, looks: list[_Look]
+    ) -> None:
+        self.data = data
+        self.mark = mark
+        self.looks = looks
+
+
+class DeviceCopies:
+    """Slices of the mirrored variables on a GPU.
+
+    Attributes
+    ----------
+    slices : list of list of _Piece
+        Which elements are hashed in turn; holds the memory of the variables.
+    """
+
+    def __init__(self) -> None:
+        self.slices: list[list[_Piece]] = []
+        self._variables: list[weakref.ref[MirroredVariable]] = []
+        self._slots: list[Array] = []
+        self._marks: list[Mark] = []
+        self._under_way: deque[_Copied] = deque()
+        self._turn = 0
+
+    def plan(self, variables: Sequence[MirroredVariable]) -> None:
+        """Cut the bytes of variables into slices.
+
+        Not collective.
+
+        Parameters
+        ----------
+        variables : sequence of MirroredVariable
+            On this rank's GPU.
+        """
+        total = sum(v.component.nbytes + _PIECE_BYTES for v in variables)
+        share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
+        budget = min(share, _MOST_BYTES)
+        slices: list[list[_Piece]] = []
+        left = 0
+        for variable in variables:
+            flat: Any = variable.component.reshape(-1)
+            start, width = 0, flat.itemsize
+            while start < flat.size:
+                if left < _PIECE_BYTES + width:
+                    slices.append([])
+                    left = budget
+                count = max(1, (left - _PIECE_BYTES) // width)
+                piece = _Piece(variable, start, flat[start : start + count])
+                slices[-1].append(piece)
+                left -= piece.array.nbytes + _PIECE_BYTES
+                start += count
+        self.slices = slices
+        self._variables = [weakref.ref(variable) for variable in variables]
+        largest = max((_nbytes(part) for part in slices), default=0)
+        if largest and (not self._slots or self._slots[0].nbytes < largest):
+            # Copies under way hold the memory into which they go.
+            block = pinned_memory((LAG + 1) * budget)
+            self._slots = list(block.reshape(LAG + 1, budget))
+            self._marks = [Mark() for _ in self._slots]
+
+    def roll(self, run_index: int, mark: int) -> tuple[int, NotFinite | None]:
+        """Copy the slice that is due, and hash an earlier one.
+
+        Not collective. Waits for the GPU if it is `LAG` entries into ``run`` behind.
+
+        Parameters
+        ----------
+        run_index : int
+            How often this rank has entered ``run``.
+        mark : int
+            What the hash begins with.
+
+        Returns
+        -------
+        mark : int
+            From 0 to 2**63 - 1; as given where nothing was due.
+        found : tuple or None
+            The first element that is not finite, where it was looked for.
+        """
+        self._under_way.append(self._copied(run_index))
+        if len(self._under_way) <= LAG:
+            return mark, None
+        copied = self._under_way.popleft()
+        if copied.data is None or copied.mark is None:
+            return mark, None
+        if not copied.mark.passed():
+            copied.mark.event.synchronize()
+        found = _first_not_finite(copied.looks)
+        data: Any = copied.data
+        return xxh3_64_intdigest(data, mark) >> 1, found
+
+    def _copied(self, run_index: int) -> _Copied:
+        # The garbage collector may take the slices away at any time.
+        slices = self.slices
+        if not slices:
+            return _Copied(None, None, [])
+        turn, index = divmod(run_index, len(slices))
+        looking = not (turn + index) % _LOOKS_EVERY
+        number = self._turn = (self._turn + 1) % len(self._slots)
+        looks: list[_Look] = []
+        slot, at = self._slots[number], 0
+        for piece in slices[index]:
+            nbytes = piece.array.nbytes
+            part = slot[at : at + nbytes]
+            piece.array.data.copy_to_host_async(part.ctypes.data, nbytes)
+            at += nbytes
+            variable = piece.variable()
+            if looking and variable is not None and _is_looked_at(variable):
+                looks.append((piece.variable, piece.start, part.view(variable.dtype)))
+        return _Copied(slot[:at], self._marks[number].record(), looks)
+
+    def forget_copies(self) -> None:
+        """Leave out the slices that are under way, where all bytes were compared.
+
+        Logically collective over the replicas. Waits for them: who gets the page-locked
+        memory next knows nothing of these copies.
+        """
+        self.finish()
+        count = len(self._under_way)
+        self._under_way = deque(_Copied(None, None, []) for _ in range(count))
+
+    def finish(self) -> None:
+        """Wait for the copies that are under way.
+
+        Not collective.
+        """
+        for copied in self._under_way:
+            if copied.mark is not None:
+                copied.mark.event.synchronize()
+
+    def hashed(self, mark: int) -> int:
+        """Hash all bytes now.
+
+        Not collective. Waits for the GPU.
+
+        Parameters
+        ----------
+        mark : int
+            What the hash begins with.
+
+        Returns
+        -------
+        int
+            From 0 to 2**63 - 1.
+        """
+        for reference in self._variables:
+            variable = reference()
+            if variable is not None:
+                flat: Any = to_host(variable.component).reshape(-1)
+                mark = xxh3_64_intdigest(flat.view(np.uint8), mark)
+        return mark >> 1
+
+
+def _nbytes(part: Sequence[_Piece]) -> int:
+    return sum(piece.array.nbytes for piece in part)
+
+
+def _is_looked_at(variable: MirroredVariable) -> bool:
+    dtype = variable.dtype
+    return variable.trainable and (dtype.kind in "fc" or is_half(dtype))
+
+
+def _first_not_finite(looks: Sequence[_Look]) -> NotFinite | None:
+    for reference, start, values in looks:
+        variable = reference()
+        finite = np.isfinite(values)
+        if variable is not None and not finite.all():
+            place = int(np.argmin(finite))
+            return variable, start + place, values[place]
+    return None

@@ -1,0 +1,137 @@
+"""Comparison of copies that are meant to be equal but for rounding.
+
+Values go through all-reduces, in pieces, so that the memory for it is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_half, to_host
+from hpcstrat.errors import DivergenceError
+from hpcstrat.safety.divergence.comparison import (
+    ADVICE,
+    Copy,
+    compare_bits,
+    index_of,
+    most_common,
+    replicas_text,
+)
+from hpcstrat.typing import Array
+
+__all__ = ["compare"]
+
+# Real numbers that are compared at a time: four float64 for each.
+_PIECE = 1 << 15
+
+
+def compare(
+    comm: Any, copies: Sequence[Copy], tolerance: float
+) -> DivergenceError | None:
+    """Compare arrays between ranks.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    copies : sequence of Copy
+        The same variables in the same order on every rank.
+    tolerance : float
+        By how much the smallest and the largest copy of an element of a floating array
+        may differ, relative to the largest absolute value in all copies of the array;
+        NaN and infinities must be in the same places. 0 compares bits.
+
+    Returns
+    -------
+    DivergenceError or None
+        About the first array that differs, of those that are compared by bits before
+        the others; the same on every rank.
+    """
+    if not tolerance:
+        return compare_bits(comm, copies)
+    error = compare_bits(comm, [c for c in copies if not _is_floating(c.array)])
+    if error is not None:
+        return error
+    from mpi4py import MPI
+
+    floating = [c for c in copies if _is_floating(c.array)]
+    largest = np.array([_largest(_reals(c.array)) for c in floating])
+    comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
+    for copy, scale in zip(floating, largest, strict=True):
+        error = _compare_values(comm, copy, tolerance * float(scale))
+        if error is not None:
+            return error
+    return None
+
+
+def _is_floating(array: Array) -> bool:
+    return array.dtype.kind in "fc" or is_half(array.dtype)
+
+
+def _reals(array: Array) -> Array:
+    flat = np.ascontiguousarray(to_host(array)).reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
+def _largest(reals: Array) -> float:
+    largest = 0.0
+    for start in range(0, reals.size, _PIECE):
+        piece, _ = _split(reals[start : start + _PIECE])
+        largest = max(largest, float(np.abs(piece).max()))
+    return largest
+
+
+def _split(piece: Array) -> tuple[Array, Array]:
+    """Return the finite values, 0 elsewhere; and what stands elsewhere, as numbers."""
+    with np.errstate(over="ignore"):
+        values = piece.astype(np.float64)
+    kinds = np.zeros(values.shape)
+    kinds[values == np.inf] = 1
+    kinds[values == -np.inf] = 2
+    kinds[np.isnan(values)] = 3
+    values[kinds > 0] = 0
+    return values, kinds
+
+
+def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | None:
+    from mpi4py import MPI
+
+    reals = _reals(copy.array)
+    for start in range(0, reals.size, _PIECE):
+        values, kinds = _split(reals[start : start + _PIECE])
+        extremes = np.stack([values, -values, kinds, -kinds])
+        comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
+        bad = extremes[2] != -extremes[3]
+        bad |= extremes[0] + extremes[1] > allowed
+        if bad.any():
+            place = start + int(np.argmax(bad))
+            return _error(comm, copy, place, allowed)
+    return None
+
+
+def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError:
+    """Say who is far from the others at one real number of an array."""
+    reals = _reals(copy.array)
+    found = np.array(comm.allgather(float(reals[place])))
+    if np.isfinite(found).all():
+        # The copies that are near the most others are taken for the right ones.
+        order = np.sort(found)
+        near = np.searchsorted(order, found + allowed, "right")
+        near -= np.searchsorted(order, found - allowed, "left")
+        reference = int(np.argmax(near))
+        ranks = np.flatnonzero(np.abs(found - found[reference]) > allowed).tolist()
+    else:
+        reference, ranks = most_common([str(value) for value in found])
+    element = index_of(place * copy.array.size // reals.size, copy.array.shape)
+    return DivergenceError(
+        f"expected copies of variable {copy.name!r} that differ by at most "
+        f"{allowed:.3g} on all replicas, found {replicas_text(ranks)} farther from "
+        f"replica {reference}, first in element {element}: {found[ranks[0]]} on "
+        f"replica {ranks[0]}, {found[reference]} on replica {reference}; {ADVICE}",
+        *(ranks, copy.name, element),
+    )

@@ -1,0 +1,1 @@
+"""How ranks notice, before and while a strategy is made, that one is missing."""

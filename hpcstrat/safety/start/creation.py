@@ -1,0 +1,356 @@
+"""The start of a strategy is a call like any other: agreed, bounded, and watched.
+
+Before the first channel there is nothing to carry a header. So the ranks compare what
+they are about to do by a nonblocking call on the communicator that they were given, and
+those of a host see in the file of `presence` who is missing. A thread reports that,
+also while MPI is started, and ends the process where its main thread cannot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from hpcstrat.channel.call import Call, call_site
+from hpcstrat.channel.disagreement import FAILED, Announcement, announce_error, explain
+from hpcstrat.errors import CollectiveError, RankLostError
+from hpcstrat.logs import get_logger
+from hpcstrat.safety.presence import CREATES, MADE, STARTS, own_board
+from hpcstrat.safety.presence import FAILED as LEFT_BY_ERROR
+from hpcstrat.safety.start.missing import Missing, missing_ranks
+from hpcstrat.safety.uncaught import running_mpi
+from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, Report, some_ranks
+from hpcstrat.safety.watchdog.watchdog import end_process
+from hpcstrat.settings import Settings
+from hpcstrat.topology.survival import is_loss, revoke
+
+__all__ = ["Creation"]
+
+_REPEAT = 10
+_MOST_MADE = 16
+# Before the end there is a report; and starts take longer than calls.
+_LEAD_SECONDS = 5.0
+_LEAST_LIMIT_SECONDS = 10.0
+_SLOW_SECONDS = 60.0
+_SHORTEST_TICK_SECONDS = 0.05
+_LOOK_SECONDS = 0.25
+_SPIN_SECONDS = 0.001
+_NAP_STEP_SECONDS = 2e-5
+_LONGEST_NAP_SECONDS = 0.001
+# What a rank that has gone wrong tells the others by MPI, or its launcher by its end,
+# comes first; and so does an error of the main thread.
+_GRACE_SECONDS = 5.0
+_MAIN_SECONDS = 20.0
+
+# What MPI may write to, of calls that were given up.
+_abandoned: list[Any] = []
+# How many strategies this process has begun to make with each group of ranks.
+_turns: dict[str, int] = {}
+
+
+class Creation:
+    """Surrounds the creation of a strategy, the start of MPI included.
+
+    Parameters
+    ----------
+    what : str
+        For messages.
+    given : Settings
+        Of this rank; those of replica 0 hold once they are known.
+    """
+
+    def __init__(self, what: str, given: Settings) -> None:
+        try:
+            settings = given.resolved()
+        except (AttributeError, TypeError, ValueError):
+            # Replica 0 says so, or the caller.
+            settings = Settings().resolved({})
+        assert settings.warn_seconds is not None
+        assert settings.limit_seconds is not None
+        self._warn = settings.warn_seconds
+        self._limit = max(settings.limit_seconds, _LEAST_LIMIT_SECONDS)
+        self._watches = settings.watchdog
+        self._what, self._site = what, call_site()
+        self._board = own_board()
+        launch = None if self._board is None else self._board.launch
+        self._ranks: Sequence[int] = range(0 if launch is None else launch.size)
+        self._group, self._turn = "", 0
+        self._survives = self._polls = self._pauses = self._met = False
+        self._guess: Exception | None = None
+        self._since = self._reported_at = time.monotonic()
+        self._hopeless_since = math.inf
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._step(CREATES if running_mpi() else STARTS)
+        if self._watches:
+            try:
+                threading.Thread(
+                    target=self._watch, name="hpcstrat-start", daemon=True
+                ).start()
+            except RuntimeError as error:
+                get_logger().warning("nobody watches over the start: %s", error)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Watch no longer, and let the others see how it ended."""
+        self._ended.set()
+        if self._board is not None:
+            stage = MADE if kind is None else LEFT_BY_ERROR
+            reason = "" if kind is None else f"{kind.__name__}: {error}"
+            made = self._board.page.get("made", [])
+            if kind is None:
+                made = [*made, [self._group, self._turn]][-_MOST_MADE:]
+            self._board.show(stage=stage, reason=reason, made=made)
+
+    def _step(self, stage: str) -> None:
+        """Take note that this rank has got on."""
+        self._since = self._reported_at = time.monotonic()
+        self._hopeless_since = math.inf
+        if self._board is not None:
+            self._board.show(
+                stage=stage,
+                text=f"{self._what}{f' ({self._site})' if self._site else ''}",
+                group=self._group,
+                turn=self._turn,
+                mpi=running_mpi() is not None,
+            )
+
+    def pause(self, pauses: bool) -> None:
+        """Say whether a channel's own watchdog looks after this rank for a while.
+
+        Not collective.
+
+        Parameters
+        ----------
+        pauses : bool
+            Whether it does from now on.
+        """
+        self._pauses = pauses
+        self._step(CREATES)
+
+    def meet(
+        self,
+        mpi: Any,
+        comm: Any,
+        call: Call,
+        problem: Exception | None = None,
+        *,
+        survives: bool = False,
+        guesses: bool = False,
+    ) -> None:
+        """Return once all ranks are about to make the same.
+
+        Collective over ``comm``.
+
+        Parameters
+        ----------
+        mpi : module
+            ``mpi4py.MPI``, initialized.
+        comm : mpi4py.MPI.Intracomm
+            The ranks.
+        call : Call
+            What this rank is about to make.
+        problem : Exception, optional
+            Why this rank cannot.
+        survives : bool
+            Whether the death of a rank is to be an error.
+        guesses : bool
+            Whether the others may meet elsewhere; then the problem is raised soon.
+
+        Raises
+        ------
+        CollectiveError
+            If ranks are about to make other things, or do not come in time.
+        ReplicaError
+            If another rank cannot.
+        RankLostError
+            If a rank has died, and that is survived.
+        """
+        self._survives, self._guess = survives, problem if guesses else None
+        self._join(mpi, comm, call)
+        if comm.size > 1:
+            try:
+                self._compare(comm, call, problem)
+            except mpi.Exception as error:
+                if not survives or not is_loss(mpi, error, comm):
+                    raise
+                # Others may be in it, and wait for this one.
+                revoke([comm])
+                raise RankLostError(
+                    f"expected all ranks in {call.text}, found that one was lost; form "
+                    "another of those that are left"
+                ) from error
+        if problem is not None:
+            raise problem
+        self._met = True
+        self._step(CREATES)
+
+    def _join(self, mpi: Any, comm: Any, call: Call) -> None:
+        """Say with whom this rank makes something."""
+        world = mpi.COMM_WORLD
+        if self._board is not None and world.rank != self._board.launch.rank:
+            # Of processes that MPI has started, or a launcher that counts otherwise.
+            self._board = None
+        own, all_ranks = comm.Get_group(), world.Get_group()
+        self._ranks = own.Translate_ranks(None, all_ranks)
+        own.Free()
+        all_ranks.Free()
+        some = len(self._ranks) < world.size
+        self._what = call.text + (f" on {some_ranks(self._ranks)}" if some else "")
+        text = ",".join(map(str, self._ranks)).encode()
+        self._group = hashlib.blake2b(text, digest_size=8).hexdigest()
+        self._turn = _turns[self._group] = _turns.get(self._group, 0) + 1
+        self._step(CREATES)
+
+    def _compare(self, comm: Any, call: Call, problem: Exception | None) -> None:
+        """Compare calls; raise on all ranks, but that which has the problem."""
+        own = np.array([call.digest, FAILED if problem else 0], np.int64)
+        table = np.empty((comm.size, 2), np.int64)
+        request = comm.Iallgather(own, table)
+        try:
+            self._await(request)
+        except BaseException:
+            _abandoned.append((request, own, table))
+            raise
+        if (table == own).all() and problem is None:
+            return
+        announcement = Announcement(comm.rank, 0, call.text, digest=call.digest)
+        if problem is not None:
+            announcement = announce_error(comm.rank, call.text, problem)
+        announcement.site = announcement.site or self._site
+        announcements = comm.allgather(announcement)
+        error = explain(announcements)
+        if problem is None:
+            raise error
+
+    def _await(self, request: Any) -> None:
+        self._polls, start, turns = True, time.monotonic(), 0
+        look_at = start + _LOOK_SECONDS
+        try:
+            while not request.Test():
+                now = time.monotonic()
+                if now > look_at:
+                    look_at = now + _LOOK_SECONDS
+                    self._check(now)
+                if now > start + _SPIN_SECONDS:
+                    turns += 1
+                    nap = turns * _NAP_STEP_SECONDS
+                    time.sleep(min(nap, _LONGEST_NAP_SECONDS))
+        finally:
+            self._polls = False
+
+    def _check(self, now: float) -> None:
+        """Raise an error where the others will not come any more, or have not."""
+        if self._guess is not None and now > self._since + _GRACE_SECONDS:
+            raise self._guess
+        gone = self._hopeless(now)
+        if gone:
+            ranks = [one.rank for one in gone]
+            raise CollectiveError(
+                f"expected all ranks in {self._what}, found that these will not come: "
+                f"{_named(gone)}; make the same strategies on every rank",
+                ranks,
+            )
+        if now > self._since + self._limit:
+            late = self._missing()
+            raise CollectiveError(
+                f"expected all ranks in {self._what} within {self._limit:g} s, found "
+                f"that these did not come: {_named(late)}; see what they do, make the "
+                "same strategies in the same order, or raise limit_seconds",
+                [one.rank for one in late],
+            )
+
+    def _missing(self, *, seen_only: bool = False) -> list[Missing]:
+        place = self._group, self._turn
+        return missing_ranks(self._board, self._ranks, *place, seen_only=seen_only)
+
+    def _hopeless(self, now: float) -> list[Missing]:
+        """Return the ranks that are known to come no more, some time after that."""
+        gone: list[Missing] = []
+        if not self._survives:
+            # Else MPI tells of deaths.
+            gone = [one for one in self._missing(seen_only=True) if one.gone]
+        self._hopeless_since = min(self._hopeless_since, now) if gone else math.inf
+        return gone if now > self._hopeless_since + _GRACE_SECONDS else []
+
+    def _watch(self) -> None:
+        """Report who is missing; the work of the thread."""
+        least = min(self._warn, self._limit) / 4
+        tick = min(max(least, _SHORTEST_TICK_SECONDS), 1.0)
+        while not self._ended.wait(tick):
+            if self._pauses:
+                continue
+            try:
+                self._look()
+            except Exception:
+                get_logger().warning("nobody watches over the start", exc_info=True)
+                return
+
+    def _look(self) -> None:
+        now, since = time.monotonic(), self._since
+        waited, due = now - since, min(self._warn, self._limit - _LEAD_SECONDS)
+        if self._reported_at > since:
+            due = self._reported_at - since + _REPEAT * self._warn
+        gone = [] if self._polls else self._hopeless(now)
+        if gone and not self._ended.is_set():
+            end_process(
+                f"it waits in {self._what} for ranks that will not come: {_named(gone)}"
+            )
+        if waited < min(due, self._limit):
+            return
+        missing = self._missing(seen_only=self._met)
+        # Where all have come, MPI and the file systems may take their time.
+        least = 0.0 if missing or self._polls else _SLOW_SECONDS
+        if waited > max(due, least):
+            self._report(now, missing)
+        # While it looks by itself, the main thread raises an error, if it can.
+        most = max(self._limit, least) + (_MAIN_SECONDS if self._polls else 0)
+        if waited > most and self._since == since and not self._ended.is_set():
+            end_process(
+                f"it has waited {waited:.0f} s in {self._what} for {_named(missing)}, "
+                "and cannot raise an error, because a call of MPI, or other C code, "
+                "does not return"
+            )
+
+    def _report(self, now: float, missing: Sequence[Missing]) -> None:
+        """Say who is missing, on one rank of those that wait on this host."""
+        self._reported_at, board = now, self._board
+        own = 0 if board is None else board.launch.rank
+        lacking = {one.rank for one in missing}
+        here = [] if board is None else [r for r in board.present() if board.read(r)]
+        there = sorted(set(here).intersection(self._ranks).difference(lacking))
+        if there and there[0] != own:
+            return
+        knows = any(one.known for one in missing)
+        if not knows and min(self._ranks, default=own) != own and lacking:
+            # Another host knows more, or as little.
+            return
+        late = [one.described() for one in missing[:SHOWN_RANKS]]
+        if self._ended.is_set() or self._since > now:
+            return
+        site = f" ({self._site})" if self._site else ""
+        report = Report(
+            *(there or [own], now - self._since, f"in {self._what}{site}"),
+            *(late, len(missing)),
+        )
+        get_logger().warning("%s", report)
+
+
+def _named(missing: Sequence[Missing]) -> str:
+    words = "; ".join(map(str, missing[:SHOWN_RANKS]))
+    more = len(missing) - SHOWN_RANKS
+    return (words or "other ranks") + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,29 @@
+"""What a rank of a job begins to do at ``import hpcstrat``, without MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import astuple
+
+from hpcstrat.safety import uncaught
+from hpcstrat.safety.presence import own_board
+from hpcstrat.safety.watchdog import stacks
+
+__all__ = ["begin"]
+
+_SIGNAL = "HPCSTRAT_STACK_SIGNAL"
+
+
+def begin() -> None:
+    """Be seen by the job's ranks on this host, and end the job by an uncaught error.
+
+    Not collective.
+    """
+    uncaught.install()
+    board = own_board()
+    if board is not None:
+        with contextlib.suppress(ValueError):
+            offset = int(os.environ.get(_SIGNAL, "9"))
+            process = stacks.prepare(offset, quiet=True)
+            board.show(process=list(astuple(process)))

@@ -1,0 +1,175 @@
+"""Which ranks are missing at the start, as far as their pages tell."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, Board
+from hpcstrat.safety.watchdog.late_ranks import LateRank
+from hpcstrat.safety.watchdog.stacks import HELD, Process, Stacks, look_at
+
+__all__ = ["Missing", "missing_ranks"]
+
+_MOST_REASON = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A rank for which others wait.
+
+    Parameters
+    ----------
+    rank : int
+        Of the job.
+    host : str
+        Where it runs.
+    words : str
+        A relative clause about it; may be empty.
+    known : bool
+        Whether this host knows more of it than that it has not come.
+    gone : bool
+        Whether it is certain that it will not come.
+    page : dict
+        What it says of itself.
+    """
+
+    rank: int
+    host: str
+    words: str = ""
+    known: bool = True
+    gone: bool = False
+    page: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Describe it in a part of a sentence."""
+        words = f", {self.words}" if self.words else ""
+        return f"rank {self.rank} on {self.host}{words}"
+
+    def described(self) -> LateRank:
+        """Return it with its stacks, for a report.
+
+        Not collective. Takes up to half a second.
+
+        Returns
+        -------
+        LateRank
+            Without stacks where they cannot be had.
+        """
+        page, stacks = self.page, Stacks()
+        if "process" in page and not page["ended"] and page["pids"] == _pids():
+            stacks = look_at(Process(*page["process"]))
+        words = [self.words, "" if stacks.words == HELD else stacks.words]
+        clause = ", ".join(filter(None, words))
+        shown = Stacks(clause, stacks.where, stacks.text)
+        return LateRank(self.rank, self.host, shown)
+
+
+def missing_ranks(
+    board: Board | None,
+    ranks: Sequence[int],
+    group: str,
+    turn: int,
+    *,
+    seen_only: bool = False,
+) -> list[Missing]:
+    """Return the ranks that are not seen to wait for the same as this one.
+
+    Not collective.
+
+    Parameters
+    ----------
+    board : Board or None
+        None where nothing is known.
+    ranks : sequence of int
+        All that are awaited, in the job.
+    group, turn : str, int
+        In what they are awaited; an empty group: in the start of MPI.
+    seen_only : bool
+        Whether to leave out those that have no page here.
+
+    Returns
+    -------
+    list of Missing
+        In order. Where none is known to be missing here, all of other hosts.
+    """
+    if board is None:
+        return []
+    awaited, seen, found = set(ranks), set(), []
+    for rank in board.present():
+        page = board.read(rank) if rank in awaited else None
+        if page is None:
+            continue
+        seen.add(rank)
+        if rank == board.launch.rank or _is_there(page, group, turn):
+            continue
+        over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
+        same = page["stage"] == FAILED and _is_of(page, group, turn)
+        # Else it may be a child of the rank's process that has ended.
+        gone = bool((over and (page["mpi"] or page["own"])) or same)
+        host = str(page["host"])
+        found.append(Missing(rank, host, _words(page), gone=gone, page=page))
+    return found if seen_only else _with_unseen(found, board, awaited - seen)
+
+
+def _with_unseen(found: list[Missing], board: Board, unseen: set[int]) -> list[Missing]:
+    here, known = platform.node(), board.num_local == board.launch.size
+    if found and not known:
+        # Each host names its own.
+        return found
+    if known:
+        words = "which has not come to `import hpcstrat`"
+    else:
+        here, words = "another host", "of which this host knows nothing"
+    more = [Missing(rank, here, words, known=known) for rank in unseen if rank >= 0]
+    return sorted([*found, *more], key=lambda one: one.rank)
+
+
+def _is_of(page: dict[str, Any], group: str, turn: int) -> bool:
+    return bool(group) and page.get("group") == group and page.get("turn", 0) == turn
+
+
+def _is_there(page: dict[str, Any], group: str, turn: int) -> bool:
+    if any(made[0] == group and made[1] >= turn for made in page.get("made", ())):
+        return True
+    stage = page["stage"]
+    if page["ended"] or stage in (LEFT, FAILED):
+        return False
+    if not group:
+        return stage in (STARTS, CREATES, MADE)
+    return _is_of(page, group, turn) and stage == CREATES
+
+
+def _words(page: dict[str, Any]) -> str:
+    stage = page["stage"]
+    if stage == FAILED:
+        reason = str(page.get("reason"))
+        cut = reason if len(reason) < _MOST_REASON else f"{reason[:_MOST_REASON]} ..."
+        return f"which has raised {cut}"
+    if stage == LEFT:
+        return "which has left the program"
+    if page["ended"]:
+        return f"whose process ({page['pid']}) has ended"
+    if stage == STARTS:
+        return "which waits for MPI to start"
+    if stage == CREATES:
+        return f"which waits in {page['text']}"
+    return ""
+
+
+def _lives(page: dict[str, Any]) -> bool:
+    """Whether a process is seen that has let go of its page: it may run anew."""
+    if page["pids"] != _pids():
+        return False
+    try:
+        with open(f"/proc/{page['pid']}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _pids() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -1,0 +1,1 @@
+"""Who is late, where, and since when; the end of jobs that do not go on."""

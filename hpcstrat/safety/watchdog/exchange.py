@@ -1,0 +1,220 @@
+"""What the watchdogs of different workers ask and answer, for one channel.
+
+Any process of a worker answers for all of its ranks, so that one that is stopped keeps
+nobody from an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+from hpcstrat.safety.watchdog.pages import LONG_AGO, RankState
+from hpcstrat.safety.watchdog.stacks import Stacks
+from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
+
+__all__ = ["Exchange"]
+
+# Who is told that a rank expects to be slow: so many workers, of each so many ranks.
+_WORKERS_TOLD = 2
+_RANKS_TOLD = 2
+
+
+class Exchange:
+    """Messages from and to this rank.
+
+    Parameters
+    ----------
+    watch : Watch
+        Of this rank.
+
+    Attributes
+    ----------
+    held_until : float
+        Until when another rank makes the inquiry.
+    yields : bool
+        Whether a lower rank has begun an inquiry in the current round.
+    answers : dict of int to dict
+        Messages of other workers in the current round, by worker.
+    found : dict of int to tuple of Stacks and str
+        Stacks and last calls of ranks of other workers, in the current round.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._mail = watch.mail
+        self._rank = watch.topology.replica_id
+        self._round = 0
+        self._notes: dict[int, float] = {}
+        self.held_until = -math.inf
+        self.yields = False
+        self.answers: dict[int, dict[str, Any]] = {}
+        self.found: dict[int, tuple[Stacks, str]] = {}
+
+    def begin(self) -> None:
+        """Begin a round: from here on answers to earlier questions are ignored.
+
+        Not collective.
+        """
+        self._round += 1
+        self.yields = False
+        self.answers.clear()
+        self.found.clear()
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Ask what the ranks of other workers do; `answers` takes what comes.
+
+        Not collective.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            One or more of each worker.
+        """
+        self._send(ranks, "ask", {})
+
+    def ask_stacks(self, to: int, ranks: Sequence[int]) -> None:
+        """Ask for stacks; `found` takes what comes.
+
+        Not collective.
+
+        Parameters
+        ----------
+        to : int
+            A rank that has answered.
+        ranks : sequence of int
+            Of its worker.
+        """
+        self._send([to], "stacks", {"ranks": ranks})
+
+    def tell_verdict(self, late: Sequence[int], left: float) -> None:
+        """Tell those who have answered who is late.
+
+        Not collective.
+
+        Parameters
+        ----------
+        late : sequence of int
+            The ranks.
+        left : float
+            For how many seconds they are excused.
+        """
+        senders = [answer["from"] for answer in self.answers.values()]
+        self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
+
+    def tell_report(self) -> None:
+        """Tell those who have answered that this rank reports.
+
+        Not collective.
+        """
+        senders = [answer["from"] for answer in self.answers.values()]
+        self._send(senders, "report", {})
+
+    def tell_slow(self, slow_until: float) -> None:
+        """Tell other workers that this rank expects to be slow.
+
+        Not collective. They answer for it, where C code stops its watchdog, and there
+        is no other rank in its worker.
+
+        Parameters
+        ----------
+        slow_until : float
+            Until when.
+        """
+        topology, peers = self._watch.topology, self._watch.peers
+        note = {"left": slow_until - time.monotonic()}
+        for step in range(1, min(_WORKERS_TOLD, topology.num_workers - 1) + 1):
+            worker = (topology.worker_id + step) % topology.num_workers
+            self._send(peers.ranks(worker)[:_RANKS_TOLD], "note", note)
+
+    def noted(self, rank: int) -> float:
+        """Return how much longer a rank of another worker expects to be slow.
+
+        Not collective.
+
+        Parameters
+        ----------
+        rank : int
+            A replica.
+
+        Returns
+        -------
+        float
+            In seconds.
+        """
+        return max(self._notes.get(rank, -math.inf) - time.monotonic(), LONG_AGO)
+
+    def receive(self) -> None:
+        """Take and answer the messages that have come.
+
+        Not collective.
+        """
+        if self._mail is None:
+            return
+        takers = {
+            "ask": self._answer_ask,
+            "status": self._take_status,
+            "stacks": self._answer_stacks,
+            "found": self._take_found,
+            "verdict": self._take_verdict,
+            "report": self._take_report,
+            "note": self._take_note,
+        }
+        for message in self._mail.receive():
+            takers[message["kind"]](message)
+
+    def _send(self, ranks: Sequence[int], kind: str, more: dict[str, Any]) -> None:
+        if self._mail is not None:
+            fixed = {"kind": kind, "from": self._rank, "round": self._round}
+            self._mail.send(ranks, {**fixed, **more})
+
+    def _answer(self, message: dict[str, Any], kind: str, more: dict[str, Any]) -> None:
+        self._send([message["from"]], kind, {**more, "round": message["round"]})
+
+    def _answer_ask(self, message: dict[str, Any]) -> None:
+        # One rank reports for all: the first, or the lowest of those that ask at once.
+        self.held_until = time.monotonic() + HELD_SECONDS
+        if message["from"] < self._rank:
+            self.yields = True
+        answer = {
+            "ranks": [_row(state) for state in self._watch.states()],
+            "notes": {rank: self.noted(rank) for rank in self._notes},
+        }
+        self._answer(message, "status", answer)
+
+    def _take_status(self, message: dict[str, Any]) -> None:
+        if message["round"] == self._round:
+            self.answers[self._watch.peers.worker(message["from"])] = message
+
+    def _answer_stacks(self, message: dict[str, Any]) -> None:
+        watch = self._watch
+        watch.publish(wants_stacks=True)
+        for rank in message["ranks"]:
+            found = watch.stacks_of(rank) if rank in watch.indices else None
+            if found is not None:
+                answer = {"rank": rank, "stacks": astuple(found[0]), "last": found[1]}
+                self._answer(message, "found", answer)
+
+    def _take_found(self, message: dict[str, Any]) -> None:
+        if message["round"] == self._round:
+            found = Stacks(*message["stacks"]), str(message["last"])
+            self.found[message["rank"]] = found
+
+    def _take_verdict(self, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._watch.decide(now, message["late"], now + message["left"])
+
+    def _take_report(self, message: dict[str, Any]) -> None:
+        del message
+        self._watch.note_report()
+
+    def _take_note(self, message: dict[str, Any]) -> None:
+        self._notes[message["from"]] = time.monotonic() + message["left"]
+
+
+def _row(state: RankState) -> list[float]:
+    """Return a state in a few bytes: a message holds those of all ranks of a worker."""
+    return [x if isinstance(x, int) else round(x, 2) for x in astuple(state)]

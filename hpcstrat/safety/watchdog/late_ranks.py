@@ -1,0 +1,128 @@
+"""How a report of late ranks reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcstrat.safety.watchdog.stacks import Stacks
+
+__all__ = ["SHOWN_RANKS", "LateRank", "Report", "some_ranks"]
+
+SHOWN_RANKS = 8
+"""How many late ranks are shown one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateRank:
+    """A rank for which others wait.
+
+    Parameters
+    ----------
+    rank : int
+        Which.
+    host : str
+        Where it runs.
+    stacks : Stacks
+        What it does.
+    last_call : str
+        Number and text of its last call; empty where that is not known.
+    seconds_ago : float, optional
+        When that was; None where it is not known.
+    slow_left : float
+        How much longer it expects to be slow; negative: since when it does not.
+    is_slow : bool
+        Whether it is, or was, inside of ``expect_slow`` since the others wait.
+    """
+
+    rank: int
+    host: str
+    stacks: Stacks
+    last_call: str = ""
+    seconds_ago: float | None = None
+    slow_left: float = 0.0
+    is_slow: bool = False
+
+    def __str__(self) -> str:
+        """Describe it in a part of a sentence."""
+        words = [f"rank {self.rank} on {self.host}"]
+        if self.stacks.where:
+            words.append(f"in {self.stacks.where}")
+        if self.stacks.words:
+            words.append(self.stacks.words)
+        if self.is_slow and self.slow_left > 0:
+            words.append(f"which expects to be slow for {self.slow_left:.0f} s more")
+        elif self.is_slow:
+            words.append(f"which expected to be slow until {-self.slow_left:.0f} s ago")
+        if self.last_call:
+            ago = self.seconds_ago
+            when = "" if ago is None else f", {ago:.0f} s ago"
+            words.append(f"whose last call was {self.last_call}{when}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Who waits for whom.
+
+    Parameters
+    ----------
+    waiting : sequence of int
+        Ranks that wait in the same call.
+    seconds : float
+        For how long the reporting one does.
+    place : str
+        In which call: ``in barrier (train.py:41, call 812)``.
+    late : sequence of LateRank
+        The first of those for which they wait.
+    num_late : int
+        How many there are in all.
+    """
+
+    waiting: Sequence[int]
+    seconds: float
+    place: str
+    late: Sequence[LateRank]
+    num_late: int
+
+    def __str__(self) -> str:
+        """Return the whole report, in several lines."""
+        have = "has" if len(self.waiting) == 1 else "have"
+        lines = [
+            f"{some_ranks(self.waiting)} {have} waited {self.seconds:.0f} s "
+            f"{self.place} for {'; '.join(map(str, self.late)) or 'other ranks'}"
+        ]
+        left = self.num_late - len(self.late)
+        if left > 0:
+            lines[0] += f"; and {left} more ranks"
+        groups: dict[str, list[int]] = {}
+        for one in self.late:
+            if one.stacks.text:
+                groups.setdefault(one.stacks.text, []).append(one.rank)
+        for text, ranks in groups.items():
+            lines += [f"stack of {some_ranks(ranks)}:", text]
+        return "\n".join(lines)
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, but not more than a line holds.
+
+    Not collective.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        In order.
+
+    Returns
+    -------
+    str
+        Such as ``rank 3``, ``ranks [1, 3]``.
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    left = len(ranks) - 2 * SHOWN_RANKS
+    if left > 0:
+        first = ", ".join(map(str, ranks[: 2 * SHOWN_RANKS]))
+        return f"ranks [{first}] and {left} more"
+    return f"ranks {list(ranks)}"

@@ -1,0 +1,207 @@
+"""What a rank tells its worker about itself, in the shared segment.
+
+A page has one writer. It carries check words, so that one that is seen half-written, or
+was left half-written by a process that was killed, is not taken for complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "BUSY",
+    "EXCHANGES",
+    "LEAVES",
+    "LONG_AGO",
+    "STALE_SECONDS",
+    "STATUS_START",
+    "WAITS",
+    "Page",
+    "RankState",
+    "Status",
+]
+
+BUSY, WAITS, EXCHANGES, LEAVES = range(4)
+"""Whether a rank is outside of all calls; waits in one; moves data in one, where MPI
+may block; or has come to the end of the program."""
+
+STATUS_START = 512
+"""Where the page begins in a rank's status; what is before is another's."""
+
+STALE_SECONDS = 2.5
+"""A rank that has not written for so long cannot run its watchdog."""
+
+LONG_AGO = -1e9
+"""Of times that never were; JSON has no infinity."""
+
+_HEADER = struct.Struct("=dqqdddddddII")
+_CHECK = struct.Struct("=I")
+_TEXT_START = 128
+# A writer takes some microseconds.
+_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class Status:
+    """What a rank tells; times are of the machine's monotonic clock.
+
+    Parameters
+    ----------
+    beat : float
+        When it was written.
+    sequence : int
+        Number of calls so far.
+    state : int
+        ``BUSY``, ``WAITS``, ``EXCHANGES`` or ``LEAVES``.
+    since : float
+        Since when.
+    slow_until : float
+        Until when the rank expected to be slow; minus infinity: never.
+    asks_at : float
+        When it last asked late ranks for their stacks.
+    inquires_at : float
+        When it last began to find out who is late.
+    reported_at : float
+        When a rank last reported, as far as it knows.
+    verdict_at : float
+        When it last learned who is late.
+    patient_until : float
+        Until when the late ranks are excused, see `watch.Verdict`.
+    text : dict
+        More, as JSON.
+    """
+
+    beat: float = 0.0
+    sequence: int = 0
+    state: int = BUSY
+    since: float = 0.0
+    slow_until: float = -math.inf
+    asks_at: float = -math.inf
+    inquires_at: float = -math.inf
+    reported_at: float = -math.inf
+    verdict_at: float = -math.inf
+    patient_until: float = -math.inf
+    text: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RankState:
+    """What is known of a rank; all times are seconds before now.
+
+    Parameters
+    ----------
+    rank : int
+        A replica.
+    sequence : int
+        Number of its calls.
+    state : int
+        See `hpcstrat.safety.watchdog.pages`.
+    waited : float
+        For how long it has been in that state.
+    slow_left : float
+        How much longer it expects to be slow; negative: that is over.
+    age : float
+        When it told that; infinity: it has not.
+    """
+
+    rank: int
+    sequence: int = -1
+    state: int = BUSY
+    waited: float = 0.0
+    slow_left: float = LONG_AGO
+    age: float = math.inf
+
+    @property
+    def fresh(self) -> bool:
+        """Whether its watchdog runs."""
+        return self.age < STALE_SECONDS
+
+    @property
+    def in_call(self) -> bool:
+        """Whether it was seen to wait for others just now."""
+        return self.fresh and self.state != BUSY
+
+
+class Page:
+    """The page of one rank.
+
+    Parameters
+    ----------
+    memory : memoryview of bytes
+        Shared.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._text = b""
+
+    def write(self, status: Status) -> None:
+        """Show a status; for the rank whose page this is.
+
+        Not collective.
+
+        Parameters
+        ----------
+        status : Status
+            Its text is left out where the page is too small.
+        """
+        text = b""
+        if status.text:
+            # Names of files may hold what is no character.
+            text = json.dumps(status.text, ensure_ascii=False).encode(errors="replace")
+        if len(text) > len(self._memory) - _TEXT_START:
+            text = b""
+        if text != self._text:
+            self._memory[_TEXT_START : _TEXT_START + len(text)] = text
+            self._text = text
+        header = _HEADER.pack(
+            *(status.beat, status.sequence, status.state, status.since),
+            *(status.slow_until, status.asks_at, status.inquires_at),
+            *(status.reported_at, status.verdict_at, status.patient_until),
+            *(len(text), zlib.crc32(text)),
+        )
+        block = header + _CHECK.pack(zlib.crc32(header))
+        self._memory[: len(block)] = block
+
+    def read(self, with_text: bool = False) -> Status | None:
+        """Return what the page shows.
+
+        Not collective.
+
+        Parameters
+        ----------
+        with_text : bool
+            Whether the text is wanted.
+
+        Returns
+        -------
+        Status or None
+            None where nothing complete is there.
+        """
+        status = None
+        for _ in range(_ATTEMPTS):
+            block = self._memory[: _HEADER.size + _CHECK.size].tobytes()
+            header, check = block[: _HEADER.size], block[_HEADER.size :]
+            if zlib.crc32(header) != _CHECK.unpack(check)[0]:
+                continue
+            *values, length, text_check = _HEADER.unpack(header)
+            status = Status(*values)
+            if not with_text or not length:
+                return status
+            text = self._memory[_TEXT_START : _TEXT_START + length].tobytes()
+            if zlib.crc32(text) == text_check:
+                status.text = json.loads(text)
+                break
+        return status
+
+    def release(self) -> None:
+        """Let go of the memory.
+
+        Not collective.
+        """
+        self._memory.release()

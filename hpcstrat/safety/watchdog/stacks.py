@@ -1,0 +1,375 @@
+"""What the threads of a process are doing, also where Python cannot run in it.
+
+A process shows its own stacks through ``sys._current_frames``. One whose threads cannot
+run, because C code holds the interpreter lock, is made to show them by a neighbour: a
+real-time signal, for which every process has registered `faulthandler` with a file in
+memory, which the neighbour reads through ``/proc``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from hpcstrat.logs import get_logger
+
+__all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SAFETY = os.path.join(_PACKAGE, "safety")
+_MAIN_FRAMES = 30
+_OTHER_FRAMES = 8
+_OTHER_THREADS = 4
+_MOST_BYTES = 4500
+_MOST_CHARACTERS = 200
+_DUMP_SECONDS = 0.5
+_NAP_SECONDS = 0.005
+# So long without growth, what faulthandler writes is complete.
+_SETTLED_SECONDS = 0.03
+_LARGEST_DUMP = 1 << 20
+
+_ENDED = "whose process has ended"
+_SILENT = "which does not answer"
+_WORDS = {
+    "T": "which is stopped (by SIGSTOP, or with its job)",
+    "t": "which is stopped by a debugger",
+    "D": "which waits in the kernel, as for a disk or a file server (state D)",
+}
+HELD = "whose threads cannot run (C code holds the interpreter lock)"
+"""Said of a process that shows its stacks on a signal alone."""
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*")
+_FRAME = re.compile(r' +File "(.*)", line (\d+) in (.*)')
+
+# A frame: file, line, function.
+_Frame = tuple[str, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """What a process is doing.
+
+    Parameters
+    ----------
+    words : str
+        A relative clause for what is odd about it; may be empty.
+    where : str
+        Its main thread's innermost frame outside of the library, such as
+        ``evaluate (train.py:52)``; empty where that is not known.
+    text : str
+        The stacks of its threads, the main thread first; may be empty.
+    """
+
+    words: str = ""
+    where: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """How to find a process of this machine, and to make it show its stacks.
+
+    Parameters
+    ----------
+    pid : int
+        Its number.
+    start : int
+        When it started, in ticks of the machine: tells a reused number apart.
+    main : int
+        Identity of its main thread.
+    signal : int
+        What makes it write its stacks; 0 where nothing does.
+    handle : int
+        Its descriptor of the file into which it writes them.
+    """
+
+    pid: int
+    start: int
+    main: int
+    signal: int
+    handle: int
+
+
+class _Own:
+    """This process, once it is prepared, and for which signal."""
+
+    process: Process | None = None
+    offset: int | None = None
+
+
+def prepare(offset: int, *, quiet: bool = False) -> Process:
+    """Let neighbours make this process show its stacks, until it ends.
+
+    Not collective. A second call for the same signal changes nothing.
+
+    Parameters
+    ----------
+    offset : int
+        Which signal, counted from SIGRTMIN; 0: none. One that is in use is refused,
+        with a warning.
+    quiet : bool
+        Whether to leave out the warning; it comes with the next call.
+
+    Returns
+    -------
+    Process
+        This one.
+
+    Raises
+    ------
+    ValueError
+        If there is no such signal.
+    """
+    number = signal.SIGRTMIN + offset
+    if number > signal.SIGRTMAX:
+        raise ValueError(
+            f"expected stack_signal <= {signal.SIGRTMAX - signal.SIGRTMIN}, found "
+            f"{offset}; choose another real-time signal"
+        )
+    own, pid = _Own.process, os.getpid()
+    if own is not None and own.pid == pid and _Own.offset == offset:
+        return own
+    handle = -1 if own is None or own.pid != pid else own.handle
+    taken = number if own is not None and own.signal == number else 0
+    if offset and not taken:
+        taken, handle = _register(number, handle, quiet)
+    if not quiet or taken or not offset:
+        _Own.offset = offset
+    main = threading.main_thread().ident or 0
+    _Own.process = Process(pid, _stat(pid)[1], main, taken if offset else 0, handle)
+    return _Own.process
+
+
+def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
+    """Return the signal and the file, or 0 and -1 where that cannot be."""
+    if _is_caught(os.getpid(), number):
+        if not quiet:
+            get_logger().warning(
+                "signal %d is in use, so that this rank cannot show its stack while it "
+                "is in C code; choose another by HPCSTRAT_STACK_SIGNAL",
+                number,
+            )
+        return 0, -1
+    if handle < 0:
+        try:
+            handle = os.memfd_create("hpcstrat-stacks")
+        except (AttributeError, OSError):
+            return 0, -1
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
+    # Never taken back: a signal that comes later would end the process.
+    faulthandler.register(number, file=handle, all_threads=True, chain=False)
+    return number, handle
+
+
+def _is_caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, or ignores it."""
+    masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", _proc(pid, "status"), re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return state and start of a process; ``"X"`` where there is none."""
+    # The second field is the program's name, which may hold blanks and brackets.
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
+    return (fields[0], int(fields[19])) if fields else ("X", 0)
+
+
+def site_of(thread: int) -> str:
+    """Return file and line of a thread's innermost frame outside the library.
+
+    Not collective.
+
+    Parameters
+    ----------
+    thread : int
+        Identity of a thread of this process.
+
+    Returns
+    -------
+    str
+        Such as ``train.py:41``; may be empty.
+    """
+    where = _where(_frames(sys._current_frames().get(thread)))
+    return where.rpartition("(")[2].rstrip(")")
+
+
+def own_stacks() -> Stacks:
+    """Return what the threads of this process are doing, but the watchdog's.
+
+    Not collective.
+
+    Returns
+    -------
+    Stacks
+        The main thread first.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    threads = {
+        ident: _frames(frame)
+        for ident, frame in sys._current_frames().items()
+        # The watchdog's own says nothing; but the main thread may ask itself.
+        if ident == main or ident != threading.get_ident()
+    }
+    others = [
+        (f"thread {names.get(ident, ident)}", frames)
+        for ident, frames in threads.items()
+        if ident != main and not _is_watching(frames)
+    ]
+    return _composed("", threads.get(main or 0, []), others)
+
+
+def _frames(frame: FrameType | None) -> list[_Frame]:
+    """Return the frames of a thread, the innermost first."""
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def look_at(process: Process) -> Stacks:
+    """Find out what a process of this machine does that does not say so itself.
+
+    Not collective. Takes up to half a second.
+
+    Parameters
+    ----------
+    process : Process
+        Of this machine and this user.
+
+    Returns
+    -------
+    Stacks
+        With words that say why it is silent.
+    """
+    state, start = _stat(process.pid)
+    if start != process.start or state in "ZX":
+        return Stacks(_ENDED)
+    if state in "Tt":
+        return Stacks(_WORDS[state])
+    dump = _dump(process) if process.signal else ""
+    found: list[tuple[int, list[_Frame]]] = []
+    for line in dump.splitlines():
+        if thread := _THREAD.match(line):
+            found.append((int(thread[1], 16), []))
+        elif found and (frame := _FRAME.match(line)):
+            found[-1][1].append((frame[1], int(frame[2]), frame[3]))
+    if not found:
+        return Stacks(_WORDS.get(_stat(process.pid)[0], _SILENT))
+    main = next((frames for ident, frames in found if ident == process.main), [])
+    others = [
+        (f"thread {ident:#x}", frames)
+        for ident, frames in found
+        if ident != process.main and not _is_watching(frames)
+    ]
+    return _composed(HELD, main, others)
+
+
+def _is_watching(frames: Sequence[_Frame]) -> bool:
+    """Whether a thread is one of ours, of which nobody wants to know."""
+    return any(
+        file.startswith(_SAFETY) and name in ("_loop", "_watch")
+        for file, _, name in frames
+    )
+
+
+def _dump(process: Process) -> str:
+    """Make a process write its stacks, and read them; empty where it does not."""
+    pid = process.pid
+    try:
+        own = os.open(f"/proc/{pid}/fd/{process.handle}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        if os.fstat(own).st_size > _LARGEST_DUMP:
+            os.ftruncate(own, 0)
+        start = os.fstat(own).st_size
+        # A program that has replaced itself by another has no handler any more.
+        if not _is_caught(pid, process.signal) or not _send(process):
+            return ""
+        size, deadline, settled = start, time.monotonic() + _DUMP_SECONDS, 0.0
+        while time.monotonic() < deadline:
+            time.sleep(_NAP_SECONDS)
+            grown = os.fstat(own).st_size
+            if grown != size:
+                size, settled = grown, time.monotonic() + _SETTLED_SECONDS
+            elif settled and time.monotonic() > settled:
+                break
+        return os.pread(own, size - start, start).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(own)
+
+
+def _send(process: Process) -> bool:
+    """Send the signal to this process, never to a later one of its number."""
+    handle = -1
+    with contextlib.suppress(AttributeError, OSError):
+        handle = os.pidfd_open(process.pid)
+    try:
+        if _stat(process.pid)[1] != process.start:
+            return False
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, process.signal)
+        else:
+            # Kernels before 5.3.
+            os.kill(process.pid, process.signal)
+    except OSError:
+        return False
+    finally:
+        if handle >= 0:
+            os.close(handle)
+    return True
+
+
+def _where(frames: Iterable[_Frame]) -> str:
+    for file, line, function in frames:
+        if not file.startswith(_PACKAGE):
+            return f"{function} ({os.path.basename(file)}:{line})"
+    return ""
+
+
+def _composed(
+    words: str, main: list[_Frame], others: Sequence[tuple[str, list[_Frame]]]
+) -> Stacks:
+    """Return stacks within a limited size, of which the main thread's matter most."""
+    lines = _lines("main thread", main, _MAIN_FRAMES)
+    for title, frames in others[:_OTHER_THREADS]:
+        lines += _lines(title, frames, _OTHER_FRAMES)
+    if len(others) > _OTHER_THREADS:
+        lines.append(f"  and {len(others) - _OTHER_THREADS} more threads")
+    data = "\n".join(lines).encode(errors="replace")
+    text = data[:_MOST_BYTES].decode(errors="ignore")
+    if len(data) > _MOST_BYTES:
+        text += " ..."
+    return Stacks(words, _where(main)[:_MOST_CHARACTERS], text)
+
+
+def _lines(title: str, frames: list[_Frame], most: int) -> list[str]:
+    shown = [f'    File "{f}", line {n} in {name}' for f, n, name in frames]
+    if len(shown) > most:
+        left = len(shown) - most
+        shown[most // 2 : most // 2 + left] = [f"    ... {left} more frames ..."]
+    return [f"  {title} (most recent call first):", *shown]

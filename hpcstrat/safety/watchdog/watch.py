@@ -1,0 +1,377 @@
+"""What one rank's watchdog knows and tells inside of its worker, for one channel."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.waiting import Waiting
+from hpcstrat.safety.watchdog.pages import (
+    BUSY,
+    EXCHANGES,
+    LEAVES,
+    LONG_AGO,
+    STALE_SECONDS,
+    STATUS_START,
+    WAITS,
+    Page,
+    RankState,
+    Status,
+)
+from hpcstrat.safety.watchdog.peers import Mail, Peers, open_socket
+from hpcstrat.safety.watchdog.stacks import Stacks, look_at, own_stacks, prepare
+from hpcstrat.settings import Settings
+
+__all__ = ["HELD_SECONDS", "Watch"]
+
+HELD_SECONDS = 6.0
+"""How long another rank's inquiry keeps this one from its own."""
+
+# How long the report of another rank may be on its way.
+_REPORT_SECONDS = 4.0
+_LONGEST_TICK_SECONDS = 1.0
+_SHORTEST_TICK_SECONDS = 0.05
+_TICKS_IN_WARNING = 4
+# How long ranks go on to show their stacks after they were asked.
+_ASKED_SECONDS = 4.0
+_LOOKED_SECONDS = 4.0
+
+
+class Watch:
+    """Watches over one channel.
+
+    Collective over ``topology.replica_comm``.
+
+    Parameters
+    ----------
+    channel : Channel
+        Open.
+    settings : Settings
+        Without None; the same on every rank.
+
+    Attributes
+    ----------
+    channel, topology, peers : Channel, Topology, Peers
+        Whose calls, and which processes.
+    mail : Mail or None
+        Where there are other workers that can be asked.
+    tick_seconds : float
+        How often to look.
+    warn_seconds, limit_seconds : float
+        The settings.
+    closed : bool
+        Whether the thread must leave it alone.
+    turn_lock : threading.Lock
+        Held by the thread while it looks at this.
+    """
+
+    def __init__(self, channel: Channel, settings: Settings) -> None:
+        assert settings.warn_seconds is not None
+        assert settings.limit_seconds is not None
+        assert settings.stack_signal is not None
+        self.channel, self.topology = channel, channel.topology
+        topology = self.topology
+        self.warn_seconds = settings.warn_seconds
+        self.limit_seconds = settings.limit_seconds
+        shortest = min(self.warn_seconds, self.limit_seconds) / _TICKS_IN_WARNING
+        self.tick_seconds = min(
+            max(shortest, _SHORTEST_TICK_SECONDS), _LONGEST_TICK_SECONDS
+        )
+        process = prepare(settings.stack_signal)
+        self._main = process.main
+        opened = open_socket() if topology.num_workers > 1 else None
+        port = 0 if opened is None else opened.getsockname()[1]
+        self.peers = Peers(topology, process, port)
+        self.mail = None if opened is None else Mail(self.peers, opened)
+        ranks = topology.worker_replicas
+        self.indices = {rank: index for index, rank in enumerate(ranks)}
+        self._pages = [
+            Page(topology.status(index)[STATUS_START:]) for index in range(len(ranks))
+        ]
+        self._own = self._pages[topology.worker_comm.rank]
+        self.closed = False
+        self.turn_lock, self._lock = threading.Lock(), threading.RLock()
+        self._status = Status()
+        self._key: Any = None
+        self._exchange: Waiting | None = None
+        self._late: list[int] = []
+        self._looked: dict[int, tuple[float, Stacks]] = {}
+
+    def waiting(self) -> Waiting | None:
+        """Return what this rank waits for now, also where MPI blocks it.
+
+        Not collective.
+
+        Returns
+        -------
+        Waiting or None
+            None where it waits for nobody.
+        """
+        return self.channel.waiter.waiting or self._exchange
+
+    def keep_alive(self) -> None:
+        """Tell the worker that this rank's watchdog runs, if it is time to.
+
+        Not collective.
+        """
+        if time.monotonic() > self._status.beat + self.tick_seconds:
+            self.publish()
+
+    def publish(self, wants_stacks: bool = False) -> None:
+        """Tell the worker what this rank does.
+
+        Not collective; by any thread.
+
+        Parameters
+        ----------
+        wants_stacks : bool
+            Whether late ranks shall show their stacks from now on.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            now, status = time.monotonic(), self._status
+            self._observe(now)
+            status.beat, status.slow_until = now, self.channel.waiter.slow_until
+            asked = wants_stacks or now < self._asked_at() + _ASKED_SECONDS
+            if wants_stacks and now > status.asks_at + _ASKED_SECONDS / 2:
+                status.asks_at = now
+            status.text = {"late": self._late} if self._late else {}
+            if asked:
+                last = self.channel.last_call
+                status.text |= {
+                    "stacks": astuple(own_stacks()),
+                    "last": "" if last is None else last.text,
+                    "at": now,
+                }
+            self._own.write(status)
+
+    def _observe(self, now: float) -> None:
+        """Find out what the main thread does, and since when."""
+        channel, status = self.channel, self._status
+        waiting, exchanging = channel.waiter.waiting, channel.exchanging
+        status.sequence = channel.num_calls
+        if waiting is not None:
+            status.state = LEAVES if waiting.leaves else WAITS
+        else:
+            status.state = BUSY if exchanging is None else EXCHANGES
+        # An exchange of many pieces may take as long as it likes, if it goes on.
+        key = status.sequence, status.state, waiting, self.topology.moves
+        if key != self._key:
+            self._key = key
+            status.since = now if waiting is None else waiting.start
+            self._exchange = None
+            if waiting is None and exchanging is not None:
+                self._exchange = Waiting(exchanging, now, self._main)
+
+    def _asked_at(self) -> float:
+        return max((s.asks_at for s in self.statuses() if s), default=-math.inf)
+
+    def statuses(self) -> list[Status | None]:
+        """Return what the worker's ranks tell, in their order.
+
+        Not collective.
+
+        Returns
+        -------
+        list of Status or None
+            None for ranks that have told nothing.
+        """
+        return [page.read() for page in self._pages]
+
+    def states(self) -> list[RankState]:
+        """Return what is known of this worker's ranks.
+
+        Not collective.
+
+        Returns
+        -------
+        list of RankState
+            In their order.
+        """
+        now = time.monotonic()
+        found = []
+        for rank, status in zip(self.indices, self.statuses(), strict=True):
+            state = RankState(rank)
+            if status is not None:
+                slow_left = max(status.slow_until - now, LONG_AGO)
+                state = RankState(
+                    *(rank, status.sequence, status.state, now - status.since),
+                    *(slow_left, now - status.beat),
+                )
+            found.append(state)
+        return found
+
+    def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
+        """Return what a rank of this worker does, and its last call.
+
+        Not collective. Takes up to half a second where the rank cannot tell itself.
+
+        Parameters
+        ----------
+        rank : int
+            A replica of this worker.
+
+        Returns
+        -------
+        tuple of Stacks and str, or None
+            None where it has not told yet.
+        """
+        now = time.monotonic()
+        status = self._pages[self.indices[rank]].read(with_text=True)
+        if status is None or now - status.beat > STALE_SECONDS:
+            return self.look_at(rank), ""
+        if status.text.get("at", -math.inf) < self._status.asks_at - self.tick_seconds:
+            return None
+        return Stacks(*status.text["stacks"]), status.text["last"]
+
+    def look_at(self, rank: int) -> Stacks:
+        """Look at the process of a rank that does not tell what it does.
+
+        Not collective.
+
+        Parameters
+        ----------
+        rank : int
+            A replica.
+
+        Returns
+        -------
+        Stacks
+            With words that say why it does not.
+        """
+        process, now = self.peers.process(rank), time.monotonic()
+        if process is None:
+            return Stacks("which does not answer")
+        looked, stacks = self._looked.get(rank, (-math.inf, Stacks()))
+        if now > looked + _LOOKED_SECONDS:
+            stacks = look_at(process)
+            self._looked[rank] = now, stacks
+        return stacks
+
+    def begin_inquiry(self) -> bool:
+        """Let the worker's other ranks wait for what this one finds out.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False where a lower one has begun at the same time.
+        """
+        with self._lock:
+            self._status.inquires_at = time.monotonic()
+        self.publish()
+        return not self.others_inquire(self.topology.worker_comm.rank)
+
+    def others_inquire(self, below: int | None = None) -> bool:
+        """Whether another rank of the worker finds out who is late.
+
+        Not collective.
+
+        Parameters
+        ----------
+        below : int, optional
+            Look only at those before this place.
+
+        Returns
+        -------
+        bool
+            False also where it should have been done by now.
+        """
+        begun = time.monotonic() - HELD_SECONDS
+        return any(
+            status is not None and page is not self._own and status.inquires_at > begun
+            for page, status in zip(self._pages[:below], self.statuses(), strict=False)
+        )
+
+    def reported_at(self) -> float:
+        """Return when a rank last reported, as far as this worker knows.
+
+        Not collective.
+
+        Returns
+        -------
+        float
+            Minus infinity: never.
+        """
+        return max((s.reported_at for s in self.statuses() if s), default=-math.inf)
+
+    def note_report(self) -> None:
+        """Take note that a rank reports now, and tell the worker.
+
+        Not collective.
+        """
+        with self._lock:
+            self._status.reported_at = time.monotonic()
+        self.publish()
+
+    def decide(self, at: float, late: Sequence[int], patient_until: float) -> None:
+        """Take note of who is late, and tell the worker.
+
+        Not collective.
+
+        Parameters
+        ----------
+        at : float
+            When that was found out.
+        late : sequence of int
+            The ranks.
+        patient_until : float
+            Until when one of them at least may be late.
+        """
+        with self._lock:
+            self._late = list(late)[:8]
+            self._status.verdict_at = at
+            self._status.patient_until = patient_until
+        self.publish()
+
+    def adopt(self, waiting: Waiting) -> None:
+        """Let this rank know what any of the worker has found out.
+
+        Not collective.
+
+        Parameters
+        ----------
+        waiting : Waiting
+            What it waits for.
+        """
+        reported_at = self.reported_at()
+        if reported_at > waiting.start:
+            waiting.held_until = reported_at + _REPORT_SECONDS
+        told = [
+            (status.verdict_at, index)
+            for index, status in enumerate(self.statuses())
+            if status is not None
+        ]
+        newest, index = max(told, default=(-math.inf, 0))
+        if self._status.verdict_at >= newest:
+            newest, status = self._status.verdict_at, self._status
+            late = self._late
+        else:
+            page = self._pages[index].read(with_text=True)
+            if page is None:
+                return
+            status, late = page, page.text.get("late", [])
+        if newest > max(waiting.start, waiting.looked_at):
+            waiting.patient_until = status.patient_until
+            waiting.late = late
+            # The last: the main thread then looks at the others.
+            waiting.looked_at = newest
+
+    def close(self) -> None:
+        """Let go of the shared memory and the socket.
+
+        Not collective.
+        """
+        with self._lock:
+            self.closed = True
+            for page in self._pages:
+                page.release()
+            if self.mail is not None:
+                self.mail.close()

@@ -1,0 +1,396 @@
+"""Says who is late, where, and since when; ends a job that does not go on.
+
+One thread of each process wakes about once a second. It makes no call of MPI, and the
+calls of the program do nothing for it but to keep in mind what they are. Where a rank
+has waited longer than ``warn_seconds``, the lowest of those that wait finds out for
+whom (`inquiry`), and reports it. After ``limit_seconds`` the wait
+itself raises an error; where it cannot, because MPI blocks it, the thread ends the
+process. So it does where NCCL has failed while the program is inside of CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.waiting import Waiting
+from hpcstrat.gpu.transports.nccl_group import nccl_failure
+from hpcstrat.logs import get_logger, place
+from hpcstrat.safety.watchdog.exchange import Exchange
+from hpcstrat.safety.watchdog.inquiry import Inquiry
+from hpcstrat.safety.watchdog.late_ranks import some_ranks
+from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status
+from hpcstrat.safety.watchdog.watch import Watch
+from hpcstrat.settings import Settings
+
+__all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
+
+_REPEAT = 10
+# Workers do not all ask at the same time, and ranks not all of their worker.
+_STAGGER_SECONDS = 0.05
+_LONGEST_STAGGER_SECONDS = 2.0
+_OVERDUE_SECONDS = 15.0
+# By then the main thread has raised an error, if it can.
+_GRACE_SECONDS = 20.0
+# It may also do something of its own meanwhile, such as to save.
+_NCCL_GRACE_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+_FLUSH_SECONDS = 1.0
+_MOST_FAILURES = 3
+EXIT_CODE = 75
+"""With which a process ends whose main thread cannot; EX_TEMPFAIL of sysexits.h."""
+
+
+class _Watched:
+    """A watch, and what the thread has done for it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.exchange = watch, Exchange(watch)
+        self.failures = 0
+
+
+class _Watchdog:
+    """The thread of this process."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.watched: list[_Watched] = []
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ended = False
+        # Since when NCCL has failed.
+        self._failed_at = math.inf
+        self._thread = threading.Thread(
+            target=self._loop, name="hpcstrat-watchdog", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread; called by another one."""
+        self._ended = True
+        self.wake()
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    def wake(self) -> None:
+        """Let the thread look at once."""
+        os.eventfd_write(self._wake, 1)
+
+    def _loop(self) -> None:
+        while not self._ended:
+            ticks = [one.watch.tick_seconds for one in self.watched]
+            self._serve(min(ticks, default=1.0))
+            for one in list(self.watched):
+                self._guarded(one, self._turn)
+            self._look_at_nccl()
+
+    def _look_at_nccl(self) -> None:
+        """End the process where NCCL has failed and the main thread does not find out.
+
+        It does at its next call. But it may be inside of CUDA, and wait for kernels
+        that never end.
+        """
+        failure, now = nccl_failure(), time.monotonic()
+        self._failed_at = min(self._failed_at, now) if failure else math.inf
+        if now > self._failed_at + _NCCL_GRACE_SECONDS:
+            end_process(
+                f"NCCL has failed ({failure}), and a kernel that waits for another "
+                "rank's never ends; set NCCL_DEBUG=INFO to see why"
+            )
+
+    def _guarded(self, one: _Watched, act: Callable[[_Watched], None]) -> None:
+        """Do something for a watch, without harm to the program where that fails."""
+        watch = one.watch
+        if not watch.turn_lock.acquire(blocking=False):
+            return
+        try:
+            act(one)
+        except Exception:
+            if watch.closed or self._ended:
+                return
+            one.failures += 1
+            if one.failures == 1:
+                get_logger().warning("the watchdog has failed", exc_info=True)
+            if one.failures == _MOST_FAILURES and one in self.watched:
+                get_logger().warning("the watchdog has failed again, and is off")
+                self.watched.remove(one)
+                watch.channel.waiter.watched = False
+        finally:
+            watch.turn_lock.release()
+
+    def _serve(self, seconds: float) -> None:
+        """Answer messages for some seconds, or until one has come."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        handles = {}
+        for one in list(self.watched):
+            mail = one.watch.mail
+            handle = -1 if mail is None or one.watch.closed else mail.socket.fileno()
+            if handle >= 0:
+                handles[handle] = one
+                poll.register(handle, select.POLLIN)
+        for handle, _ in poll.poll(max(1, int(1000 * seconds))):
+            if handle == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._receive(handles[handle])
+        for one in list(self.watched):
+            one.watch.keep_alive()
+
+    def _receive(self, one: _Watched) -> None:
+        try:
+            one.exchange.receive()
+        except Exception:
+            # The main thread may close it meanwhile.
+            if not one.watch.closed:
+                raise
+
+    def _turn(self, one: _Watched) -> None:
+        watch = one.watch
+        waiting = watch.waiting()
+        if waiting is None:
+            return
+        watch.adopt(waiting)
+        now = time.monotonic()
+        if now >= one.exchange.held_until and self._is_due(watch, waiting, now):
+            self._inquire(one, waiting)
+        if _is_over(watch, waiting, time.monotonic()):
+            end_process(_endless(watch, waiting))
+
+    def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
+        """Whether it is time for an inquiry, and for this rank to make it."""
+        slow_until = watch.channel.waiter.slow_until
+        warn, looked = watch.warn_seconds, waiting.looked_at
+        milestones = [
+            waiting.begin(slow_until) + warn,
+            waiting.last_look(watch.limit_seconds, slow_until),
+            looked + _REPEAT * warn,
+        ]
+        if waiting.patient_until > now:
+            # A rank that is excused may be done with what it expected.
+            milestones.append(looked + warn)
+        passed = [at for at in milestones if looked < at <= now]
+        if not passed or watch.others_inquire():
+            return False
+        stagger = watch.topology.worker_id * _STAGGER_SECONDS
+        due = min(passed) + min(stagger, _LONGEST_STAGGER_SECONDS)
+        if now < due:
+            return False
+        first = next(
+            (
+                index
+                for index, status in enumerate(watch.statuses())
+                if status is not None and _waits_long(status, watch, now)
+            ),
+            0,
+        )
+        index = watch.topology.worker_comm.rank
+        return first >= index or now > due + _OVERDUE_SECONDS + index * _STAGGER_SECONDS
+
+    def _inquire(self, one: _Watched, waiting: Waiting) -> None:
+        watch = one.watch
+        inquiry = Inquiry(watch, one.exchange, waiting, self._serve)
+        if not inquiry.run():
+            return
+        now, slow_until = time.monotonic(), watch.channel.waiter.slow_until
+        begin, warn = waiting.begin(slow_until), watch.warn_seconds
+        reported_at = watch.reported_at()
+        if now < min(begin + warn, waiting.last_look(watch.limit_seconds, slow_until)):
+            return
+        if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
+            return
+        # As long as it takes; the main thread does not wait for ever.
+        waiting.held_until = math.inf
+        report = inquiry.report()
+        if report is not None:
+            get_logger().warning("%s", report)
+        waiting.held_until = time.monotonic()
+
+
+def _waits_long(status: Status, watch: Watch, now: float) -> bool:
+    """Whether a rank is one that may make an inquiry by now."""
+    shortest = min(watch.warn_seconds, watch.limit_seconds / 2)
+    return (
+        status.state != BUSY
+        and now - status.beat < STALE_SECONDS
+        and now - max(status.since, status.slow_until) >= shortest
+    )
+
+
+def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
+    """Whether the process must be ended, because its main thread cannot."""
+    waiter = watch.channel.waiter
+    end = waiting.begin(waiter.slow_until) + watch.limit_seconds
+    if waiting.timeout_seconds is not None:
+        end = max(end, waiting.start + waiting.timeout_seconds)
+    blocked = waiter.waiting is None
+    return watch.waiting() is waiting and now > end + (0 if blocked else _GRACE_SECONDS)
+
+
+def _endless(watch: Watch, waiting: Waiting) -> str:
+    """Say what this rank waits for, and why that has to end its process."""
+    seconds = time.monotonic() - waiting.start
+    late = some_ranks(waiting.late) if waiting.late else "other ranks"
+    return (
+        f"it has waited {seconds:.0f} s in {waiting.call.text} (call "
+        f"{watch.channel.num_calls}) for {late}, and cannot raise an error, because a "
+        "call of MPI, or other C code, does not return"
+    )
+
+
+def end_process(reason: str) -> None:
+    """End this process, whose main thread cannot, and with it the job.
+
+    Not collective; by a thread beside the main one.
+
+    Parameters
+    ----------
+    reason : str
+        Why.
+    """
+    os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
+    # The main thread may hold a lock of these files.
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(_FLUSH_SECONDS)
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class _State:
+    """The watchdog of this process."""
+
+    watchdog: _Watchdog | None = None
+
+
+# Of the blocks of `expect_slow` that this process is in, in any of its threads.
+_deadlines: list[float] = []
+
+
+def _running() -> _Watchdog | None:
+    """Return the watchdog; None also in a forked child, where its thread is not."""
+    watchdog = _State.watchdog
+    if watchdog is None or watchdog.process != os.getpid():
+        return None
+    return watchdog
+
+
+def register(channel: Channel, settings: Settings) -> None:
+    """Watch over a channel until `unregister`.
+
+    Collective over the channel's ranks.
+
+    Parameters
+    ----------
+    channel : Channel
+        Open.
+    settings : Settings
+        The same on every rank.
+
+    Raises
+    ------
+    ValueError
+        If there is no such signal as ``stack_signal``. On every rank.
+    """
+    assert settings.limit_seconds is not None
+    channel.waiter.limit_seconds = settings.limit_seconds
+    if not settings.watchdog:
+        return
+    watch = Watch(channel, settings)
+    try:
+        watchdog = _running() or _Watchdog()
+    except (OSError, RuntimeError) as error:
+        get_logger().warning("the watchdog cannot run: %s", error)
+        watch.close()
+        return
+    _State.watchdog = watchdog
+    channel.waiter.slow_until = max(_deadlines, default=-math.inf)
+    watchdog.watched.append(_Watched(watch))
+    channel.waiter.watched = True
+    watchdog.wake()
+
+
+def unregister(channel: Channel) -> None:
+    """Look no longer at a channel; ends the thread with the last one.
+
+    Not collective.
+
+    Parameters
+    ----------
+    channel : Channel
+        One that is not watched is passed over.
+    """
+    watchdog = _running()
+    for one in [] if watchdog is None else list(watchdog.watched):
+        if one.watch.channel is channel and watchdog is not None:
+            channel.waiter.watched = False
+            watchdog.watched.remove(one)
+            # First of all, because an inquiry ends by this.
+            one.watch.closed = True
+            watchdog.wake()
+            is_free = one.watch.turn_lock.acquire(timeout=_CLOSE_SECONDS)
+            one.watch.close()
+            if is_free:
+                one.watch.turn_lock.release()
+    if watchdog is not None and not watchdog.watched:
+        stop()
+
+
+def stop() -> None:
+    """End the thread: MPI is about to end.
+
+    Not collective.
+    """
+    watchdog = _running()
+    if watchdog is not None:
+        for one in watchdog.watched:
+            one.watch.channel.waiter.watched = False
+        _State.watchdog = None
+        watchdog.end()
+
+
+def _tell_slow(slow_until: float) -> None:
+    watchdog: Any = _running()
+    for one in [] if watchdog is None else list(watchdog.watched):
+        one.watch.channel.waiter.slow_until = slow_until
+        one.watch.publish()
+        one.exchange.tell_slow(slow_until)
+
+
+@contextmanager
+def expect_slow(seconds: float) -> Iterator[None]:
+    """Let the others wait longer for this rank.
+
+    Not collective; see ``Strategy.expect_slow``.
+
+    Parameters
+    ----------
+    seconds : float
+        How long this may take.
+
+    Yields
+    ------
+    None
+        Nothing.
+    """
+    deadline = time.monotonic() + seconds
+    _deadlines.append(deadline)
+    _tell_slow(max(_deadlines, default=deadline))
+    try:
+        yield
+    finally:
+        _deadlines.remove(deadline)
+        # Those who wait begin to count now, if it was not over before.
+        _tell_slow(max(_deadlines, default=min(deadline, time.monotonic())))

@@ -1,0 +1,240 @@
+"""What the strategies on MPI share, beside their connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from hpcstrat.channel.entries import collective
+from hpcstrat.errors import RankLostError
+from hpcstrat.options import CommunicationOptions
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.safety.watchdog import watchdog
+from hpcstrat.settings import Settings
+from hpcstrat.strategies.base import Strategy
+from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.topology.survival import is_loss
+from hpcstrat.topology.topology import Topology
+from hpcstrat.variables import MirroredVariable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiStrategy"]
+
+
+class MpiStrategy(Strategy):
+    """A strategy with one MPI rank per replica.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks; default: all of the job.
+    replicas_per_worker : int, optional
+        See `Topology`.
+    cross_device_ops : CrossDeviceOps, optional
+        How buffers are summed; default: chosen by the library.
+    communication_options : CommunicationOptions, optional
+        Defaults of every call.
+    on_error : str
+        See `Strategy`.
+    progress_thread : bool
+        Take started reductions further in a thread.
+    on_lost_rank : str
+        See `MultiWorkerMirroredStrategy`.
+    settings : Settings, optional
+        How the strategy watches over its ranks; what is not given comes from the
+        environment.
+    devices : sequence of str, optional
+        What the program has named; subclasses give them to the ranks.
+    problem : Exception, optional
+        What a subclass has found wrong on this rank: raised here, once the other ranks
+        know.
+
+    Raises
+    ------
+    ValueError
+        If the environment has a ``HPCSTRAT_`` variable that is unknown, or another
+        strategy over the same ranks is open with other settings. On every rank.
+    ReplicaError
+        If an argument is wrong on another rank.
+    CollectiveError
+        If ranks make different strategies, or one does not come in time.
+    """
+
+    def __init__(
+        self,
+        *,
+        comm: MPI.Intracomm | None = None,
+        replicas_per_worker: int | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+        on_error: str = "abort",
+        progress_thread: bool = False,
+        on_lost_rank: str = "abort",
+        settings: Settings | None = None,
+        devices: Sequence[str] | None = None,
+        problem: Exception | None = None,
+    ) -> None:
+        if problem is None:
+            try:
+                Collectives(None, cross_device_ops, communication_options)
+            except Exception as error:
+                problem = error
+        wish = Wish(
+            kind=type(self).__name__,
+            comm=comm,
+            replicas_per_worker=replicas_per_worker,
+            on_error=on_error,
+            on_lost_rank=on_lost_rank,
+            progress_thread=progress_thread,
+            settings=settings,
+            devices=devices,
+        )
+        self._key, connection = connect(wish, problem)
+        self._connection = connection
+        self._closed = False
+        collectives = Collectives(
+            connection.channel, cross_device_ops, communication_options
+        )
+        super().__init__(collectives, connection.topology.replica_id, on_error=on_error)
+
+    def _bind(self, names: Sequence[str] | None = None) -> None:
+        """Give each rank its device; every strategy does so when it is made."""
+        try:
+            self._devices = self._connection.devices.bind(names)
+        except Exception as error:
+            topology = self.topology
+            lost = topology.survives and is_loss(
+                topology.mpi, error, topology.replica_comm
+            )
+            if lost or isinstance(error, RankLostError):
+                self.abandon()
+            else:
+                self.close()
+            if not lost:
+                raise
+            raise RankLostError(
+                "expected all ranks to form a strategy, found that one was lost; form "
+                "another of those that are left"
+            ) from error
+        self.device = self._devices[self.topology.worker_comm.rank]
+        named = names is not None or self.settings.device == "gpu"
+        self.puts_on_gpu = named and self.device.startswith("GPU:")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices of this worker's replicas."""
+        return self._devices
+
+    @property
+    def settings(self) -> Settings:
+        """How this strategy watches over its ranks; the same on every replica."""
+        return self._connection.settings
+
+    def register(self, variable: MirroredVariable) -> None:
+        """Take a variable among those whose copies are compared; for variables alone.
+
+        Logically collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        variable : MirroredVariable
+            New.
+        """
+        if self._connection.copies is not None:
+            self._connection.copies.add(variable)
+
+    def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
+        """Let the others wait longer for this replica, without a warning.
+
+        Not collective: any replica may call it, alone or with others, in any context.
+        ``timeout_seconds`` of a call holds nevertheless.
+
+        Parameters
+        ----------
+        seconds : float
+            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of those
+            that wait for this replica, and of its own waits, begin to count at the end
+            of the block, or when this is over, whichever comes first.
+
+        Returns
+        -------
+        context manager
+            They nest: the one that lasts longest counts.
+
+        Raises
+        ------
+        ValueError
+            If ``seconds`` is not positive and finite.
+        """
+        super().expect_slow(seconds)
+        return watchdog.expect_slow(seconds)
+
+    @collective
+    def check_divergence(self) -> None:
+        """Compare all copies of all mirrored variables now.
+
+        Collective over the strategy's replicas. The variables are those of all open
+        strategies over the same ranks.
+
+        Raises
+        ------
+        DivergenceError
+            If copies of a variable differ. On every replica.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("check_divergence")
+        if self._connection.copies is not None:
+            self._connection.copies.check()
+
+    @property
+    def topology(self) -> Topology:
+        """The communicators of the replicas; freed by `close`."""
+        return self._connection.topology
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...] | None:
+        """The replicas that are known to have died; None while no loss was noticed."""
+        channel = self._connection.channel
+        error = None if channel is None else channel.deaths.error
+        return None if error is None else error.ranks
+
+    def abandon(self) -> None:
+        """Let go of everything but the communicators, also where ranks have died.
+
+        Not collective. All strategies over these ranks can make no call afterwards,
+        and ranks that are in one raise RankLostError where the loss of ranks is
+        survived.
+        """
+        self._closed = True
+        self._connection.abandon(self._key)
+
+    @collective
+    def close(self) -> None:
+        """Free the communicators, when this is the last strategy that uses them.
+
+        Collective over the strategy's replicas; not collective after a loss was
+        noticed. A second call does nothing.
+
+        Raises
+        ------
+        CollectiveError
+            If another rank does something else. On every rank.
+        """
+        if not self._closed and self.lost_ranks is not None:
+            self.abandon()
+        if not self._closed:
+            if self._connection.channel is not None:
+                self._connection.channel.meet()
+            self.collectives.barrier("close")
+            self._closed = True
+            self.collectives.close()
+            if self._connection.copies is not None:
+                self._connection.copies.leave_out(self)
+            self._connection.close(self._key)

