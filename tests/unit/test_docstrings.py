@@ -1,4 +1,4 @@
-"""Docstrings say who must call a function, and name the parameters that it has."""
+"""Docstrings are of two kinds: with sections where users call, short elsewhere."""
 
 from __future__ import annotations
 
@@ -7,51 +7,70 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.docs.public import public_definitions
+
 PACKAGE = Path(__file__).parents[2] / "hpcstrat"
-FILES = sorted(PACKAGE.rglob("*.py"))
 WHO_CALLS = re.compile(
     r"(Collective over |Logically collective over |Not collective\b)"
 )
+SECTION = re.compile(
+    r"^(Parameters|Attributes|Returns|Yields|Raises|Notes|See Also)\n-{3,}$", re.M
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
-def _decorators(node: Function | ast.ClassDef) -> set[str]:
+def _decorators(node: Definition) -> set[str]:
     """Return the last words of the decorators, such as property or setter."""
     calls = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
     return {d.attr if isinstance(d, ast.Attribute) else ast.unparse(d) for d in calls}
 
 
-def _public(
-    tree: ast.Module | ast.ClassDef, prefix: str
-) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the public functions, classes and methods; not those within functions."""
-    for node in tree.body:
-        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        name = f"{prefix}.{node.name}"
-        yield name, node
-        if isinstance(node, ast.ClassDef):
-            yield from _public(node, name)
+def _within(
+    body: list[ast.stmt], module: str, prefix: str
+) -> Iterator[tuple[tuple[str, str], Definition]]:
+    for node in body:
+        if isinstance(node, Definition):
+            name = f"{prefix}{node.name}"
+            yield (module, name), node
+            inside = f"{name}." if isinstance(node, ast.ClassDef) else ""
+            if inside:
+                yield from _within(node.body, module, inside)
 
 
-def _collect() -> Iterator[tuple[str, ast.AST]]:
-    for file in FILES:
+def _collect() -> Iterator[tuple[tuple[str, str], Definition]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
         parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-        tree = ast.parse(file.read_text())
-        yield from _public(tree, ".".join(p for p in parts if p != "__init__"))
+        module = ".".join(p for p in parts if p != "__init__")
+        yield from _within(ast.parse(file.read_text()).body, module, "")
 
 
-NODES = list(_collect())
+NODES = [(key, node) for key, node in _collect() if "overload" not in _decorators(node)]
+PUBLIC = public_definitions()
+SHOWN = [(PUBLIC[key], node) for key, node in NODES if key in PUBLIC]
+
+
+def _docstring(node: ast.AST) -> str:
+    return ast.get_docstring(node) or ""
 
 
 def _is_function(node: ast.AST) -> bool:
     """Return whether this is a function with a contract of its own.
 
-    Properties are attributes, overloads and the setter share one docstring, and that
-    of a command is its help text.
+    Properties are attributes, and the setter shares their docstring.
     """
-    others = {"property", "cached_property", "setter", "overload", "command", "group"}
+    others = {"property", "cached_property", "setter"}
     return isinstance(node, Function) and not _decorators(node) & others
+
+
+FUNCTIONS = [(name, node) for name, node in SHOWN if _is_function(node)]
+DATACLASSES = [
+    (name, node)
+    for name, node in SHOWN
+    if isinstance(node, ast.ClassDef)
+    and "dataclass" in _decorators(node)
+    and not any(getattr(part, "name", "") == "__init__" for part in node.body)
+]
 
 
 def _parameters(docstring: str) -> list[str]:
@@ -65,29 +84,9 @@ def _parameters(docstring: str) -> list[str]:
     return [name.strip().lstrip("*") for name in names]
 
 
-# Not for users: one line says all that types and names do not.
-INTERNAL = {"Breaks", "PatientComm", "collective", "Channel", "ProgressThread"}
-FUNCTIONS = [
-    (name, node)
-    for name, node in NODES
-    if _is_function(node) and not INTERNAL & set(name.split("."))
-]
-DATACLASSES = [
-    (name, node)
-    for name, node in NODES
-    if isinstance(node, ast.ClassDef)
-    and "dataclass" in _decorators(node)
-    and not any(getattr(part, "name", "") == "__init__" for part in node.body)
-]
-
-
-def _docstring(node: ast.AST) -> str:
-    return ast.get_docstring(node) or ""
-
-
-def test_the_package_is_found() -> None:
-    assert len(FUNCTIONS) > 50
-    assert len(DATACLASSES) > 5
+def test_what_the_reference_shows_is_found() -> None:
+    assert len(FUNCTIONS) > 150
+    assert len(DATACLASSES) > 10
 
 
 def test_the_third_line_says_who_must_call() -> None:
@@ -98,7 +97,8 @@ def test_the_third_line_says_who_must_call() -> None:
     assert [name for name, text in others.items() if not WHO_CALLS.match(text)] == []
 
 
-def _arguments(node: Function) -> set[str]:
+def _arguments(node: ast.AST) -> set[str]:
+    assert isinstance(node, Function)
     a = node.args
     every = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
     return {argument.arg for argument in every if argument}
@@ -117,7 +117,8 @@ def test_returned_values_are_described() -> None:
     assert [
         name
         for name, node in FUNCTIONS
-        if node.returns is not None
+        if isinstance(node, Function)
+        and node.returns is not None
         and ast.unparse(node.returns) not in nothing
         and not re.search(r"^(Returns|Yields)\n---", _docstring(node), re.M)
     ] == []
@@ -139,5 +140,14 @@ def test_dataclasses_document_their_fields() -> None:
     differ = {
         name: set(_parameters(_docstring(node))) ^ _fields(node)
         for name, node in DATACLASSES
+        if isinstance(node, ast.ClassDef)
     }
     assert [f"{name}: {names}" for name, names in differ.items() if names] == []
+
+
+def test_what_users_do_not_call_has_no_sections() -> None:
+    assert [
+        ".".join(key)
+        for key, node in NODES
+        if key not in PUBLIC and SECTION.search(_docstring(node))
+    ] == []

@@ -1,0 +1,98 @@
+"""The definitions that users call: what the reference in docs/api shows.
+
+``python -m tests.docs.public`` checks their docstrings by numpydoc's rules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hpcstrat
+
+ROOT = Path(__file__).parents[2]
+_DIRECTIVE = re.compile(r"^\.\. auto\w+:: (hpcstrat\.\S+)$", re.M)
+# Left out: GL01, ES01, EX01, SA01 (text below the quotes; sections that only some
+# need), PR02 and RT01, which take no notice of dataclass fields and of properties.
+_CHECKS = {
+    *("GL03", "GL05", "GL06", "GL07", "GL08", "GL10"),
+    *("SS01", "SS02", "SS03", "SS04", "SS06"),
+    *("PR01", "PR03", "PR04", "PR06", "PR07", "RT03", "YD01"),
+}
+# Its text documents the parameters of what it makes.
+_OTHERWISE = "hpcstrat.Variable"
+
+
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def shown_names() -> list[str]:
+    """Return the full names of what the reference shows, members left out."""
+    names = [f"hpcstrat.{name}" for name in hpcstrat._HOMES]
+    for module in hpcstrat._MODULES:
+        loaded = importlib.import_module(f"hpcstrat.{module}")
+        names += [f"hpcstrat.{module}.{name}" for name in loaded.__all__]
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        names += _DIRECTIVE.findall(page.read_text())
+    return sorted(set(names))
+
+
+def _members(shown: type) -> Iterator[Any]:
+    for name in dir(shown):
+        owner = next((base for base in shown.__mro__ if name in vars(base)), object)
+        if not name.startswith("_") and owner.__module__.startswith("hpcstrat"):
+            found = inspect.unwrap(
+                getattr(vars(owner)[name], "__func__", vars(owner)[name])
+            )
+            yield getattr(found, "fget", None) or getattr(found, "func", found)
+
+
+def public_definitions() -> dict[tuple[str, str], str]:
+    """Return each definition, as module and qualified name, and a name to reach it."""
+    found: dict[tuple[str, str], str] = {}
+    for name in shown_names():
+        value = _resolve(name)
+        if inspect.isclass(value):
+            found[value.__module__, value.__qualname__] = name
+            for member in _members(value):
+                if inspect.isroutine(member) or inspect.isclass(member):
+                    key = member.__module__, member.__qualname__
+                    found.setdefault(key, f"{name}.{member.__name__}")
+        elif inspect.isroutine(value):
+            value = inspect.unwrap(value)
+            found[value.__module__, value.__qualname__] = name
+    return {key: name for key, name in found.items() if key[0].startswith("hpcstrat")}
+
+
+def _has_parameters(name: str) -> bool:
+    """Return whether a name's own docstring documents what it is called with."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(sys.modules.get(module), attribute, None)
+    return not inspect.isclass(value) or (
+        "__init__" in vars(value) and name != _OTHERWISE
+    )
+
+
+def main() -> int:
+    """Print each fault that numpydoc finds; return how many there are."""
+    from numpydoc.validate import validate
+
+    faults = [
+        f"{name}: {code} {text}"
+        for name in sorted(public_definitions().values())
+        for code, text in validate(name)["errors"]
+        if code in _CHECKS and (code != "PR01" or _has_parameters(name))
+    ]
+    print("\n".join(faults))
+    return len(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
