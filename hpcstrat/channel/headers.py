@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.topology.process_stat import START, STATE, process_stat
 from hpcstrat.topology.topology import RECORD_BYTES, Topology
 
 __all__ = ["SegmentRecords", "WireRecords"]
@@ -255,8 +256,7 @@ class WireRecords:
 def _process_identity(pid: int) -> tuple[int, str]:
     """Return a process with its start time, which tells a reused number apart."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+        _, fields = process_stat(pid)
     except OSError:
         return pid, ""
-    return pid, "" if fields[0] in "ZX" else fields[19]
+    return pid, "" if fields[STATE] in "ZX" else fields[START]

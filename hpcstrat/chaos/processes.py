@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcstrat.errors import HpcstratError
+from hpcstrat.topology.process_stat import STATE, process_stat
 
 __all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find_jobs"]
 
@@ -86,12 +87,10 @@ class _Process:
 
 def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
     """Return a process's name, and the fields behind it; raise OSError if it ended."""
-    text = (proc / str(pid) / "stat").read_text(errors="replace")
-    head, _, tail = text.rpartition(")")
-    fields = tail.split()
-    if fields[0] in "ZX":
+    name, fields = process_stat(pid, str(proc))
+    if fields[STATE] in "ZX":
         raise ProcessLookupError(pid)
-    return head.partition("(")[2], fields
+    return name, fields
 
 
 def _look(pid: int, uid: int, proc: Path) -> _Process | None:

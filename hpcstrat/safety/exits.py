@@ -40,15 +40,7 @@ class _Leaving:
 
 
 def register(channel: Channel) -> None:
-    """Watch a channel until the process ends.
-
-    Not collective.
-
-    Parameters
-    ----------
-    channel : Channel
-        Open.
-    """
+    """Watch a channel until the process ends."""
     _channels.append(channel)
     install()
 
@@ -70,15 +62,7 @@ def install() -> None:
 
 
 def unregister(channel: Channel) -> None:
-    """Forget a channel that is being closed by all ranks.
-
-    Not collective.
-
-    Parameters
-    ----------
-    channel : Channel
-        Registered before.
-    """
+    """Forget a channel that is being closed by all ranks."""
     if channel in _channels:
         _channels.remove(channel)
 

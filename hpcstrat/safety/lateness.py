@@ -26,17 +26,7 @@ _watched: dict[Arrivals, str] = {}
 
 
 def watch(arrivals: Arrivals, settings: Settings) -> None:
-    """Take a channel's arrivals among those of which is told.
-
-    Not collective.
-
-    Parameters
-    ----------
-    arrivals : Arrivals
-        Of an open channel.
-    settings : Settings
-        Without None.
-    """
+    """Take a channel's arrivals among those of which is told."""
     _watched[arrivals] = settings.summary or "off"
     if settings.summary_signal not in (None, "none"):
         _listen(getattr(signal, f"SIG{str(settings.summary_signal).upper()}"))
@@ -45,12 +35,7 @@ def watch(arrivals: Arrivals, settings: Settings) -> None:
 def forget(arrivals: Arrivals) -> None:
     """Take a channel's arrivals out again.
 
-    Not collective. A second call does nothing.
-
-    Parameters
-    ----------
-    arrivals : Arrivals
-        Watched before.
+    A second call does nothing.
     """
     _watched.pop(arrivals, None)
 
@@ -59,11 +44,6 @@ def conclude(arrivals: Arrivals) -> None:
     """Say at the end of a channel who was late, if it is to be said.
 
     Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    arrivals : Arrivals
-        Watched before.
     """
     mode = _watched.pop(arrivals, "off")
     report = None if mode == "off" else arrivals.at_end()

@@ -25,6 +25,7 @@ from typing import Any
 
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
 from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
+from hpcstrat.topology.process_stat import PARENT, START, process_stat
 
 __all__ = [
     "CREATES",
@@ -60,22 +61,7 @@ _NAP_SECONDS = 0.001
 
 
 class Board:
-    """The pages of a job's ranks on this host.
-
-    Parameters
-    ----------
-    launch : Launch
-        Of this process.
-    path : str
-        The file.
-
-    Attributes
-    ----------
-    num_local : int or None
-        How many ranks this host has, where the launcher says so.
-    page : dict
-        What this rank says of itself.
-    """
+    """The pages of a job's ranks on this host."""
 
     def __init__(self, launch: Launch, path: str) -> None:
         self.launch = launch
@@ -91,14 +77,9 @@ class Board:
         return self._handle >= 0 and self.process == os.getpid()
 
     def open(self) -> bool:
-        """Take this rank's page; False where that cannot be, or another process has it.
+        """Take this rank's page; False where that cannot be, or it is taken.
 
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False, too, in a child of the rank's process.
+        A child of the rank's process finds it taken.
         """
         for _ in range(_ATTEMPTS):
             handle = os.open(
@@ -136,15 +117,7 @@ class Board:
         return True
 
     def show(self, **changes: Any) -> None:
-        """Say what this rank does.
-
-        Not collective.
-
-        Parameters
-        ----------
-        **changes : object
-            Of what its page says, as JSON has them.
-        """
+        """Say what this rank does."""
         if "stage" in changes:
             changes["since"] = time.monotonic()
         for name, value in changes.items():
@@ -153,6 +126,7 @@ class Board:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
+        # In one write, with a checksum: readers take no lock.
         data = _encoded(self.page)
         if len(data) > _PAGE_BYTES - _CHECK.size:
             data = _encoded({**self.page, "text": "", "reason": ""})
@@ -161,20 +135,9 @@ class Board:
             os.pwrite(handle, block, self._place(self.launch.rank))
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank says of itself.
+        """Return what a rank of the job says of itself, and whether it has ``"ended"``.
 
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            Of the job.
-
-        Returns
-        -------
-        dict or None
-            None for ranks that have not come, or are on another host. ``"ended"`` says
-            whether its process has.
+        None for ranks that have not come, or are on another host.
         """
         if not self.is_open:
             return None
@@ -195,15 +158,7 @@ class Board:
         return None
 
     def present(self) -> Iterator[int]:
-        """Yield the ranks that may have a page, without looking at all others.
-
-        Not collective.
-
-        Yields
-        ------
-        int
-            In order.
-        """
+        """Yield the ranks that may have a page, in order, without a look at all."""
         place = _PAGE_BYTES
         while self.is_open:
             try:
@@ -215,20 +170,7 @@ class Board:
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Whether this rank is the first of this host that is about to say something.
-
-        Not collective.
-
-        Parameters
-        ----------
-        text : str
-            What.
-
-        Returns
-        -------
-        bool
-            True where that is not known.
-        """
+        """Whether this rank is the first of this host to say something, or may be."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -267,12 +209,7 @@ class _Own:
 def own_board() -> Board | None:
     """Return this job's board; None without a launcher, and in a child of a rank.
 
-    Not collective. The first call takes this process's page.
-
-    Returns
-    -------
-    Board or None
-        Open.
+    The first call takes this process's page.
     """
     own = _Own.board
     if own is None:
@@ -385,15 +322,13 @@ def _daemon() -> tuple[str, bool]:
     parent = pid = os.getppid()
     for _ in range(_ANCESTORS):
         try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                front, _, rest = file.read().rpartition(")")
+            name, fields = process_stat(pid)
         except OSError:
             break
-        name, fields = front.partition("(")[2], rest.split()
         if name in _DAEMONS:
             space = os.stat("/proc/self/ns/pid").st_ino
-            return f"{name} {pid} {fields[19]} {space}", pid == parent
-        pid = int(fields[1])
+            return f"{name} {pid} {fields[START]} {space}", pid == parent
+        pid = int(fields[PARENT])
         if pid <= 1:
             break
     return "", False

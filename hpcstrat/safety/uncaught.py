@@ -55,29 +55,13 @@ def install() -> None:
 
 
 def at_abort(function: Callable[[], None]) -> None:
-    """Call a function before this process ends the job.
-
-    Not collective.
-
-    Parameters
-    ----------
-    function : callable
-        Does not raise.
-    """
+    """Call a function, which must not raise, before this process ends the job."""
     if function not in _before_abort:
         _before_abort.append(function)
 
 
 def running_mpi() -> Any:
-    """Return ``mpi4py.MPI`` where MPI is initialized and not finalized, or None.
-
-    Not collective.
-
-    Returns
-    -------
-    module or None
-        Never loads it.
-    """
+    """Return ``mpi4py.MPI`` where MPI runs, else None; never loads it."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -167,17 +151,7 @@ def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
 
 
 def abort(message: str, code: int) -> None:
-    """End all ranks of the job; does not return.
-
-    Not collective.
-
-    Parameters
-    ----------
-    message : str
-        Why; a line of standard error.
-    code : int
-        Of this process, and mostly of the job.
-    """
+    """End all ranks of the job; does not return."""
     for function in _before_abort:
         function()
     sys.stdout.flush()

@@ -9,29 +9,18 @@ __all__ = ["Gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a part of one (MIG), as this process sees it.
+    """A GPU, or a part of one (MIG), as this process sees it."""
 
-    Parameters
-    ----------
-    index : int
-        Its number in this process; another process may have another number for it.
-    pci_bus_id : str
-        Its place in the machine, such as ``0000:3B:00.0``.
-    uuid : str
-        What tells apart the parts of one GPU, and GPUs in general; empty if unknown.
-    name : str
-        Such as ``NVIDIA H100``.
-    memory_bytes : int
-        Its memory.
-    compute_capability : str
-        Such as ``9.0``.
-    """
-
+    # Its number in this process; another process may have another number for it.
     index: int
+    # Its place in the machine, such as ``0000:3B:00.0``.
     pci_bus_id: str
+    # What tells apart the parts of one GPU, and GPUs in general; empty if unknown.
     uuid: str = ""
+    # Such as ``NVIDIA H100``.
     name: str = ""
     memory_bytes: int = 0
+    # Such as ``9.0``.
     compute_capability: str = ""
 
     @property

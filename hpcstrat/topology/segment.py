@@ -23,30 +23,11 @@ _MADV_POPULATE_WRITE = 23
 class Segment:
     """Shared memory of a worker, zero at first.
 
-    Collective over ``comm``.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm or PatientComm
-        Ranks that share memory; used here and for freeing a window, not kept busy.
-    common_bytes : int
-        Size of what all ranks write; the same on every rank, as the next.
-    part_bytes : int
-        Size of each rank's own part, a multiple of the page size; halved until all
-        parts fit the file system, down to one page.
-    room_bytes : int
-        How far each part may grow, see `grow`; at least ``part_bytes``.
-    folder : str
-        A memory file system.
-
-    Attributes
-    ----------
-    buffer : memoryview of shape (common_bytes + size * room_bytes,)
-        The bytes, writable: what is common, rounded up to whole pages, then the parts
-        in the order of the ranks. They stay readable after a peer's death.
-    common_bytes, part_bytes, room_bytes : int
-        The sizes, as they came out. Only the first ``part_bytes`` of each
-        ``room_bytes`` may be used.
+    Collective over ``comm``, which is used here and for freeing a window. ``buffer``
+    holds what is common, rounded up to whole pages, and then ``room_bytes`` for each
+    rank, in order, of which only the first ``part_bytes`` may be used. All sizes are
+    the same on every rank; parts are halved, down to one page, until all fit the file
+    system. The memory stays readable after a peer's death.
     """
 
     def __init__(
@@ -114,12 +95,8 @@ class Segment:
     def grow(self) -> bool:
         """Let all parts take all their room, or none, for lack of memory.
 
-        Collective over the communicator it was made with.
-
-        Returns
-        -------
-        bool
-            Whether they have grown.
+        Collective over the communicator it was made with. Returns whether they have
+        grown.
         """
         grown = self._handle >= 0
         if grown:

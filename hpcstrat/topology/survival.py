@@ -50,11 +50,6 @@ def choose_collectives(environment: MutableMapping[str, str]) -> None:
 
     Not collective; before MPI is initialized. Does nothing where the launcher was not
     told to survive the loss of a rank.
-
-    Parameters
-    ----------
-    environment : mutable mapping of str to str
-        This process's; changed.
     """
     if environment.get(_FT_ENABLED, "").lower() not in ("1", "true", "yes"):
         return
@@ -74,22 +69,7 @@ def _may_use_han(environment: MutableMapping[str, str]) -> bool:
 
 
 def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
-    """Say why the loss of a rank cannot be survived here.
-
-    Not collective.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``, initialized.
-    num_nodes : int
-        Number of nodes of the job.
-
-    Returns
-    -------
-    str
-        Empty where it can.
-    """
+    """Say why the loss of a rank cannot be survived here; nothing where it can."""
     version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
     slurm = "SLURM_STEP_ID" in os.environ and "PRTE_LAUNCHED" not in os.environ
     if slurm and mpi.COMM_WORLD.size > 1:
@@ -97,6 +77,7 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
             "expected ranks that mpirun started, found those of srun, which cancels "
             f"the whole step when one dies; {_LAUNCH} inside of the batch script"
         )
+    # A revoked communicator must raise: an MPI that was not told to survive does not.
     own = mpi.COMM_SELF.Dup()
     own.Set_errhandler(mpi.ERRORS_RETURN)
     try:
@@ -129,21 +110,8 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
 def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
     """Refuse to go on where the loss of a rank cannot be survived.
 
-    Collective over ``comm``.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``, initialized.
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    num_nodes : int
-        Number of nodes of the job.
-
-    Raises
-    ------
-    TopologyError
-        On every rank. Never where there is one rank, which has nobody to lose.
+    Collective over ``comm``. Raises TopologyError on every rank; never where there is
+    one rank, which has nobody to lose.
     """
     if comm.size == 1:
         return
@@ -156,23 +124,10 @@ def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
 def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
     """Whether an error says, or hints, that a process has died.
 
-    Not collective.
+    So do errors of communicators that were revoked for that.
 
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    error : BaseException
-        Any.
-    comm : mpi4py.MPI.Intracomm, optional
-        Of all ranks. Nonblocking collectives of Open MPI 5.0 under which a process dies
-        now and then give MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`: this
-        communicator then says why.
-
-    Returns
-    -------
-    bool
-        Also for a communicator that was revoked by a rank that had noticed.
+    Nonblocking collectives of Open MPI 5.0 under which a process dies now and then give
+    MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`: ``comm`` then says why.
     """
     if isinstance(error, mpi.Exception):
         kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
@@ -191,14 +146,9 @@ def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
 
 
 def revoke(comms: Sequence[Any]) -> None:
-    """Make all ranks of communicators raise an error in every call, also in this one.
+    """Make all ranks raise an error in every call, now and later.
 
-    Not collective.
-
-    Parameters
-    ----------
-    comms : sequence of mpi4py.MPI.Intracomm
-        Null ones, and those that are revoked already, are passed over.
+    Null ones, and those that are revoked already, are passed over.
     """
     for comm in comms:
         # A single rank has nobody to wake, and MPI may not know these calls.
@@ -207,20 +157,7 @@ def revoke(comms: Sequence[Any]) -> None:
 
 
 def lost_ranks(comm: Any) -> list[int]:
-    """Return the ranks of a communicator that this process knows to have died.
-
-    Not collective.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        May be revoked.
-
-    Returns
-    -------
-    list of int
-        In order.
-    """
+    """Return the ranks that are known to be dead; ``comm`` may be revoked."""
     failed, group = comm.Get_failed(), comm.Get_group()
     try:
         lost: list[int] = failed.Translate_ranks(None, group)
@@ -233,29 +170,10 @@ def lost_ranks(comm: Any) -> list[int]:
 def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> Any:
     """Make a communicator, on all ranks or on none.
 
-    Collective over ``parent``.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    parent : mpi4py.MPI.Intracomm
-        From what it is made; revoked where a process has died.
-    make : callable
-        Makes it.
-    survives : bool
-        Whether the ranks shall agree that all have it. Otherwise one could have it,
-        and wait in it for another that was told of a death, and cannot say so.
-
-    Returns
-    -------
-    mpi4py.MPI.Intracomm
-        Which raises errors; may be null.
-
-    Raises
-    ------
-    RankLostError
-        If a process has died. On every rank.
+    Collective over ``parent``, which is revoked where a process has died; then
+    RankLostError on every rank. With ``survives`` the ranks agree that all have it:
+    otherwise one could have it, and wait in it for another that was told of a death,
+    and cannot say so.
     """
     if not survives or parent.size == 1:
         return make()

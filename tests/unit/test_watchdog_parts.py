@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.safety.watchdog.late_ranks import LateRank, Report, some_ranks
+from hpcstrat.safety.watchdog.late_ranks import LateRank, LateReport, some_ranks
 from hpcstrat.safety.watchdog.pages import STATUS_START, WAITS, Page, Status
 from hpcstrat.safety.watchdog.stacks import Process, Stacks, look_at, own_stacks
 from hpcstrat.topology.topology import STATUS_BYTES
@@ -163,7 +163,7 @@ def test_report_groups_equal_stacks() -> None:
         LateRank(3, "node04", same),
     ]
     place = "in all_reduce(SUM) of float32[3] (train.py:41, call 812)"
-    text = str(Report([0], 60.2, place, late, 5))
+    text = str(LateReport([0], 60.2, place, late, 5))
     assert text == (
         "rank 0 has waited 60 s in all_reduce(SUM) of float32[3] (train.py:41, call "
         "812) for rank 1 on node03, in evaluate (train.py:52), whose last call was "

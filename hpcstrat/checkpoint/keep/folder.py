@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from hpcstrat.checkpoint.disk.file_names import flush_folder
 from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.topology.process_stat import FLAGS, STATE, process_stat
 
 __all__ = [
     "NO_FILE",
@@ -143,7 +144,7 @@ def _age(path: str) -> float:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process may still write; proc_pid_stat(5) has the fields."""
+    """Whether a process may still write."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -152,14 +153,15 @@ def _lives(pid: int) -> bool:
         # Another user's.
         return True
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            state, *others = file.read().rpartition(")")[2].split()
+        _, fields = process_stat(pid)
         # Or it is another namespace's /proc.
         shown = os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return True
     # To give back memory and blocks of files, a killed process takes some time.
-    return not shown or (state not in "ZX" and not int(others[5]) & _EXITING)
+    return not shown or (
+        fields[STATE] not in "ZX" and not int(fields[FLAGS]) & _EXITING
+    )
 
 
 def identity_of(path: str) -> tuple[int, int, int] | None:

@@ -38,35 +38,18 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """This rank's copy of a variable.
-
-    Parameters
-    ----------
-    name : str
-        The variable's name; the same on every rank.
-    array : ndarray
-        Its component, in host memory or on a GPU.
-    """
+    """This rank's copy of a variable."""
 
     name: str
+    # Its component, in host memory or on a GPU.
     array: Array
 
 
 def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of an array, without the padding of long doubles.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        In any memory order; one on a GPU is copied, and waited for.
-
-    Returns
-    -------
-    ndarray of uint8, of shape (numbers, bytes)
-        A view of a contiguous array in host memory; a complex long double makes two
-        numbers. Not contiguous where there is padding.
+    Of shape (numbers, bytes): a view where the array is contiguous and in host memory.
+    A complex long double makes two numbers. One on a GPU is copied, and waited for.
     """
     flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     if array.dtype.char in "gG":
@@ -82,18 +65,6 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     """Compare the bits of arrays between ranks.
 
     Collective over ``comm``.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    copies : sequence of Copy
-        The same variables in the same order on every rank.
-
-    Returns
-    -------
-    DivergenceError or None
-        About the first array that differs; the same on every rank.
     """
     from mpi4py import MPI
 
@@ -115,7 +86,9 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     return DivergenceError(
         f"expected equal copies of variable {copy.name!r} on all replicas, "
         f"{text}{others}; {ADVICE}",
-        *(ranks, copy.name, element),
+        ranks,
+        variable=copy.name,
+        element=element,
     )
 
 
@@ -128,27 +101,8 @@ def first_difference(
 ) -> tuple[str, tuple[int, ...]]:
     """Say in which element the copies of some ranks differ from that of another.
 
-    Collective over ``comm``.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    array : ndarray or None
-        This rank's copy; looked at on ``reference`` and the first of ``ranks`` only.
-    shape : tuple of int
-        Of these two, which have one dtype, too.
-    reference : int
-        Whose copy is taken for the right one.
-    ranks : sequence of int
-        Which differ from it.
-
-    Returns
-    -------
-    text : str
-        What was found, for a message.
-    element : tuple of int
-        Index of the first element that differs.
+    Collective over ``comm``. Only ``reference`` and the first of ``ranks`` look at
+    their array; the two have one shape and dtype.
     """
     index, values = _first_element(comm, array, reference, ranks[0])
     element = index_of(index, shape)
@@ -163,19 +117,7 @@ def first_difference(
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
     """Return the first rank that has what most ranks have, and those that have not.
 
-    Not collective.
-
-    Parameters
-    ----------
-    found : sequence of object
-        Of every rank, in order.
-
-    Returns
-    -------
-    reference : int
-        The first such rank; of equally many, that of the first rank.
-    ranks : list of int
-        Those with anything else.
+    Of equally many, it is that of the first rank.
     """
     counts: dict[Any, int] = {}
     for value in found:
@@ -187,40 +129,12 @@ def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
 
 
 def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of an element as a tuple of Python integers.
-
-    Not collective.
-
-    Parameters
-    ----------
-    place : int
-        In C order.
-    shape : tuple of int
-        Of the array.
-
-    Returns
-    -------
-    tuple of int
-        Such as ``(3, 4)``.
-    """
+    """Return the index of an element as a tuple of Python integers."""
     return tuple(int(i) for i in np.unravel_index(place, shape))
 
 
 def digest_of(array: Array) -> int:
-    """Return a hash of the bits of an array.
-
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        In host memory or on a GPU.
-
-    Returns
-    -------
-    int
-        From 0 to 2**63 - 1.
-    """
+    """Return a hash of the bits of an array, from 0 to 2**63 - 1."""
     return _digest(octets(array))
 
 
@@ -269,20 +183,7 @@ def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
 
 
 def replicas_text(ranks: Sequence[int]) -> str:
-    """Name replicas, the first few of many.
-
-    Not collective.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        Which.
-
-    Returns
-    -------
-    str
-        Such as ``replicas [1, 3]``.
-    """
+    """Name replicas, the first few of many."""
     if len(ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         return f"{len(ranks)} replicas ({shown}, ...)"

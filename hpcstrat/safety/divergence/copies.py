@@ -54,15 +54,7 @@ _Variable = weakref.ref[MirroredVariable]
 
 
 class Copies:
-    """The mirrored variables made by strategies over the same replicas.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of the replicas.
-    settings : Settings
-        ``divergence`` and its like.
-    """
+    """The mirrored variables made by strategies over the same replicas."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         self._channel = channel
@@ -93,11 +85,6 @@ class Copies:
         """Watch over a variable until it is freed.
 
         Logically collective over the replicas.
-
-        Parameters
-        ----------
-        variable : MirroredVariable
-            New.
         """
         number = self._number = self._number + 1
         freed = functools.partial(self._forget, number)
@@ -110,11 +97,6 @@ class Copies:
         """Watch no longer over the variables of a strategy that is being closed.
 
         Logically collective over the replicas.
-
-        Parameters
-        ----------
-        strategy : Strategy
-            Whose variables.
         """
         for number, variable in list(self._alive()):
             if variable.distribute_strategy is strategy:
@@ -144,24 +126,6 @@ class Copies:
 
         Logically collective over the replicas; collective at every
         ``divergence_interval``-th of full comparisons with a tolerance.
-
-        Parameters
-        ----------
-        run_index : int
-            How often this rank has entered ``run``.
-        mark : int
-            What they carried before.
-
-        Returns
-        -------
-        int
-            From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and
-            the copies that were looked at.
-
-        Raises
-        ------
-        DivergenceError
-            On every replica, where copies with a tolerance differ.
         """
         if self._planned != self._changes:
             self._plan()
@@ -196,19 +160,10 @@ class Copies:
         return mark >> 1
 
     def difference(self, comm: Any) -> DivergenceError | None:
-        """Compare all copies, after marks that differ.
+        """Compare all copies, after marks that differ; return what all replicas raise.
 
-        Collective over ``comm``.
-
-        Parameters
-        ----------
-        comm : mpi4py.MPI.Intracomm
-            The replicas, which are all at the same call.
-
-        Returns
-        -------
-        DivergenceError or None
-            What all replicas raise; None where the copies are equal.
+        Collective over ``comm``; all replicas are at the same call. None where the
+        copies are equal.
         """
         if self._on_device is not None:
             # Ranks that had freed different variables have copied different slices.
@@ -235,14 +190,8 @@ class Copies:
     def check(self) -> None:
         """Compare all copies now.
 
-        Collective over the replicas.
-
-        Raises
-        ------
-        DivergenceError
-            On every replica, about the first variable whose copies differ.
-        CollectiveError
-            If another rank does something else. On every rank.
+        Collective over the replicas. Raises DivergenceError on every replica, about the
+        first variable whose copies differ.
         """
         self._channel.agree(_COMPARISON)
         with self._channel.moving(_COMPARISON) as comm:
@@ -321,7 +270,9 @@ class Copies:
                 "variable %r is %s in element %s; the setting non_finite='warn', "
                 "'raise' or 'skip' finds the gradient and the replica from which "
                 "it comes",
-                *(variable.name, value, index_of(place, variable.shape)),
+                variable.name,
+                value,
+                index_of(place, variable.shape),
             )
 
 

@@ -22,24 +22,10 @@ def check_mirrored(
 ) -> None:
     """Compare mirrored variables between replicas, all or a part of them.
 
-    Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas, and whose tolerance.
-    variables : mapping of str to Variable
-        By name, the same on every replica; SyncOnRead ones are passed over, plain ones
-        must be equal, too.
-    turn : int, optional
-        Which part: with 0, 1, 2 and so on, all bytes have their turn. A part has 16 MiB
-        or an eighth of the bytes by the number of replicas. Default: all.
-
-    Raises
-    ------
-    DivergenceError
-        On every replica, naming the first variable that differs, the replicas whose
-        copy is not that of most of them, and its first element that differs.
+    Collective over the strategy's replicas; names are the same on every one. Raises a
+    DivergenceError on every replica. SyncOnRead variables are passed over, plain ones
+    must be equal, too. With ``turn`` 0, 1, 2 and so on all bytes have their turn: a
+    part has 16 MiB, or an eighth of the bytes by the number of replicas.
     """
     if strategy.num_replicas_in_sync == 1:
         return

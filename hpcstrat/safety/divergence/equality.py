@@ -58,18 +58,6 @@ def check_equal(strategy: Any, tree: Tree) -> None:
     """Raise on every replica where a tree differs; see `Strategy.check_equal`.
 
     Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    tree : tree
-        Of what `Strategy.check_equal` takes.
-
-    Raises
-    ------
-    DivergenceError
-        On every replica.
     """
     parts: list[_Part] = []
     try:
@@ -168,7 +156,7 @@ def _path(tree: Tree, leaf: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Described:
     """What all ranks learn of a part, to find the first that differs."""
 
     path: str
@@ -183,13 +171,15 @@ def _difference(
 ) -> DivergenceError | None:
     """Find the first part that differs; None where there is none after all."""
     own = [
-        _Entry(
-            *(_path(tree, part.leaf) + part.field, part.kind, part.digest),
+        _Described(
+            path=_path(tree, part.leaf) + part.field,
+            kind=part.kind,
+            digest=part.digest,
             shape=None if part.array is None else part.array.shape,
         )
         for part in parts
     ]
-    found: list[tuple[str, list[_Entry]]] = comm.allgather((containers, own))
+    found: list[tuple[str, list[_Described]]] = comm.allgather((containers, own))
     columns = list(itertools.zip_longest(*[entries for _, entries in found]))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if differing:
@@ -204,12 +194,13 @@ def _difference(
         "expected trees of the same structure on all replicas, found "
         f"{structures[ranks[0]]:.150} on {replicas_text(ranks)}, "
         f"{structures[reference]:.150} on replica {reference}; {_ADVICE}",
-        *(ranks, "tree"),
+        ranks,
+        "tree",
     )
 
 
 def _error(
-    comm: Any, column: Sequence[_Entry | None], array: Array | None, more: int
+    comm: Any, column: Sequence[_Described | None], array: Array | None, more: int
 ) -> DivergenceError:
     """Say how the entries of all ranks for one part differ; collective over comm."""
     reference, ranks = most_common(column)
@@ -233,5 +224,7 @@ def _error(
     others = f", and that {more} more leaves differ" if more else ""
     return DivergenceError(
         f"expected {path} to be equal on all replicas, {text}{others}; {_ADVICE}",
-        *(ranks, path, element),
+        ranks,
+        path,
+        element,
     )

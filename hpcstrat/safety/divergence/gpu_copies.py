@@ -69,13 +69,7 @@ class _Copied:
 
 
 class DeviceCopies:
-    """Slices of the mirrored variables on a GPU.
-
-    Attributes
-    ----------
-    slices : list of list of _Piece
-        Which elements are hashed in turn; holds the memory of the variables.
-    """
+    """Slices of the mirrored variables on a GPU, which hold the variables' memory."""
 
     def __init__(self) -> None:
         self.slices: list[list[_Piece]] = []
@@ -86,15 +80,7 @@ class DeviceCopies:
         self._turn = 0
 
     def plan(self, variables: Sequence[MirroredVariable]) -> None:
-        """Cut the bytes of variables into slices.
-
-        Not collective.
-
-        Parameters
-        ----------
-        variables : sequence of MirroredVariable
-            On this rank's GPU.
-        """
+        """Cut the bytes of variables into slices."""
         total = sum(v.component.nbytes + _PIECE_BYTES for v in variables)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
         budget = min(share, _MOST_BYTES)
@@ -124,21 +110,9 @@ class DeviceCopies:
     def roll(self, run_index: int, mark: int) -> tuple[int, NotFinite | None]:
         """Copy the slice that is due, and hash an earlier one.
 
-        Not collective. Waits for the GPU if it is `LAG` entries into ``run`` behind.
-
-        Parameters
-        ----------
-        run_index : int
-            How often this rank has entered ``run``.
-        mark : int
-            What the hash begins with.
-
-        Returns
-        -------
-        mark : int
-            From 0 to 2**63 - 1; as given where nothing was due.
-        found : tuple or None
-            The first element that is not finite, where it was looked for.
+        Returns the new mark, as given where nothing was due, and the first element that
+        is not finite, where it was looked for. Waits for the GPU if it is `LAG` entries
+        into ``run`` behind.
         """
         self._under_way.append(self._copied(run_index))
         if len(self._under_way) <= LAG:
@@ -194,17 +168,7 @@ class DeviceCopies:
     def hashed(self, mark: int) -> int:
         """Hash all bytes now.
 
-        Not collective. Waits for the GPU.
-
-        Parameters
-        ----------
-        mark : int
-            What the hash begins with.
-
-        Returns
-        -------
-        int
-            From 0 to 2**63 - 1.
+        Waits for the GPU.
         """
         for reference in self._variables:
             variable = reference()

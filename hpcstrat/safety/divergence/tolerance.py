@@ -31,26 +31,13 @@ _PIECE = 1 << 15
 def compare(
     comm: Any, copies: Sequence[Copy], tolerance: float
 ) -> DivergenceError | None:
-    """Compare arrays between ranks.
+    """Compare arrays between ranks; return the error that all of them raise.
 
-    Collective over ``comm``.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    copies : sequence of Copy
-        The same variables in the same order on every rank.
-    tolerance : float
-        By how much the smallest and the largest copy of an element of a floating array
-        may differ, relative to the largest absolute value in all copies of the array;
-        NaN and infinities must be in the same places. 0 compares bits.
-
-    Returns
-    -------
-    DivergenceError or None
-        About the first array that differs, of those that are compared by bits before
-        the others; the same on every rank.
+    Collective over ``comm``; the same variables in the same order on every rank. The
+    smallest and the largest copy of an element of a floating array may differ by
+    ``tolerance`` times the largest absolute value in all copies of the array; NaN and
+    infinities must be in the same places. 0 compares bits. Arrays that are compared by
+    bits come before the others.
     """
     if not tolerance:
         return compare_bits(comm, copies)
@@ -60,6 +47,7 @@ def compare(
     from mpi4py import MPI
 
     floating = [c for c in copies if _is_floating(c.array)]
+    # Of all copies: each rank must allow the same.
     largest = np.array([_largest(_reals(c.array)) for c in floating])
     comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
     for copy, scale in zip(floating, largest, strict=True):
@@ -104,6 +92,7 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
     reals = _reals(copy.array)
     for start in range(0, reals.size, _PIECE):
         values, kinds = _split(reals[start : start + _PIECE])
+        # The largest negative value is the smallest value: one message for both.
         extremes = np.stack([values, -values, kinds, -kinds])
         comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
         bad = extremes[2] != -extremes[3]
@@ -133,5 +122,7 @@ def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError
         f"{allowed:.3g} on all replicas, found {replicas_text(ranks)} farther from "
         f"replica {reference}, first in element {element}: {found[ranks[0]]} on "
         f"replica {ranks[0]}, {found[reference]} on replica {reference}; {ADVICE}",
-        *(ranks, copy.name, element),
+        ranks,
+        variable=copy.name,
+        element=element,
     )

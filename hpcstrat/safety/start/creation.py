@@ -26,7 +26,7 @@ from hpcstrat.safety.presence import CREATES, MADE, STARTS, own_board
 from hpcstrat.safety.presence import FAILED as LEFT_BY_ERROR
 from hpcstrat.safety.start.missing import Missing, missing_ranks
 from hpcstrat.safety.uncaught import running_mpi
-from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, Report, some_ranks
+from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateReport, some_ranks
 from hpcstrat.safety.watchdog.watchdog import end_process
 from hpcstrat.settings import Settings
 from hpcstrat.topology.survival import is_loss, revoke
@@ -56,15 +56,7 @@ _turns: dict[str, int] = {}
 
 
 class Creation:
-    """Surrounds the creation of a strategy, the start of MPI included.
-
-    Parameters
-    ----------
-    what : str
-        For messages.
-    given : Settings
-        Of this rank; those of replica 0 hold once they are known.
-    """
+    """Surrounds the creation of a strategy, the start of MPI included."""
 
     def __init__(self, what: str, given: Settings) -> None:
         try:
@@ -130,15 +122,7 @@ class Creation:
             )
 
     def pause(self, pauses: bool) -> None:
-        """Say whether a channel's own watchdog looks after this rank for a while.
-
-        Not collective.
-
-        Parameters
-        ----------
-        pauses : bool
-            Whether it does from now on.
-        """
+        """Say whether a channel's own watchdog looks after this rank for a while."""
         self._pauses = pauses
         self._step(CREATES)
 
@@ -152,33 +136,13 @@ class Creation:
         survives: bool = False,
         guesses: bool = False,
     ) -> None:
-        """Return once all ranks are about to make the same.
+        """Go on once all ranks are about to make the same.
 
-        Collective over ``comm``.
-
-        Parameters
-        ----------
-        mpi : module
-            ``mpi4py.MPI``, initialized.
-        comm : mpi4py.MPI.Intracomm
-            The ranks.
-        call : Call
-            What this rank is about to make.
-        problem : Exception, optional
-            Why this rank cannot.
-        survives : bool
-            Whether the death of a rank is to be an error.
-        guesses : bool
-            Whether the others may meet elsewhere; then the problem is raised soon.
-
-        Raises
-        ------
-        CollectiveError
-            If ranks are about to make other things, or do not come in time.
-        ReplicaError
-            If another rank cannot.
-        RankLostError
-            If a rank has died, and that is survived.
+        Collective over ``comm``. Raises, on every rank, a CollectiveError if ranks are
+        about to make other things, or do not come in time, and a ReplicaError if
+        another one has a ``problem``, which is raised here where it is this rank's own.
+        RankLostError instead where a death is survived. With ``guesses`` the others may
+        meet elsewhere, so that the problem is raised after a moment of grace.
         """
         self._survives, self._guess = survives, problem if guesses else None
         self._join(mpi, comm, call)
@@ -288,7 +252,7 @@ class Creation:
         return gone if now > self._hopeless_since + _GRACE_SECONDS else []
 
     def _watch(self) -> None:
-        """Report who is missing; the work of the thread."""
+        """LateReport who is missing; the work of the thread."""
         least = min(self._warn, self._limit) / 4
         tick = min(max(least, _SHORTEST_TICK_SECONDS), 1.0)
         while not self._ended.wait(tick):
@@ -343,9 +307,12 @@ class Creation:
         if self._ended.is_set() or self._since > now:
             return
         site = f" ({self._site})" if self._site else ""
-        report = Report(
-            *(there or [own], now - self._since, f"in {self._what}{site}"),
-            *(late, len(missing)),
+        report = LateReport(
+            waiting=there or [own],
+            seconds=now - self._since,
+            place=f"in {self._what}{site}",
+            late=late,
+            num_late=len(missing),
         )
         get_logger().warning("%s", report)
 

@@ -11,6 +11,7 @@ from typing import Any
 from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, Board
 from hpcstrat.safety.watchdog.late_ranks import LateRank
 from hpcstrat.safety.watchdog.stacks import HELD, Process, Stacks, look_at
+from hpcstrat.topology.process_stat import STATE, process_stat
 
 __all__ = ["Missing", "missing_ranks"]
 
@@ -19,28 +20,15 @@ _MOST_REASON = 160
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A rank for which others wait.
-
-    Parameters
-    ----------
-    rank : int
-        Of the job.
-    host : str
-        Where it runs.
-    words : str
-        A relative clause about it; may be empty.
-    known : bool
-        Whether this host knows more of it than that it has not come.
-    gone : bool
-        Whether it is certain that it will not come.
-    page : dict
-        What it says of itself.
-    """
+    """A rank for which others wait."""
 
     rank: int
     host: str
+    # A relative clause about it; may be empty.
     words: str = ""
+    # Whether this host knows more of it than that it has not come.
     known: bool = True
+    # Whether it is certain that it will not come.
     gone: bool = False
     page: dict[str, Any] = field(default_factory=dict)
 
@@ -50,14 +38,9 @@ class Missing:
         return f"rank {self.rank} on {self.host}{words}"
 
     def described(self) -> LateRank:
-        """Return it with its stacks, for a report.
+        """Return it with its stacks, where they can be had, for a report.
 
-        Not collective. Takes up to half a second.
-
-        Returns
-        -------
-        LateRank
-            Without stacks where they cannot be had.
+        Takes up to half a second.
         """
         page, stacks = self.page, Stacks()
         if "process" in page and not page["ended"] and page["pids"] == _pids():
@@ -76,25 +59,10 @@ def missing_ranks(
     *,
     seen_only: bool = False,
 ) -> list[Missing]:
-    """Return the ranks that are not seen to wait for the same as this one.
+    """Return the ranks of the job that are not seen to wait for the same as this one.
 
-    Not collective.
-
-    Parameters
-    ----------
-    board : Board or None
-        None where nothing is known.
-    ranks : sequence of int
-        All that are awaited, in the job.
-    group, turn : str, int
-        In what they are awaited; an empty group: in the start of MPI.
-    seen_only : bool
-        Whether to leave out those that have no page here.
-
-    Returns
-    -------
-    list of Missing
-        In order. Where none is known to be missing here, all of other hosts.
+    An empty group stands for the start of MPI. Where none is known to be missing here,
+    all ranks of other hosts are named, unless only those are wanted that are ``seen``.
     """
     if board is None:
         return []
@@ -165,8 +133,7 @@ def _lives(page: dict[str, Any]) -> bool:
     if page["pids"] != _pids():
         return False
     try:
-        with open(f"/proc/{page['pid']}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return process_stat(page["pid"])[1][STATE] not in "ZX"
     except OSError:
         return False
 

@@ -26,21 +26,9 @@ _RANKS_TOLD = 2
 class Exchange:
     """Messages from and to this rank.
 
-    Parameters
-    ----------
-    watch : Watch
-        Of this rank.
-
-    Attributes
-    ----------
-    held_until : float
-        Until when another rank makes the inquiry.
-    yields : bool
-        Whether a lower rank has begun an inquiry in the current round.
-    answers : dict of int to dict
-        Messages of other workers in the current round, by worker.
-    found : dict of int to tuple of Stacks and str
-        Stacks and last calls of ranks of other workers, in the current round.
+    ``held_until`` is when another rank's inquiry should be over; ``yields`` says that a
+    lower one has begun one in this round. Of the round are ``answers``, by worker, and
+    ``found``, stacks and last calls of ranks of other workers.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -65,43 +53,15 @@ class Exchange:
         self.found.clear()
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask what the ranks of other workers do; `answers` takes what comes.
-
-        Not collective.
-
-        Parameters
-        ----------
-        ranks : sequence of int
-            One or more of each worker.
-        """
+        """Ask ranks of each worker what they do; `answers` takes what comes."""
         self._send(ranks, "ask", {})
 
     def ask_stacks(self, to: int, ranks: Sequence[int]) -> None:
-        """Ask for stacks; `found` takes what comes.
-
-        Not collective.
-
-        Parameters
-        ----------
-        to : int
-            A rank that has answered.
-        ranks : sequence of int
-            Of its worker.
-        """
+        """Ask a rank that has answered for stacks of its worker; `found` takes them."""
         self._send([to], "stacks", {"ranks": ranks})
 
     def tell_verdict(self, late: Sequence[int], left: float) -> None:
-        """Tell those who have answered who is late.
-
-        Not collective.
-
-        Parameters
-        ----------
-        late : sequence of int
-            The ranks.
-        left : float
-            For how many seconds they are excused.
-        """
+        """Tell those who have answered who is late, and how long excused."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
 
@@ -116,13 +76,8 @@ class Exchange:
     def tell_slow(self, slow_until: float) -> None:
         """Tell other workers that this rank expects to be slow.
 
-        Not collective. They answer for it, where C code stops its watchdog, and there
-        is no other rank in its worker.
-
-        Parameters
-        ----------
-        slow_until : float
-            Until when.
+        They answer for it, where C code stops its watchdog, and there is no other rank
+        in its worker.
         """
         topology, peers = self._watch.topology, self._watch.peers
         note = {"left": slow_until - time.monotonic()}
@@ -131,20 +86,7 @@ class Exchange:
             self._send(peers.ranks(worker)[:_RANKS_TOLD], "note", note)
 
     def noted(self, rank: int) -> float:
-        """Return how much longer a rank of another worker expects to be slow.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        float
-            In seconds.
-        """
+        """Return how many seconds more a rank of another worker will be slow."""
         return max(self._notes.get(rank, -math.inf) - time.monotonic(), LONG_AGO)
 
     def receive(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hpcstrat.channel.waiting import Waiting
 from hpcstrat.safety.watchdog.exchange import Exchange
-from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, Report
+from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks, site_of
 from hpcstrat.safety.watchdog.watch import Watch
@@ -27,19 +27,7 @@ _AGAIN_SECONDS = 0.5
 class Inquiry:
     """Finds out for whom this rank waits.
 
-    Parameters
-    ----------
-    watch, exchange : Watch, Exchange
-        Of this rank.
-    waiting : Waiting
-        What it waits for.
-    serve : callable
-        Answers messages of others for some seconds, or until one has come.
-
-    Attributes
-    ----------
-    late : list of RankState
-        The ranks for which it waits, once `run` has returned.
+    ``serve`` answers messages of others for some seconds, or until one has come.
     """
 
     def __init__(
@@ -65,14 +53,9 @@ class Inquiry:
         return ended or (self._exchange.yields and not self._reports)
 
     def run(self) -> bool:
-        """Ask all workers, decide who is late, and tell all who have answered.
+        """Ask all workers, decide who is late (`late`), and tell all who have answered.
 
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False where the inquiry has become obsolete.
+        False where the inquiry has become obsolete.
         """
         watch = self._watch
         self._exchange.begin()
@@ -139,15 +122,10 @@ class Inquiry:
         # Where nobody is late, MPI does not move the data.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
-    def report(self) -> Report | None:
-        """Return who waits for whom, with the stacks of the late ranks.
+    def report(self) -> LateReport | None:
+        """Look at those who are late, which takes some seconds, and return the report.
 
-        Not collective. Takes some seconds.
-
-        Returns
-        -------
-        Report or None
-            None where the inquiry has become obsolete.
+        None where the inquiry has become obsolete.
         """
         watch, waiting = self._watch, self._waiting
         # From here on nobody else does.
@@ -178,7 +156,7 @@ class Inquiry:
             site = site_of(waiting.thread)
             where = f"{site}, " if site else ""
             place = f"in {waiting.call.text} ({where}call {self._sequence})"
-        return Report(
+        return LateReport(
             waits or [watch.topology.replica_id],
             time.monotonic() - waiting.start,
             place,
@@ -203,8 +181,13 @@ class Inquiry:
             last = f"call {number} {text}".rstrip()
         was_slow = state.slow_left > self._waiting.start - time.monotonic()
         return LateRank(
-            *(state.rank, self._watch.peers.host(state.rank), stacks, last, ago),
-            *(state.slow_left, was_slow),
+            state.rank,
+            self._watch.peers.host(state.rank),
+            stacks,
+            last_call=last,
+            seconds_ago=ago,
+            slow_left=state.slow_left,
+            is_slow=was_slow,
         )
 
     def _collect(self, ranks: list[int]) -> dict[int, Stacks]:

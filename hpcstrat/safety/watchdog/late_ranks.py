@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpcstrat.safety.watchdog.stacks import Stacks
 
-__all__ = ["SHOWN_RANKS", "LateRank", "Report", "some_ranks"]
+__all__ = ["SHOWN_RANKS", "LateRank", "LateReport", "some_ranks"]
 
 SHOWN_RANKS = 8
 """How many late ranks are shown one by one."""
@@ -15,32 +15,18 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LateRank:
-    """A rank for which others wait.
-
-    Parameters
-    ----------
-    rank : int
-        Which.
-    host : str
-        Where it runs.
-    stacks : Stacks
-        What it does.
-    last_call : str
-        Number and text of its last call; empty where that is not known.
-    seconds_ago : float, optional
-        When that was; None where it is not known.
-    slow_left : float
-        How much longer it expects to be slow; negative: since when it does not.
-    is_slow : bool
-        Whether it is, or was, inside of ``expect_slow`` since the others wait.
-    """
+    """A rank for which others wait."""
 
     rank: int
     host: str
     stacks: Stacks
+    # Number and text of its last call; empty where that is not known.
     last_call: str = ""
+    # When that was; None where it is not known.
     seconds_ago: float | None = None
+    # How much longer it expects to be slow; negative: since when it does not.
     slow_left: float = 0.0
+    # Whether it is, or was, inside of ``expect_slow`` since the others wait.
     is_slow: bool = False
 
     def __str__(self) -> str:
@@ -62,26 +48,15 @@ class LateRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Who waits for whom.
-
-    Parameters
-    ----------
-    waiting : sequence of int
-        Ranks that wait in the same call.
-    seconds : float
-        For how long the reporting one does.
-    place : str
-        In which call: ``in barrier (train.py:41, call 812)``.
-    late : sequence of LateRank
-        The first of those for which they wait.
-    num_late : int
-        How many there are in all.
-    """
+class LateReport:
+    """Who waits for whom."""
 
     waiting: Sequence[int]
+    # For how long the reporting one does.
     seconds: float
+    # In which call: ``in barrier (train.py:41, call 812)``.
     place: str
+    # The first of those for which they wait.
     late: Sequence[LateRank]
     num_late: int
 
@@ -105,20 +80,7 @@ class Report:
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, but not more than a line holds.
-
-    Not collective.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        In order.
-
-    Returns
-    -------
-    str
-        Such as ``rank 3``, ``ranks [1, 3]``.
-    """
+    """Name ranks, but not more than a line holds."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     left = len(ranks) - 2 * SHOWN_RANKS

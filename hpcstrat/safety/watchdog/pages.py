@@ -48,72 +48,40 @@ _ATTEMPTS = 3
 
 @dataclass(slots=True)
 class Status:
-    """What a rank tells; times are of the machine's monotonic clock.
-
-    Parameters
-    ----------
-    beat : float
-        When it was written.
-    sequence : int
-        Number of calls so far.
-    state : int
-        ``BUSY``, ``WAITS``, ``EXCHANGES`` or ``LEAVES``.
-    since : float
-        Since when.
-    slow_until : float
-        Until when the rank expected to be slow; minus infinity: never.
-    asks_at : float
-        When it last asked late ranks for their stacks.
-    inquires_at : float
-        When it last began to find out who is late.
-    reported_at : float
-        When a rank last reported, as far as it knows.
-    verdict_at : float
-        When it last learned who is late.
-    patient_until : float
-        Until when the late ranks are excused, see `watch.Verdict`.
-    text : dict
-        More, as JSON.
-    """
+    """What a rank tells; times are of the machine's monotonic clock."""
 
     beat: float = 0.0
     sequence: int = 0
+    # ``BUSY``, ``WAITS``, ``EXCHANGES`` or ``LEAVES``.
     state: int = BUSY
     since: float = 0.0
+    # Until when the rank expected to be slow; minus infinity: never.
     slow_until: float = -math.inf
+    # When it last asked late ranks for their stacks.
     asks_at: float = -math.inf
+    # When it last began to find out who is late.
     inquires_at: float = -math.inf
+    # When a rank last reported, as far as it knows.
     reported_at: float = -math.inf
+    # When it last learned who is late.
     verdict_at: float = -math.inf
+    # Until when the late ranks are excused, see `watch.Verdict`.
     patient_until: float = -math.inf
     text: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank; all times are seconds before now.
-
-    Parameters
-    ----------
-    rank : int
-        A replica.
-    sequence : int
-        Number of its calls.
-    state : int
-        See `hpcstrat.safety.watchdog.pages`.
-    waited : float
-        For how long it has been in that state.
-    slow_left : float
-        How much longer it expects to be slow; negative: that is over.
-    age : float
-        When it told that; infinity: it has not.
-    """
+    """What is known of a rank; all times are seconds before now."""
 
     rank: int
     sequence: int = -1
     state: int = BUSY
+    # For how long it has been in that state.
     waited: float = 0.0
+    # How much longer it expects to be slow; negative: that is over.
     slow_left: float = LONG_AGO
+    # When it told that; infinity: it has not.
     age: float = math.inf
 
     @property
@@ -128,13 +96,7 @@ class RankState:
 
 
 class Page:
-    """The page of one rank.
-
-    Parameters
-    ----------
-    memory : memoryview of bytes
-        Shared.
-    """
+    """The page of one rank."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -143,12 +105,7 @@ class Page:
     def write(self, status: Status) -> None:
         """Show a status; for the rank whose page this is.
 
-        Not collective.
-
-        Parameters
-        ----------
-        status : Status
-            Its text is left out where the page is too small.
+        Its text is left out where the page is too small.
         """
         text = b""
         if status.text:
@@ -160,29 +117,24 @@ class Page:
             self._memory[_TEXT_START : _TEXT_START + len(text)] = text
             self._text = text
         header = _HEADER.pack(
-            *(status.beat, status.sequence, status.state, status.since),
-            *(status.slow_until, status.asks_at, status.inquires_at),
-            *(status.reported_at, status.verdict_at, status.patient_until),
-            *(len(text), zlib.crc32(text)),
+            status.beat,
+            status.sequence,
+            status.state,
+            status.since,
+            status.slow_until,
+            status.asks_at,
+            status.inquires_at,
+            status.reported_at,
+            status.verdict_at,
+            status.patient_until,
+            len(text),
+            zlib.crc32(text),
         )
         block = header + _CHECK.pack(zlib.crc32(header))
         self._memory[: len(block)] = block
 
     def read(self, with_text: bool = False) -> Status | None:
-        """Return what the page shows.
-
-        Not collective.
-
-        Parameters
-        ----------
-        with_text : bool
-            Whether the text is wanted.
-
-        Returns
-        -------
-        Status or None
-            None where nothing complete is there.
-        """
+        """Return what the page shows; None where nothing complete is there."""
         status = None
         for _ in range(_ATTEMPTS):
             block = self._memory[: _HEADER.size + _CHECK.size].tobytes()

@@ -49,15 +49,7 @@ _ROW = np.dtype(
 
 
 def open_socket() -> socket.socket | None:
-    """Return a socket for `Mail`; None where there cannot be one.
-
-    Not collective.
-
-    Returns
-    -------
-    socket.socket or None
-        Does not block; to be closed by the caller.
-    """
+    """Return a socket for `Mail`, which does not block, if there can be one."""
     opened = None
     try:
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -71,23 +63,9 @@ def open_socket() -> socket.socket | None:
 
 
 class Peers:
-    """All processes of a topology.
+    """All processes of a topology, and the secret ``key`` that they share.
 
     Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the processes.
-    process : Process
-        This one.
-    port : int
-        Where its watchdog gets messages; 0: nowhere.
-
-    Attributes
-    ----------
-    key : bytes
-        Secret of these processes.
     """
 
     def __init__(self, topology: Topology, process: Process, port: int) -> None:
@@ -111,72 +89,20 @@ class Peers:
         self._own = table[topology.replica_id]
 
     def host(self, rank: int) -> str:
-        """Return the name of a rank's host.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        str
-            As the host calls itself.
-        """
+        """Return the name of a rank's host."""
         return bytes(self._table[rank]["host"]).decode(errors="replace")
 
     def worker(self, rank: int) -> int:
-        """Return the worker of a rank.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        int
-            From 0 on.
-        """
+        """Return the worker of a rank."""
         return int(self._table[rank]["worker"])
 
     def ranks(self, worker: int) -> list[int]:
-        """Return the ranks of a worker.
-
-        Not collective.
-
-        Parameters
-        ----------
-        worker : int
-            From 0 on.
-
-        Returns
-        -------
-        list of int
-            In order.
-        """
+        """Return the ranks of a worker."""
         found: list[int] = np.flatnonzero(self._table["worker"] == worker).tolist()
         return found
 
     def process(self, rank: int) -> Process | None:
-        """Return a rank's process, where it can be looked at from here.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        Process or None
-            None if it is on another machine, or in another container.
-        """
+        """Return a rank's process; None on another machine, or in another container."""
         row, own = self._table[rank], self._own
         if not own["pids"] or row["pids"] != own["pids"]:
             return None
@@ -184,20 +110,7 @@ class Peers:
         return Process(*(int(row[name]) for name in names))
 
     def places(self, rank: int) -> list[tuple[str, int]]:
-        """Return the addresses at which a rank's watchdog may be reached.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        list of tuple of str and int
-            Address and port; empty where there are none.
-        """
+        """Return addresses and ports at which a rank's watchdog may be reached."""
         row, own = self._table[rank], self._own
         port = int(row["port"])
         if not port:
@@ -212,37 +125,14 @@ class Peers:
 
 
 class Mail:
-    """What a process's watchdog sends to those of other workers, and gets from them.
-
-    Parameters
-    ----------
-    peers : Peers
-        All processes.
-    opened : socket.socket
-        From `open_socket`; closed by `close`.
-
-    Attributes
-    ----------
-    socket : socket.socket
-        As given.
-    """
+    """What a process's watchdog sends to those of other workers, and gets from them."""
 
     def __init__(self, peers: Peers, opened: socket.socket) -> None:
         self._peers = peers
         self.socket = opened
 
     def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
-        """Send a message; nobody knows whether it comes.
-
-        Not collective.
-
-        Parameters
-        ----------
-        ranks : iterable of int
-            To which replicas.
-        message : dict
-            Of what JSON has.
-        """
+        """Send a message; nobody knows whether it comes."""
         data = json.dumps(message).encode()
         datagram = _signature(self._peers.key, data) + data
         if len(datagram) > _LARGEST_BYTES:
@@ -255,11 +145,6 @@ class Mail:
         """Yield what has come.
 
         Not collective; does not wait.
-
-        Yields
-        ------
-        dict
-            A message of one of these processes.
         """
         for _ in range(_MOST_AT_ONCE):
             try:

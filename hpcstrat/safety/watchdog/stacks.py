@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpcstrat.logs import get_logger
+from hpcstrat.topology.process_stat import START, STATE, process_stat
 
 __all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
 
@@ -58,46 +59,28 @@ _Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What a process is doing.
+    """What a process is doing."""
 
-    Parameters
-    ----------
-    words : str
-        A relative clause for what is odd about it; may be empty.
-    where : str
-        Its main thread's innermost frame outside of the library, such as
-        ``evaluate (train.py:52)``; empty where that is not known.
-    text : str
-        The stacks of its threads, the main thread first; may be empty.
-    """
-
+    # A relative clause for what is odd about it; may be empty.
     words: str = ""
+    # Its main thread's innermost frame outside of the library, such as ``evaluate
+    # (train.py:52)``; empty where that is not known.
     where: str = ""
+    # The stacks of its threads, the main thread first; may be empty.
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """How to find a process of this machine, and to make it show its stacks.
-
-    Parameters
-    ----------
-    pid : int
-        Its number.
-    start : int
-        When it started, in ticks of the machine: tells a reused number apart.
-    main : int
-        Identity of its main thread.
-    signal : int
-        What makes it write its stacks; 0 where nothing does.
-    handle : int
-        Its descriptor of the file into which it writes them.
-    """
+    """How to find a process of this machine, and to make it show its stacks."""
 
     pid: int
+    # When it started, in ticks of the machine: tells a reused number apart.
     start: int
     main: int
+    # What makes it write its stacks; 0 where nothing does.
     signal: int
+    # Its descriptor of the file into which it writes them.
     handle: int
 
 
@@ -111,25 +94,9 @@ class _Own:
 def prepare(offset: int, *, quiet: bool = False) -> Process:
     """Let neighbours make this process show its stacks, until it ends.
 
-    Not collective. A second call for the same signal changes nothing.
-
-    Parameters
-    ----------
-    offset : int
-        Which signal, counted from SIGRTMIN; 0: none. One that is in use is refused,
-        with a warning.
-    quiet : bool
-        Whether to leave out the warning; it comes with the next call.
-
-    Returns
-    -------
-    Process
-        This one.
-
-    Raises
-    ------
-    ValueError
-        If there is no such signal.
+    A second call for the same signal, which is counted from SIGRTMIN, changes nothing;
+    0 is none. One that is in use is refused, with a warning, which a ``quiet`` call
+    leaves to the next. Raises ValueError if there is no such signal.
     """
     number = signal.SIGRTMIN + offset
     if number > signal.SIGRTMAX:
@@ -188,40 +155,21 @@ def _proc(pid: int, name: str) -> str:
 
 def _stat(pid: int) -> tuple[str, int]:
     """Return state and start of a process; ``"X"`` where there is none."""
-    # The second field is the program's name, which may hold blanks and brackets.
-    fields = _proc(pid, "stat").rpartition(")")[2].split()
-    return (fields[0], int(fields[19])) if fields else ("X", 0)
+    try:
+        _, fields = process_stat(pid)
+    except OSError:
+        return "X", 0
+    return fields[STATE], int(fields[START])
 
 
 def site_of(thread: int) -> str:
-    """Return file and line of a thread's innermost frame outside the library.
-
-    Not collective.
-
-    Parameters
-    ----------
-    thread : int
-        Identity of a thread of this process.
-
-    Returns
-    -------
-    str
-        Such as ``train.py:41``; may be empty.
-    """
+    """Return file and line of a thread's innermost frame outside the library."""
     where = _where(_frames(sys._current_frames().get(thread)))
     return where.rpartition("(")[2].rstrip(")")
 
 
 def own_stacks() -> Stacks:
-    """Return what the threads of this process are doing, but the watchdog's.
-
-    Not collective.
-
-    Returns
-    -------
-    Stacks
-        The main thread first.
-    """
+    """Return what the threads of this process are doing, but the watchdog's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     threads = {
@@ -249,19 +197,9 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
 
 
 def look_at(process: Process) -> Stacks:
-    """Find out what a process of this machine does that does not say so itself.
+    """Return what a process of this machine and this user is doing.
 
-    Not collective. Takes up to half a second.
-
-    Parameters
-    ----------
-    process : Process
-        Of this machine and this user.
-
-    Returns
-    -------
-    Stacks
-        With words that say why it is silent.
+    Takes up to half a second. Words say why it is silent, where it is.
     """
     state, start = _stat(process.pid)
     if start != process.start or state in "ZX":

@@ -46,28 +46,6 @@ class Watch:
     """Watches over one channel.
 
     Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    channel : Channel
-        Open.
-    settings : Settings
-        Without None; the same on every rank.
-
-    Attributes
-    ----------
-    channel, topology, peers : Channel, Topology, Peers
-        Whose calls, and which processes.
-    mail : Mail or None
-        Where there are other workers that can be asked.
-    tick_seconds : float
-        How often to look.
-    warn_seconds, limit_seconds : float
-        The settings.
-    closed : bool
-        Whether the thread must leave it alone.
-    turn_lock : threading.Lock
-        Held by the thread while it looks at this.
     """
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
@@ -103,15 +81,7 @@ class Watch:
         self._looked: dict[int, tuple[float, Stacks]] = {}
 
     def waiting(self) -> Waiting | None:
-        """Return what this rank waits for now, also where MPI blocks it.
-
-        Not collective.
-
-        Returns
-        -------
-        Waiting or None
-            None where it waits for nobody.
-        """
+        """Return what this rank waits for now, also where MPI blocks it."""
         return self.channel.waiter.waiting or self._exchange
 
     def keep_alive(self) -> None:
@@ -126,11 +96,6 @@ class Watch:
         """Tell the worker what this rank does.
 
         Not collective; by any thread.
-
-        Parameters
-        ----------
-        wants_stacks : bool
-            Whether late ranks shall show their stacks from now on.
         """
         with self._lock:
             if self.closed:
@@ -173,27 +138,11 @@ class Watch:
         return max((s.asks_at for s in self.statuses() if s), default=-math.inf)
 
     def statuses(self) -> list[Status | None]:
-        """Return what the worker's ranks tell, in their order.
-
-        Not collective.
-
-        Returns
-        -------
-        list of Status or None
-            None for ranks that have told nothing.
-        """
+        """Return what the worker's ranks tell; None for those that have not."""
         return [page.read() for page in self._pages]
 
     def states(self) -> list[RankState]:
-        """Return what is known of this worker's ranks.
-
-        Not collective.
-
-        Returns
-        -------
-        list of RankState
-            In their order.
-        """
+        """Return what is known of this worker's ranks."""
         now = time.monotonic()
         found = []
         for rank, status in zip(self.indices, self.statuses(), strict=True):
@@ -201,26 +150,20 @@ class Watch:
             if status is not None:
                 slow_left = max(status.slow_until - now, LONG_AGO)
                 state = RankState(
-                    *(rank, status.sequence, status.state, now - status.since),
-                    *(slow_left, now - status.beat),
+                    rank,
+                    status.sequence,
+                    status.state,
+                    waited=now - status.since,
+                    slow_left=slow_left,
+                    age=now - status.beat,
                 )
             found.append(state)
         return found
 
     def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
-        """Return what a rank of this worker does, and its last call.
+        """Return stacks and last call of a rank of this worker, if it has told.
 
-        Not collective. Takes up to half a second where the rank cannot tell itself.
-
-        Parameters
-        ----------
-        rank : int
-            A replica of this worker.
-
-        Returns
-        -------
-        tuple of Stacks and str, or None
-            None where it has not told yet.
+        Takes up to half a second where the rank cannot tell itself.
         """
         now = time.monotonic()
         status = self._pages[self.indices[rank]].read(with_text=True)
@@ -231,20 +174,7 @@ class Watch:
         return Stacks(*status.text["stacks"]), status.text["last"]
 
     def look_at(self, rank: int) -> Stacks:
-        """Look at the process of a rank that does not tell what it does.
-
-        Not collective.
-
-        Parameters
-        ----------
-        rank : int
-            A replica.
-
-        Returns
-        -------
-        Stacks
-            With words that say why it does not.
-        """
+        """Look at the process of a rank that does not tell what it does."""
         process, now = self.peers.process(rank), time.monotonic()
         if process is None:
             return Stacks("which does not answer")
@@ -257,12 +187,7 @@ class Watch:
     def begin_inquiry(self) -> bool:
         """Let the worker's other ranks wait for what this one finds out.
 
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False where a lower one has begun at the same time.
+        False where a lower one has begun at the same time.
         """
         with self._lock:
             self._status.inquires_at = time.monotonic()
@@ -270,19 +195,9 @@ class Watch:
         return not self.others_inquire(self.topology.worker_comm.rank)
 
     def others_inquire(self, below: int | None = None) -> bool:
-        """Whether another rank of the worker finds out who is late.
+        """Whether another rank of the worker, or one ``below``, finds out who is late.
 
-        Not collective.
-
-        Parameters
-        ----------
-        below : int, optional
-            Look only at those before this place.
-
-        Returns
-        -------
-        bool
-            False also where it should have been done by now.
+        False also where it should have been done by now.
         """
         begun = time.monotonic() - HELD_SECONDS
         return any(
@@ -291,15 +206,7 @@ class Watch:
         )
 
     def reported_at(self) -> float:
-        """Return when a rank last reported, as far as this worker knows.
-
-        Not collective.
-
-        Returns
-        -------
-        float
-            Minus infinity: never.
-        """
+        """Return when a rank last reported; -infinity where none is known to."""
         return max((s.reported_at for s in self.statuses() if s), default=-math.inf)
 
     def note_report(self) -> None:
@@ -312,18 +219,9 @@ class Watch:
         self.publish()
 
     def decide(self, at: float, late: Sequence[int], patient_until: float) -> None:
-        """Take note of who is late, and tell the worker.
+        """Take note of who is late since ``at``, and tell the worker.
 
-        Not collective.
-
-        Parameters
-        ----------
-        at : float
-            When that was found out.
-        late : sequence of int
-            The ranks.
-        patient_until : float
-            Until when one of them at least may be late.
+        Until ``patient_until`` one of them at least may be late.
         """
         with self._lock:
             self._late = list(late)[:8]
@@ -332,15 +230,7 @@ class Watch:
         self.publish()
 
     def adopt(self, waiting: Waiting) -> None:
-        """Let this rank know what any of the worker has found out.
-
-        Not collective.
-
-        Parameters
-        ----------
-        waiting : Waiting
-            What it waits for.
-        """
+        """Let this rank know what any of the worker has found out."""
         reported_at = self.reported_at()
         if reported_at > waiting.start:
             waiting.held_until = reported_at + _REPORT_SECONDS

@@ -250,11 +250,6 @@ def end_process(reason: str) -> None:
     """End this process, whose main thread cannot, and with it the job.
 
     Not collective; by a thread beside the main one.
-
-    Parameters
-    ----------
-    reason : str
-        Why.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     # The main thread may hold a lock of these files.
@@ -291,18 +286,6 @@ def register(channel: Channel, settings: Settings) -> None:
     """Watch over a channel until `unregister`.
 
     Collective over the channel's ranks.
-
-    Parameters
-    ----------
-    channel : Channel
-        Open.
-    settings : Settings
-        The same on every rank.
-
-    Raises
-    ------
-    ValueError
-        If there is no such signal as ``stack_signal``. On every rank.
     """
     assert settings.limit_seconds is not None
     channel.waiter.limit_seconds = settings.limit_seconds
@@ -323,15 +306,7 @@ def register(channel: Channel, settings: Settings) -> None:
 
 
 def unregister(channel: Channel) -> None:
-    """Look no longer at a channel; ends the thread with the last one.
-
-    Not collective.
-
-    Parameters
-    ----------
-    channel : Channel
-        One that is not watched is passed over.
-    """
+    """Look no longer at a channel; ends the thread with the last one."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         if one.watch.channel is channel and watchdog is not None:
@@ -374,16 +349,6 @@ def expect_slow(seconds: float) -> Iterator[None]:
     """Let the others wait longer for this rank.
 
     Not collective; see ``Strategy.expect_slow``.
-
-    Parameters
-    ----------
-    seconds : float
-        How long this may take.
-
-    Yields
-    ------
-    None
-        Nothing.
     """
     deadline = time.monotonic() + seconds
     _deadlines.append(deadline)

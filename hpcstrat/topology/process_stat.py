@@ -1,0 +1,20 @@
+"""What Linux says of a process."""
+
+from __future__ import annotations
+
+__all__ = ["FLAGS", "PARENT", "START", "STATE", "process_stat"]
+
+# Places of fields behind the name, as proc_pid_stat(5) numbers them, less three.
+STATE, PARENT, FLAGS, START = 0, 1, 6, 19
+
+
+def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
+    """Return a process's name, as the kernel cuts it, and the fields behind it.
+
+    Raises OSError where there is no such process. One whose state is Z or X has ended;
+    its start, in ticks of the machine, tells a reused number apart.
+    """
+    with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        # The name may hold blanks and brackets.
+        front, _, rest = file.read().rpartition(")")
+    return front.partition("(")[2], rest.split()
