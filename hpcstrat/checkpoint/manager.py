@@ -13,8 +13,8 @@ from typing import Any, Literal, Self, SupportsFloat, overload
 from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
 from hpcstrat.checkpoint.common_verdict import on_first
-from hpcstrat.checkpoint.file.image import Memory
-from hpcstrat.checkpoint.file.layout import Header, checkpoint_name
+from hpcstrat.checkpoint.file.image import ImageMemory
+from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.keep.retention import Retention
@@ -105,7 +105,7 @@ class CheckpointManager(RestoreMethods):
         except Exception as error:
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
-        retention, memory = Retention(folder.path, rules), Memory()
+        retention, memory = Retention(folder.path, rules), ImageMemory()
         super().__init__(folder.path, known, keep_best, retention, memory)
         self._saver = Saver(self._strategy, folder, retention, memory)
         self._pending: CheckpointError | None = None

@@ -7,8 +7,8 @@ from typing import Any
 
 from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.arguments import refuse_torch
-from hpcstrat.checkpoint.file.layout import RESERVED, Entry, Header, section_of
 from hpcstrat.checkpoint.file.plain_state import as_text
+from hpcstrat.checkpoint.file.schema import RESERVED, Entry, Header, section_of
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 
 from hpcstrat.channel.entries import collective
-from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.objects import Objects
@@ -31,7 +31,7 @@ class RestoreMethods(SearchMethods):
         What is best.
     retention : Retention
         Is told of damaged files, on replica 0.
-    memory : Memory
+    memory : ImageMemory
         For what is read.
     """
 
@@ -41,7 +41,7 @@ class RestoreMethods(SearchMethods):
         objects: Objects,
         keep_best: KeepBest | None,
         retention: Retention,
-        memory: Memory,
+        memory: ImageMemory,
     ) -> None:
         super().__init__(directory, objects.strategy, keep_best)
         self._objects = objects

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.common_verdict import on_first
-from hpcstrat.checkpoint.file.layout import list_checkpoints, step_of
+from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.keep.retention import best_path
 from hpcstrat.checkpoint.keep.search import newest_path

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcstrat.chaos import disturbing as library
-from hpcstrat.cli.groups import Group
+from hpcstrat.cli.terminal import UncutGroup
 
 __all__ = ["chaos"]
 
 _COLUMNS = ("job", "Slurm job", "ranks", "processes", "command")
 
 
-@click.group(cls=Group)
+@click.group(cls=UncutGroup)
 def chaos() -> None:
     """Kill, stop or slow down ranks of a running job at random.
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 
+from hpcstrat.checkpoint.bench.scratch import scratch
+from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, Measured, compare
+from hpcstrat.checkpoint.bench.writers import Writers, run_in_threads
 from hpcstrat.checkpoint.disk.file_systems import file_system_name, is_local
-from hpcstrat.checkpoint.disk.scratch import scratch
 from hpcstrat.checkpoint.file.extents import choose_block_bytes
-from hpcstrat.checkpoint.trial.trial_group import Group, run_in_threads
-from hpcstrat.checkpoint.trial.write_trial import STRIPE_BYTES, Measured, compare
-from hpcstrat.cli.ckpt_progress import progress
-from hpcstrat.cli.text_tables import new_console, new_table
+from hpcstrat.cli.terminal import new_console, new_table, progress
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError, TopologyError
 from hpcstrat.topology.topology import Topology
@@ -87,7 +86,7 @@ def _bench_threads(wish: _Wish) -> None:
     run_in_threads(count, lambda group: _bench(group, wish, words))
 
 
-def _bench(group: Group, wish: _Wish, writers: str) -> None:
+def _bench(group: Writers, wish: _Wish, writers: str) -> None:
     """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)

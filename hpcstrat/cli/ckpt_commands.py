@@ -15,19 +15,17 @@ import numpy as np
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.export import export_values
 from hpcstrat.checkpoint.file.image import Image
-from hpcstrat.checkpoint.file.layout import (
+from hpcstrat.checkpoint.file.other_files import NoCheckpointError
+from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header, read_values
+from hpcstrat.checkpoint.file.schema import (
     Entry,
     Header,
     list_checkpoints,
     named_dtype,
     section_of,
 )
-from hpcstrat.checkpoint.file.other_files import NoCheckpointError
-from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header, read_values
 from hpcstrat.cli.ckpt_bench import bench
-from hpcstrat.cli.ckpt_progress import progress
-from hpcstrat.cli.groups import Group
-from hpcstrat.cli.text_tables import add_row, new_console, new_table
+from hpcstrat.cli.terminal import UncutGroup, add_row, new_console, new_table, progress
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
@@ -37,7 +35,7 @@ _DAMAGED = 1
 _DIFFERENT = 1
 
 
-@click.group(cls=Group)
+@click.group(cls=UncutGroup)
 def ckpt() -> None:
     """Look into checkpoints."""
 

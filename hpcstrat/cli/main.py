@@ -13,13 +13,13 @@ from hpcstrat.cli.chaos_commands import chaos
 from hpcstrat.cli.ckpt_commands import ckpt
 from hpcstrat.cli.doctor import doctor
 from hpcstrat.cli.examination import launch_words, software
-from hpcstrat.cli.groups import Group
+from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cli.timeline_commands import timeline
 
 __all__ = ["main"]
 
 
-@click.group(cls=Group)
+@click.group(cls=UncutGroup)
 @click.version_option(hpcstrat.__version__)
 def main() -> None:
     """Tools around hpcstrat."""

@@ -6,14 +6,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat.cli.groups import Group
+from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.observe.timeline.merging import Timeline, open_timeline
 from hpcstrat.observe.timeline.waits import last_arrivals
 
 __all__ = ["timeline"]
 
 
-@click.group(cls=Group)
+@click.group(cls=UncutGroup)
 def timeline() -> None:
     """Look into timelines, which HPCSTRAT_TIMELINE or strategy.timeline() record."""
 

@@ -7,9 +7,8 @@ from typing import Any
 from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.memory_restore import Report, choose, restore_commit
-from hpcstrat.elastic.partner_copies import exchange, partners_of
-from hpcstrat.elastic.snapshots import Commit
+from hpcstrat.elastic.memory_restore import Inventory, choose, restore_snapshot
+from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
 from hpcstrat.reduction.replica_collectives import Collectives
 
 __all__ = ["Memory"]
@@ -38,7 +37,7 @@ class Memory:
         self._generation = 0
         self._joined: int | None = None
         self._objects: Objects | None = None
-        self._commits = [Commit(), Commit()]
+        self._commits = [Snapshot(), Snapshot()]
         self._restored = False
         self._number = 0
         self._calls = -1
@@ -111,7 +110,7 @@ class Memory:
         held = [commit for commit in self._commits if commit.key is not None]
         assert self._joined is not None
         place = strategy.topology.worker_id
-        report = Report(self._joined, place, [_holding(commit) for commit in held])
+        report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
@@ -120,8 +119,8 @@ class Memory:
             for commit in held:
                 commit.key = None
             return None
-        commit = next((c for c in held if c.key == key), Commit())
-        restore_commit(commit, key, objects, strategy, reports)
+        commit = next((c for c in held if c.key == key), Snapshot())
+        restore_snapshot(commit, key, objects, strategy, reports)
         for other in held:
             # What came later has been lost, and is to be done again.
             if other is not commit:
@@ -174,11 +173,11 @@ class Memory:
             )
         return self._objects
 
-    def _spare(self, commit: Commit) -> Commit:
+    def _spare(self, commit: Snapshot) -> Snapshot:
         """Return the place that does not hold a commit."""
         return next(c for c in self._commits if c is not commit)
 
-    def _keep(self, step: int, text: bytes, commit: Commit) -> None:
+    def _keep(self, step: int, text: bytes, commit: Snapshot) -> None:
         strategy, objects = self._strategy, self._objects
         assert objects is not None
         channel = strategy.collectives.channel
@@ -198,5 +197,5 @@ class Memory:
         self._calls = -1 if channel is None else channel.num_calls
 
 
-def _holding(commit: Commit) -> tuple[Any, int, int, list[int]]:
+def _holding(commit: Snapshot) -> tuple[Any, int, int, list[int]]:
     return commit.key, commit.replica, commit.num_replicas, sorted(commit.copies)

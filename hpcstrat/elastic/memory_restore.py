@@ -13,7 +13,7 @@ from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.restore.matching import Match, match_entries
-from hpcstrat.elastic.snapshots import Commit, Key
+from hpcstrat.elastic.snapshots import Key, Snapshot
 from hpcstrat.gpu.transfers import store
 from hpcstrat.logs import get_logger
 from hpcstrat.options import ReduceOp
@@ -21,11 +21,11 @@ from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.typing import Array
 
-__all__ = ["Report", "choose", "restore_commit"]
+__all__ = ["Inventory", "choose", "restore_snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Inventory:
     """What a replica says of its memory.
 
     Parameters
@@ -62,14 +62,14 @@ class _Plan:
         return min(self.holders)
 
 
-def choose(reports: Sequence[Report]) -> Key | None:
+def choose(reports: Sequence[Inventory]) -> Key | None:
     """Return the newest commit that all have who were there when it was made.
 
     Not collective.
 
     Parameters
     ----------
-    reports : sequence of Report
+    reports : sequence of Inventory
         Of every replica.
 
     Returns
@@ -87,7 +87,7 @@ def choose(reports: Sequence[Report]) -> Key | None:
     return None
 
 
-def _plan(key: Key, reports: Sequence[Report]) -> _Plan:
+def _plan(key: Key, reports: Sequence[Inventory]) -> _Plan:
     holders: dict[int, int] = {}
     copies: dict[int, int] = {}
     num_replicas = 0
@@ -106,12 +106,12 @@ def _plan(key: Key, reports: Sequence[Report]) -> _Plan:
     )
 
 
-def restore_commit(
-    commit: Commit,
+def restore_snapshot(
+    commit: Snapshot,
     key: Key,
     objects: Objects,
     strategy: Any,
-    reports: Sequence[Report],
+    reports: Sequence[Inventory],
 ) -> None:
     """Give all objects the state of a commit.
 
@@ -119,7 +119,7 @@ def restore_commit(
 
     Parameters
     ----------
-    commit : Commit
+    commit : Snapshot
         The one; an empty one on replicas that have joined since, which is filled.
     key : tuple of int
         Which, from `choose`.
@@ -127,7 +127,7 @@ def restore_commit(
         What is tracked now.
     strategy : Strategy
         The replicas that are active now.
-    reports : sequence of Report
+    reports : sequence of Inventory
         Of every replica.
     """
     plan = _plan(key, reports)
@@ -170,7 +170,7 @@ def restore_commit(
     check_mirrored(strategy, variables)
 
 
-def _give_to_newcomers(commit: Commit, plan: _Plan, strategy: Any) -> None:
+def _give_to_newcomers(commit: Snapshot, plan: _Plan, strategy: Any) -> None:
     """Fill the commits of those who have none with what is the same everywhere."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
@@ -193,7 +193,7 @@ def _give_to_newcomers(commit: Commit, plan: _Plan, strategy: Any) -> None:
 
 
 def _restore_lost(
-    commit: Commit,
+    commit: Snapshot,
     plan: _Plan,
     strategy: Any,
     values: dict[str, Array],
@@ -231,7 +231,7 @@ def _kept(plan: _Plan, lost: int) -> bool:
 
 
 def _fill_newcomers(
-    commit: Commit,
+    commit: Snapshot,
     plan: _Plan,
     strategy: Any,
     values: dict[str, Array],
@@ -259,7 +259,7 @@ def _fill_newcomers(
 
 
 def _warn_of_lost(
-    commit: Commit, plan: _Plan, strategy: Any, without: list[int]
+    commit: Snapshot, plan: _Plan, strategy: Any, without: list[int]
 ) -> None:
     """Say what cannot be had back."""
     if strategy.replica_id != plan.root:

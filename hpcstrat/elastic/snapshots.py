@@ -1,53 +1,42 @@
-"""Copies of a program's state in this rank's memory."""
+"""Copies of a program's state: this rank's own, and its partners' parts beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.kinds import to_host
-from hpcstrat.checkpoint.file.layout import Entry, Header
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
+from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.typing import Array
 from hpcstrat.variables import SyncOnReadVariable
 
-__all__ = ["Commit", "Key"]
+__all__ = ["Key", "Snapshot", "exchange", "partners_of"]
+
+_TAG = 17
 
 Key = tuple[int, int]
 """Of a commit: the generation of ranks that made it, and its number among theirs."""
 
 
 @dataclass(slots=True, eq=False)
-class Commit:
-    """All that is tracked, as it was at one step.
+class Snapshot:
+    """All that is tracked, as it was at one commit.
 
-    Parameters
-    ----------
-    key : tuple of int, optional
-        None while it is not complete.
-    step : int
-        The program's own number.
-    replica, num_replicas : int
-        Which replica made it, of how many.
-    entries : dict of str to Entry
-        What each array is, by path.
-    arrays : dict of str to ndarray
-        This replica's components.
-    iterators : dict of str to dict
-        Positions in data sets, and this replica's row of random streams.
-    python : dict of str to bytes
-        Plain state, as of `as_text`; the program's own under an empty name.
-    copies : dict of int to ndarray
-        What other replicas alone have, by replica, see `own_part`.
+    ``arrays`` are this replica's components, and ``iterators`` hold its own row of each
+    random stream. In ``python`` the program's own state has an empty name. ``copies``
+    are `own_part` of other replicas.
     """
 
+    # None while it is not complete: a rank that dies in `fill` has not committed.
     key: Key | None = None
     step: int = 0
+    # Which replica made it, of how many: both may be others after a loss.
     replica: int = 0
     num_replicas: int = 1
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -57,27 +46,19 @@ class Commit:
     copies: dict[int, Array] = field(default_factory=dict)
 
     def fill(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy everything; the arrays of the last time are used again.
-
-        Not collective.
-
-        Parameters
-        ----------
-        objects : Objects
-            What is tracked.
-        python : mapping of str to bytes
-            The program's own state.
-        """
+        """Copy everything; the arrays of the last time are used again."""
         self.key = None
         variables = objects.variables()
         # Of variables on a GPU this waits for their last update.
         values = {path: to_host(v.component) for path, v in variables.items()}
         self.entries = {
             path: Entry(
-                *(path, variable.shape, variable.dtype.name),
-                _on(isinstance(variable, SyncOnReadVariable)),
-                variable.aggregation.name.lower(),
-                variable.trainable,
+                path,
+                variable.shape,
+                variable.dtype.name,
+                synchronization=_on(isinstance(variable, SyncOnReadVariable)),
+                aggregation=variable.aggregation.name.lower(),
+                trainable=variable.trainable,
             )
             for path, variable in variables.items()
         }
@@ -88,6 +69,7 @@ class Commit:
             if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
                 self.arrays[path] = value.copy()
             else:
+                # Pages that were touched before: no fault for each of them.
                 kept[...] = value
         self.iterators = {
             name: t.own_state() if isinstance(t, RandomStreams) else t.state()
@@ -101,31 +83,16 @@ class Commit:
     def own_part(self) -> Array:
         """Return what no other replica has: SyncOnRead parts and random streams.
 
-        Not collective.
-
-        Returns
-        -------
-        ndarray of uint8 of shape (n,)
-            Of the same length on every replica.
+        Bytes, equally many on every replica, so that partners can make room for them.
         """
         parts = [self.arrays[p].reshape(-1).view(np.uint8) for p in self.on_read()]
         parts += [row.reshape(-1).view(np.uint8) for row in self._rows()]
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def unpacked(self, part: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the arrays and the random streams' rows of an `own_part`.
+        """Return the arrays, by path, and random streams, by name, of an `own_part`.
 
-        Not collective.
-
-        Parameters
-        ----------
-        part : ndarray of uint8
-            Of any replica at this step.
-
-        Returns
-        -------
-        arrays, rows : dict of str to ndarray
-            By path, and by name.
+        It may be any replica's at this commit: all have the same order and sizes.
         """
         arrays, rows, start = {}, {}, 0
         for path in self.on_read():
@@ -143,25 +110,12 @@ class Commit:
     def on_read(self) -> list[str]:
         """Return the paths of values of which each replica has a part.
 
-        Not collective.
-
-        Returns
-        -------
-        list of str
-            In the same order on every replica.
+        In the same order on every replica, as those of `mirrored` are.
         """
         return [p for p, e in self.entries.items() if e.synchronization == _on(True)]
 
     def mirrored(self) -> list[str]:
-        """Return the paths of values that are the same on every replica.
-
-        Not collective.
-
-        Returns
-        -------
-        list of str
-            In the same order on every replica.
-        """
+        """Return the paths of values that are the same on every replica."""
         return [p for p, e in self.entries.items() if e.synchronization != _on(True)]
 
     def _rows(self) -> list[Array]:
@@ -169,16 +123,9 @@ class Commit:
         return [state["state"] for state in states if "bit_generator" in state]
 
     def header(self) -> Header:
-        """Return what `match_entries` compares with the program.
-
-        Not collective.
-
-        Returns
-        -------
-        Header
-            As of a checkpoint.
-        """
+        """Return what `match_entries` compares with the program, as of a checkpoint."""
         python = {name: from_text(text) for name, text in self.python.items()}
+        # The program's own state is no object's.
         own = {name: state for name, state in python.items() if name}
         header = Header(self.step, self.num_replicas, dict(self.entries))
         header.iterators, header.python = self.iterators, own
@@ -187,3 +134,43 @@ class Commit:
 
 def _on(read: bool) -> str:
     return "on_read" if read else "on_write"
+
+
+def partners_of(workers: Sequence[int]) -> list[int]:
+    """Return which replica keeps the copy of each, by the worker of each.
+
+    It is the one at the same position of the next worker, as a host is lost as a whole;
+    where there is one worker only, the next replica.
+    """
+    count = len(workers)
+    if len(set(workers)) == 1:
+        return [(replica + 1) % count for replica in range(count)]
+    members: dict[int, list[int]] = {}
+    for replica, worker in enumerate(workers):
+        members.setdefault(worker, []).append(replica)
+    order = sorted(members)
+    following = dict(zip(order, order[1:] + order[:1], strict=True))
+    partners = []
+    for replica, worker in enumerate(workers):
+        others = members[following[worker]]
+        # Workers may differ in size: several replicas may then share a partner.
+        partners.append(others[members[worker].index(replica) % len(others)])
+    return partners
+
+
+def exchange(strategy: Any, part: Array, partners: Sequence[int]) -> dict[int, Array]:
+    """Send a part to this replica's partner, and return those that it keeps.
+
+    Collective over the strategy's replicas, of which there must be two or more; the
+    parts are equally long on all of them.
+    """
+    own = strategy.replica_id
+    sources = [r for r, partner in enumerate(partners) if partner == own]
+    received = {source: np.empty_like(part) for source in sources}
+    collectives = strategy.collectives
+    what = f"partner copies of {part.size} bytes"
+    # All ranks have made room: from here on nothing fails on one of them alone.
+    collectives.barrier(what)
+    with collectives.moving(what) as comm:
+        comm.exchange({partners[own]: part}, received, _TAG)
+    return received

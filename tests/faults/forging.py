@@ -26,7 +26,7 @@ from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import pack_record
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.hashing import block_hash
-from hpcstrat.checkpoint.file.layout import Header, checkpoint_name
+from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.cli.main import main as command
 from hpcstrat.errors import CorruptCheckpointError

@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file.layout import named_dtype
 from hpcstrat.checkpoint.file.reader import check, open_checkpoint, read_values
+from hpcstrat.checkpoint.file.schema import named_dtype
 from hpcstrat.errors import CheckpointError
 
 VERSION_1 = Path(__file__).parents[1] / "unit" / "data" / "version-1.h5"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file.layout import step_of
+from hpcstrat.checkpoint.file.schema import step_of
 from hpcstrat.testing.job import wait_until
 from tests.mpi.programs import save_shared
 from tests.mpi.programs.save_jobs import (

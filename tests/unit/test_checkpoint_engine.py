@@ -24,8 +24,7 @@ from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.extents import Extent, Plan, choose_block_bytes, part_of
-from hpcstrat.checkpoint.file.image import Image, Memory, as_bytes, fill
-from hpcstrat.checkpoint.file.layout import Entry, Header
+from hpcstrat.checkpoint.file.image import Image, ImageMemory, as_bytes, fill
 from hpcstrat.checkpoint.file.part_verdicts import (
     read_verdict,
     room_bytes,
@@ -33,6 +32,7 @@ from hpcstrat.checkpoint.file.part_verdicts import (
 )
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.reader import CheckpointFile, check, open_checkpoint
+from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import background, rows, writing
@@ -277,7 +277,7 @@ def test_images_lie_on_pages() -> None:
 
 
 def test_memory_is_used_again_as_long_as_it_suffices() -> None:
-    memory = Memory()
+    memory = ImageMemory()
     memory.image(3, PAGE_BYTES * 2).slot(0)[0] = 7
     assert memory.image(6, PAGE_BYTES).slot(0)[0] == 7
     assert memory.image(7, PAGE_BYTES).slot(0)[0] == 0
@@ -286,7 +286,7 @@ def test_memory_is_used_again_as_long_as_it_suffices() -> None:
 
 
 def test_lent_memory_can_be_used_again() -> None:
-    memory = Memory()
+    memory = ImageMemory()
     memory.lend()
     first = memory.image(3, PAGE_BYTES).slot(0)
     memory.lend()
@@ -297,7 +297,7 @@ def test_lent_memory_can_be_used_again() -> None:
 
 
 def test_memory_that_is_left_stays_with_its_image() -> None:
-    memory = Memory()
+    memory = ImageMemory()
     image = memory.image(2, PAGE_BYTES)
     image.slot(0)[:] = 3
     memory.leave()
@@ -326,7 +326,7 @@ NEEDS_SMAPS = pytest.mark.skipif(
 
 @NEEDS_SMAPS
 def test_memory_may_have_large_pages() -> None:
-    image = Memory().image(2, 4 << 20)
+    image = ImageMemory().image(2, 4 << 20)
     flags = _mapping(image)["VmFlags"]
     # "sh" is what Linux shares between processes, "hg" what may have large pages.
     assert " sh" not in flags
@@ -336,7 +336,7 @@ def test_memory_may_have_large_pages() -> None:
 
 @NEEDS_SMAPS
 def test_memory_that_is_not_used_again_stays_lent() -> None:
-    memory = Memory()
+    memory = ImageMemory()
     image = memory.image(8, 4 << 20)
     for index in range(8):
         image.slot(index)[:] = 1
@@ -372,7 +372,7 @@ def test_files_of_processes_that_end_are_removed(
 
 
 def test_children_do_not_share_memory() -> None:
-    memory = Memory()
+    memory = ImageMemory()
     image = memory.image(1, PAGE_BYTES)
     image.slot(0)[:] = 7
     child = os.fork()

@@ -20,8 +20,8 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.file import skeleton
-from hpcstrat.checkpoint.file.layout import checkpoint_name, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.reader import read_header
+from hpcstrat.checkpoint.file.schema import checkpoint_name, list_checkpoints, step_of
 from hpcstrat.checkpoint.keep import folder
 
 TEXT, INT64, INT8 = "text", np.dtype("<i8"), np.dtype("i1")

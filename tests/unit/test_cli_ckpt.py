@@ -24,9 +24,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
+from hpcstrat.checkpoint.bench import ways
+from hpcstrat.checkpoint.bench.ways import Measured, Way
 from hpcstrat.checkpoint.disk.file_systems import file_system_name
-from hpcstrat.checkpoint.trial import write_trial
-from hpcstrat.checkpoint.trial.write_trial import Layout, Measured
 from hpcstrat.cli.ckpt_bench import advise, parse_size
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
@@ -417,7 +417,7 @@ def test_bench_that_fails_leaves_nothing(
     instead: Callable[..., None],
     said: str,
 ) -> None:
-    monkeypatch.setattr(write_trial, name, instead)
+    monkeypatch.setattr(ways, name, instead)
     found = _run("bench", tmp_path, "--size", "16MiB")
     assert found.exit_code == 1
     assert said in found.output
@@ -428,8 +428,8 @@ def test_bench_that_fails_leaves_nothing(
 def test_bench_says_where_direct_writes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = write_trial.open_to_write
-    monkeypatch.setattr(write_trial, "open_to_write", lambda path, _: real(path, False))
+    real = ways.open_to_write
+    monkeypatch.setattr(ways, "open_to_write", lambda path, _: real(path, False))
     found = _run("bench", tmp_path, "--size", "16MiB", "--rounds", "1")
     assert found.exit_code == 0, found.output
     assert "refuses direct writes" in found.output.splitlines()[-1]
@@ -461,7 +461,7 @@ def test_bench_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None
 
 
 def _measured(*, shared: bool, direct: bool, seconds: list[float]) -> Measured:
-    return Measured(Layout(shared, direct, 1 << 20), 1 << 30, seconds, [1.0])
+    return Measured(Way(shared, direct, 1 << 20), 1 << 30, seconds, [1.0])
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.finishing import remove_marker, write_marker
-from hpcstrat.elastic.memory_restore import Report, choose
-from hpcstrat.elastic.partner_copies import partners_of
-from hpcstrat.elastic.snapshots import Commit, Key
+from hpcstrat.elastic.memory_restore import Inventory, choose
+from hpcstrat.elastic.snapshots import Key, Snapshot, partners_of
 from hpcstrat.topology.survival import choose_collectives
 
 ENABLED = {"OMPI_MCA_mpi_ft_enable": "1"}
@@ -70,8 +69,8 @@ def test_partners_share_the_copies() -> None:
         assert workers[replica] != workers[partner]
 
 
-def _report(joined: int, *keys: Key) -> Report:
-    return Report(joined, 0, [(key, 0, 2, []) for key in keys])
+def _report(joined: int, *keys: Key) -> Inventory:
+    return Inventory(joined, 0, [(key, 0, 2, []) for key in keys])
 
 
 def test_newest_commit_that_all_have_is_chosen() -> None:
@@ -101,7 +100,7 @@ def _tracked() -> dict[str, hs.Variable]:
 
 def test_commit_copies_and_uses_its_arrays_again() -> None:
     variables = _tracked()
-    commit = Commit()
+    commit = Snapshot()
     commit.fill(Objects(variables), {"": "{}"})
     kept = commit.arrays["variables/weights"]
     variables["weights"].assign(np.zeros(4))

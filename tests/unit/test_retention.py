@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import skeleton
-from hpcstrat.checkpoint.file.layout import checkpoint_name
 from hpcstrat.checkpoint.file.reader import read_header, read_root
+from hpcstrat.checkpoint.file.schema import checkpoint_name
 from hpcstrat.checkpoint.keep import retention
 from hpcstrat.checkpoint.keep.keep_rules import (
     Found,

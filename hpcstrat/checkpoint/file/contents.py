@@ -15,7 +15,8 @@ from hpcstrat.checkpoint.disk.disk import open_to_read, read_exactly
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.commit_record import Vouched
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.layout import (
+from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, from_text
+from hpcstrat.checkpoint.file.schema import (
     FORMAT,
     FORMAT_VERSION,
     METRICS,
@@ -23,7 +24,6 @@ from hpcstrat.checkpoint.file.layout import (
     Entry,
     Header,
 )
-from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, from_text
 from hpcstrat.checkpoint.file.structure import (
     attribute,
     attributes,

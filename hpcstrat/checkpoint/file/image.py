@@ -16,7 +16,7 @@ from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.gpu.transfers import lock_pages
 from hpcstrat.typing import Array
 
-__all__ = ["Image", "Memory", "Source", "as_bytes", "fill"]
+__all__ = ["Image", "ImageMemory", "Source", "as_bytes", "fill"]
 
 # Large pages; and children have zeros there: to share the pages with them would have
 # this process copy each of them when it writes to it again, while a GPU that pages are
@@ -47,7 +47,7 @@ class Source(Protocol):
         """
 
 
-class Memory:
+class ImageMemory:
     """Memory for images, one at a time.
 
     It comes from the system and stays until it is released, so that pages are touched

@@ -10,7 +10,7 @@ import stat
 import h5py
 
 from hpcstrat.checkpoint.file.commit_record import has_record
-from hpcstrat.checkpoint.file.layout import FORMAT, step_of
+from hpcstrat.checkpoint.file.schema import FORMAT, step_of
 from hpcstrat.checkpoint.file.structure import attribute
 from hpcstrat.errors import CorruptCheckpointError
 

@@ -16,8 +16,8 @@ from hpcstrat.checkpoint.disk.disk import PASSING
 from hpcstrat.checkpoint.file.commit_record import Vouched, has_record, read_vouched
 from hpcstrat.checkpoint.file.contents import header_of, read_contents
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.layout import Header, saved_dtype
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
+from hpcstrat.checkpoint.file.schema import Header, saved_dtype
 from hpcstrat.checkpoint.file.structure import place_of
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array

@@ -27,7 +27,9 @@ from hpcstrat.checkpoint.file.extents import (
 )
 from hpcstrat.checkpoint.file.hashing import ALGORITHM
 from hpcstrat.checkpoint.file.image import as_bytes
-from hpcstrat.checkpoint.file.layout import (
+from hpcstrat.checkpoint.file.maker import Maker
+from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
+from hpcstrat.checkpoint.file.schema import (
     COMMIT,
     FORMAT,
     FORMAT_VERSION,
@@ -39,8 +41,6 @@ from hpcstrat.checkpoint.file.layout import (
     saved_dtype,
     section_of,
 )
-from hpcstrat.checkpoint.file.maker import Maker
-from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
 from hpcstrat.errors import CheckpointError
 from hpcstrat.typing import Array
 

@@ -15,7 +15,7 @@ import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5s, h5t
 
 from hpcstrat.arrays.casting import FIRST_FOREIGN_TYPE
-from hpcstrat.checkpoint.file.layout import saved_dtype
+from hpcstrat.checkpoint.file.schema import saved_dtype
 
 __all__ = [
     "attribute",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hpcstrat.checkpoint.disk.file_names import remove
-from hpcstrat.checkpoint.file.layout import list_checkpoints, step_of
 from hpcstrat.checkpoint.file.reader import check, is_passing, read_root
+from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.folder import NO_FILE, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
 from hpcstrat.checkpoint.keep.search import warn

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpcstrat.checkpoint.file.layout import list_checkpoints
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
+from hpcstrat.checkpoint.file.schema import list_checkpoints
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.logs import get_logger
 

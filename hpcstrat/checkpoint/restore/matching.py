@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
-from hpcstrat.checkpoint.file.layout import Entry, Header, section_of
+from hpcstrat.checkpoint.file.schema import Entry, Header, section_of
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store

@@ -19,9 +19,9 @@ from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS, PASSING, require_descr
 from hpcstrat.checkpoint.disk.file_systems import is_local
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.image import Image, Memory
-from hpcstrat.checkpoint.file.layout import named_dtype
+from hpcstrat.checkpoint.file.image import Image, ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile, read_values
+from hpcstrat.checkpoint.file.schema import named_dtype
 from hpcstrat.checkpoint.restore.matching import Match
 from hpcstrat.checkpoint.restore.sharing import Deal, Shared
 from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
@@ -37,7 +37,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def restore_values(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: Memory
+    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: ImageMemory
 ) -> tuple[int, float]:
     """Give all variables their values.
 
@@ -51,7 +51,7 @@ def restore_values(
         What goes where, in the same order on every replica.
     strategy : Strategy
         Whose replicas.
-    memory : Memory
+    memory : ImageMemory
         For what is read before all is checked.
 
     Returns
@@ -138,7 +138,7 @@ class _Exchange:
         file: CheckpointFile,
         matches: Sequence[Match],
         strategy: Any,
-        memory: Memory,
+        memory: ImageMemory,
     ) -> None:
         assert file.vouched is not None
         self._file, self._strategy, self._memory = file, strategy, memory

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.common_verdict import on_first
-from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.search import find_restorable, warn
@@ -35,7 +35,7 @@ class Restorer:
         What is restored.
     retention : Retention
         Is told of damaged files, on replica 0.
-    memory : Memory
+    memory : ImageMemory
         For what is read.
 
     Attributes
@@ -50,7 +50,7 @@ class Restorer:
         directory: str,
         objects: Objects,
         retention: Retention,
-        memory: Memory,
+        memory: ImageMemory,
     ) -> None:
         self._strategy = strategy
         self._collectives = strategy.collectives

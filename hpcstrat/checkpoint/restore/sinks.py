@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.layout import named_dtype, saved_dtype
+from hpcstrat.checkpoint.file.schema import named_dtype, saved_dtype
 from hpcstrat.checkpoint.restore.matching import Match
 from hpcstrat.gpu.transfers import Uploads
 from hpcstrat.typing import Array

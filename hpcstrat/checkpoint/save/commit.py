@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hpcstrat.checkpoint.disk.disk import flush, open_to_write, write_all
 from hpcstrat.checkpoint.disk.file_names import flush_folder, publish, remove
 from hpcstrat.checkpoint.file.commit_record import pack_record
-from hpcstrat.checkpoint.file.layout import Header
+from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.checkpoint.keep.folder import identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found

@@ -25,9 +25,9 @@ from hpcstrat.checkpoint.common_verdict import explained, on_first
 from hpcstrat.checkpoint.disk.disk import create
 from hpcstrat.checkpoint.disk.file_systems import is_local
 from hpcstrat.checkpoint.file.extents import Plan
-from hpcstrat.checkpoint.file.image import Memory, Source, as_bytes
-from hpcstrat.checkpoint.file.layout import Header, list_checkpoints, step_of
+from hpcstrat.checkpoint.file.image import ImageMemory, Source, as_bytes
 from hpcstrat.checkpoint.file.part_verdicts import NONCE_BYTES, room_bytes
+from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
@@ -56,7 +56,7 @@ class Saver:
         Where.
     retention : Retention
         Removes what need not stay; replica 0's is used.
-    memory : Memory
+    memory : ImageMemory
         For copies.
 
     Attributes
@@ -66,7 +66,7 @@ class Saver:
     """
 
     def __init__(
-        self, strategy: Any, folder: Folder, retention: Retention, memory: Memory
+        self, strategy: Any, folder: Folder, retention: Retention, memory: ImageMemory
     ) -> None:
         self._strategy, self._folder, self._memory = strategy, folder, memory
         self._directory, self._retention = folder.path, retention

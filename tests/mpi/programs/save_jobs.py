@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file.layout import step_of
+from hpcstrat.checkpoint.file.schema import step_of
 from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import Job, wait_until
 from tests.mpi.programs import save_loop

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file.layout import step_of
+from hpcstrat.checkpoint.file.schema import step_of
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.job import wait_until
 

@@ -19,7 +19,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import blocks, image
-from hpcstrat.checkpoint.file.image import Memory
+from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.restore import reading_back
 from hpcstrat.checkpoint.save import background, writing
 from hpcstrat.errors import CheckpointError, ReplicaError
@@ -177,7 +177,7 @@ def test_skipping_ends_where_one_rank_has_no_memory(
     manager = hs.CheckpointManager(folder, x=x)
     with monkeypatch.context() as patch:
         if job.rank == job.size - 1:
-            patch.setattr(Memory, "image", _broken)
+            patch.setattr(ImageMemory, "image", _broken)
         manager.save(1, asynchronous=True)
     with pytest.raises(CheckpointError, match="Cannot allocate memory"):
         _save_when_not_busy(manager, 2)
@@ -221,7 +221,7 @@ def test_what_a_rank_lacks_is_not_the_fault_of_the_file(
         if job.rank == job.size - 1:
             patch.setattr(
                 *{
-                    "memory": (Memory, "image", _broken),
+                    "memory": (ImageMemory, "image", _broken),
                     "threads": (reading_back.threading.Thread, "start", none),
                     "data": (blocks, "read_into", _broken),
                 }[what]

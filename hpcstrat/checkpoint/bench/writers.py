@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from hpcstrat.checkpoint.common_verdict import explained
 from hpcstrat.errors import CheckpointError
 
-__all__ = ["Group", "run_in_threads", "together"]
+__all__ = ["Writers", "run_in_threads", "together"]
 
 
-class Group(Protocol):
+class Writers(Protocol):
     """Those who write together: what is used of a communicator of mpi4py."""
 
     @property
@@ -40,14 +40,14 @@ class Group(Protocol):
         """
 
 
-def together(group: Group, what: str, action: Callable[[], Any]) -> Any:
+def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
     """Run an action on all; raise the first error of any of them on all.
 
     Collective over ``group``.
 
     Parameters
     ----------
-    group : Group
+    group : Writers
         All.
     what : str
         The action, for messages.
@@ -95,7 +95,7 @@ class _Member:
         return values
 
 
-def run_in_threads(size: int, action: Callable[[Group], Any]) -> Any:
+def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
     """Run an action in threads that stand for ranks.
 
     Not collective.

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.checkpoint.bench.writers import Writers, together
 from hpcstrat.checkpoint.disk.disk import (
     create,
     flush,
@@ -33,14 +34,13 @@ from hpcstrat.checkpoint.disk.disk import (
 from hpcstrat.checkpoint.file.extents import Plan, choose_block_bytes, part_of
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.save.writing import NUM_THREADS
-from hpcstrat.checkpoint.trial.trial_group import Group, together
 from hpcstrat.errors import CheckpointError
 from hpcstrat.typing import Array
 
 __all__ = [
     "STRIPE_BYTES",
-    "Layout",
     "Measured",
+    "Way",
     "compare",
 ]
 
@@ -49,7 +49,7 @@ STRIPE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Way:
     """A way of writing.
 
     Parameters
@@ -73,7 +73,7 @@ class Measured:
 
     Parameters
     ----------
-    layout : Layout
+    layout : Way
         Which.
     nbytes : int
         How much was written, and read, in each round.
@@ -84,7 +84,7 @@ class Measured:
         without it.
     """
 
-    layout: Layout
+    layout: Way
     nbytes: int
     write_seconds: list[float] = field(default_factory=list)
     read_seconds: list[float] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Measured:
 
 
 def compare(
-    group: Group,
+    group: Writers,
     folder: str,
     nbytes: int,
     rounds: int,
@@ -114,7 +114,7 @@ def compare(
 
     Parameters
     ----------
-    group : Group
+    group : Writers
         Those who write.
     folder : str
         Path of the folder, as rank 0 gives it; to be removed by the caller.
@@ -180,13 +180,13 @@ def _check(directory: str, nbytes: int, num_writers: int) -> None:
 class _Trial:
     """The files of one comparison, and what came of it."""
 
-    def __init__(self, group: Group, folder: str, nbytes: int) -> None:
+    def __init__(self, group: Writers, folder: str, nbytes: int) -> None:
         self.group, self.folder = group, folder
         usual = choose_block_bytes(nbytes, group.size)
         ways = itertools.product(
             (True, False), (True, False), sorted({STRIPE_BYTES, usual})
         )
-        layouts = [Layout(*way) for way in ways]
+        layouts = [Way(*way) for way in ways]
         self.results = {layout: Measured(layout, nbytes) for layout in layouts}
         self._image = Image(NUM_THREADS, usual)
         # Nothing that a file system could make smaller.
@@ -227,11 +227,11 @@ class _Trial:
         seconds = time.perf_counter() - begin
         return [self.group.allgather(seconds)[0], *self.group.allgather(result)]
 
-    def _path(self, layout: Layout, rank: int) -> str:
+    def _path(self, layout: Way, rank: int) -> str:
         name = "shared" if layout.shared else f"part-{rank}"
         return os.path.join(self.folder, name)
 
-    def _create(self, plan: Plan, layout: Layout) -> None:
+    def _create(self, plan: Plan, layout: Way) -> None:
         if self.group.rank:
             return
         if layout.shared:
@@ -247,7 +247,7 @@ class _Trial:
             for entry in entries:
                 os.unlink(entry)
 
-    def _write(self, plan: Plan, layout: Layout, part: range) -> bool:
+    def _write(self, plan: Plan, layout: Way, part: range) -> bool:
         shift = 0 if layout.shared else plan.span(part[0])[0]
         path = self._path(layout, self.group.rank)
         with _closed(open_to_write(path, layout.direct)) as file:
@@ -261,14 +261,14 @@ class _Trial:
             flush(file)
             return is_direct(file)
 
-    def _forget(self, plan: Plan, layout: Layout, part: range) -> None:
+    def _forget(self, plan: Plan, layout: Way, part: range) -> None:
         path = self._path(layout, self.group.rank)
         with _closed(open_to_read(path, False)) as file:
             shift = 0 if layout.shared else plan.span(part[0])[0]
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
             forget_pages(file, start - shift, stop - shift)
 
-    def _read(self, plan: Plan, layout: Layout, part: range) -> bool:
+    def _read(self, plan: Plan, layout: Way, part: range) -> bool:
         shift = 0 if layout.shared else plan.span(part[0])[0]
         path = self._path(layout, (self.group.rank + 1) % self.group.size)
         with _closed(open_to_read(path, layout.direct)) as file:
