@@ -8,6 +8,8 @@ import signal
 import hypothesis
 import pytest
 
+from tests.durations import Durations
+
 # Every rank must draw the same examples, and a slow machine must fail nothing.
 hypothesis.settings.register_profile(
     "hpcstrat", derandomize=True, deadline=None, database=None, max_examples=50
@@ -38,3 +40,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the GPU tests where there is no GPU, with the reason."""
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the tests themselves."""
+    parser.addoption(
+        "--keep-durations",
+        action="store_true",
+        help="write what tests took to tests/durations.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the tests."""
+    config.pluginmanager.register(Durations())

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hpcstrat.errors import HpcstratError
-from hpcstrat.testing import launch_command
 from hpcstrat.testing.launcher import find_launcher
 from tests.fuzz.driver import Outcome, run_programs
 from tests.fuzz.features import GATES, features
@@ -18,10 +17,7 @@ from tests.fuzz.judge import judge
 from tests.fuzz.losing import attempt
 from tests.fuzz.program import Program, parse
 from tests.fuzz.shrink import parts
-
-IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
-OF_OPEN_MPI = "only mpirun of Open MPI lets a job live on when a rank dies"
-ulfm = pytest.mark.skipif(not IS_OPEN_MPI, reason=OF_OPEN_MPI)
+from tests.mpi.programs.started import ulfm
 
 NUM_SEEDS = {1: 40, 2: 25, 3: 15}
 

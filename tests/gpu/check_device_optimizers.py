@@ -19,8 +19,8 @@ from hpcstrat import optimizers
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.safety.divergence import divergence
 from hpcstrat.safety.divergence.gpu_copies import LAG
-from tests.mpi.ranks.check_divergence import error_within, named_ranks, round_length
-from tests.mpi.ranks.check_reductions import assert_same_bits, assert_usable, outcome
+from tests.mpi.ranks.differing import error_within, named_ranks, round_length
+from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
 standin = getattr(cupy, "_standin", None)
 

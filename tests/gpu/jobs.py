@@ -13,6 +13,18 @@ from hpcstrat import testing
 from tests.conftest import why_no_gpu
 
 ROOT = Path(__file__).parents[2]
+TRANSPORTS = {
+    # NCCL, with a GPU for each rank.
+    "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
+    # Memory that processes share, where NCCL refuses ranks with the same GPU.
+    "peer": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
+    # Between workers, by messages of MPI out of the memory of GPUs.
+    "mpi": {
+        "HPCSTRAT_STANDIN_DEVICES": "1",
+        "HPCSTRAT_SHARE_GPUS": "1",
+        "HPCSTRAT_MPI_READS_GPU": "yes",
+    },
+}
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,7 @@ import pytest
 from hpcstrat.safety.watchdog.watchdog import EXIT_CODE
 from hpcstrat.testing import launch_command
 from tests.conftest import why_no_gpu
-from tests.gpu.jobs import environment
-from tests.gpu.test_ranks_on_gpu import TRANSPORTS
+from tests.gpu.jobs import TRANSPORTS, environment
 from tests.mpi.programs.started import run_command
 
 PROGRAM = Path(__file__).parent / "programs/failed_nccl.py"

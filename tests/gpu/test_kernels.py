@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from hpcstrat.gpu import kernels
 from tests.gpu.jobs import environment
+from tests.gpu.machine_code import ADDED, FLUSHES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -33,9 +33,6 @@ finally:
     print(nvrtc.getProgramLog(program).strip("\\0 \\n"), file=sys.stderr)
 print(nvrtc.getPTX(program).decode())
 """
-# By CuPy, behind the options that it is given.
-ADDED = "-ftz=true"
-FLUSHES = re.compile(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\S*\.ftz")
 
 
 def test_kernels_agree_with_numpy() -> None:

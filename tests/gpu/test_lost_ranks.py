@@ -12,10 +12,8 @@ import pytest
 
 from hpcstrat.testing import launch_command
 from tests.conftest import why_no_gpu
-from tests.gpu.jobs import environment
-from tests.gpu.test_ranks_on_gpu import TRANSPORTS
-from tests.mpi.programs.started import run_command
-from tests.mpi.test_elastic import ulfm
+from tests.gpu.jobs import TRANSPORTS, environment
+from tests.mpi.programs.started import run_command, ulfm
 
 PROGRAM = Path(__file__).parent / "programs/lost_rank.py"
 # By NCCL, CUDA IPC, the latter and messages, messages alone, and through the host.

@@ -14,7 +14,7 @@ import pytest
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.conftest import why_no_gpu
-from tests.gpu.jobs import num_passed
+from tests.gpu.jobs import TRANSPORTS, num_passed
 
 HERE = Path(__file__).parent
 RANKS = HERE.parent / "mpi/ranks"
@@ -35,19 +35,6 @@ REDUCTIONS = ["reductions", "contexts", "gather_broadcast", "review", "non_finit
 UPDATES = ["variables", "optimizers", "metrics", "layers", "extended"]
 SUMS = ["optim_accumulation"]
 REST = ["checkpoint", "restoring", "data", "strategies", "random"]
-
-TRANSPORTS = {
-    # NCCL, with a GPU for each rank.
-    "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
-    # Memory that processes share, where NCCL refuses ranks with the same GPU.
-    "peer": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
-    # Between workers, by messages of MPI out of the memory of GPUs.
-    "mpi": {
-        "HPCSTRAT_STANDIN_DEVICES": "1",
-        "HPCSTRAT_SHARE_GPUS": "1",
-        "HPCSTRAT_MPI_READS_GPU": "yes",
-    },
-}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from hpcstrat.gpu.optimizer_steps import update_kernels
 from tests.gpu.jobs import environment
-from tests.gpu.test_kernels import ADDED, FLUSHES
+from tests.gpu.machine_code import ADDED, FLUSHES
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,13 +19,17 @@ from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import wait_until
 from tests.mpi.programs import killing
 from tests.mpi.programs.killing import Trial, attempt, judge, local, undisturbed
-from tests.mpi.programs.started import PROGRAMS, Ended, run_command, start
+from tests.mpi.programs.started import (
+    IS_OPEN_MPI,
+    PROGRAMS,
+    Ended,
+    run_command,
+    start,
+    ulfm,
+)
 
 # The jobs mostly start, and wait.
 AT_ONCE = 2
-IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
-OF_OPEN_MPI = "only mpirun of Open MPI lets a job live on when a rank dies"
-ulfm = pytest.mark.skipif(not IS_OPEN_MPI, reason=OF_OPEN_MPI)
 
 Case = tuple[int, dict[str, Any]]
 

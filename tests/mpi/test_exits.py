@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.testing import launch_command
-from tests.mpi.programs.started import PROGRAMS, Ended, run_command, start
+from tests.mpi.programs.started import IS_OPEN_MPI, PROGRAMS, Ended, run_command, start
 
 # Where the others wait, the number of ranks, and the rank that leaves.
 WAITS = (
@@ -26,7 +25,6 @@ WAITS = (
     ("worker_each", 3, 0),
 )
 AT_ONCE = 4
-IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
 
 
 def _all(function: Callable[..., Ended], calls: Sequence[tuple[Any, ...]]) -> None:

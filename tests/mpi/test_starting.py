@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.testing import launch_command
-from tests.mpi.programs.started import Ended, start
+from tests.mpi.programs.started import IS_OPEN_MPI, Ended, start
 
 WARN = 1.5
 # The least at the start.
@@ -24,7 +23,6 @@ LIMIT = 10.0
 AT_ONCE = 3
 # A busy machine takes its time.
 TIME = 60.0
-IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
 
 
 def _together(calls: Sequence[tuple[Any, ...]], limit: float = LIMIT) -> list[Ended]:

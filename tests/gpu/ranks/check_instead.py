@@ -14,8 +14,8 @@ import hpcstrat as hs
 from hpcstrat.reduction.replica_collectives import Collectives
 from tests.gpu.ranks.arrays import DeviceNumpy, has_type
 from tests.gpu.ranks.exceptions import NO_MEANING, reason_of
-from tests.mpi.ranks.check_reductions import assert_sum, random_parts
-from tests.mpi.ranks.check_variables import START, make
+from tests.mpi.ranks.made_variables import START, make
+from tests.mpi.ranks.sums import assert_sum, random_parts
 
 START_HOST = np.array([[1.0, -2.0], [4.0, 8.0]])
 

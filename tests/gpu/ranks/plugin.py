@@ -14,7 +14,16 @@ from tests.gpu.ranks.arrays import DeviceNumpy, DevicePytest, has_type
 from tests.gpu.ranks.exceptions import CHANGED, TYPE_LISTS, reason_of
 from tests.gpu.ranks.importing import Importer
 
-_HELPERS = ("saved",)
+_HELPERS = (
+    "dealing",
+    "differing",
+    "made_variables",
+    "outcomes",
+    "reference_rules",
+    "regression",
+    "saved",
+    "sums",
+)
 
 
 class ArraysOnGpu:

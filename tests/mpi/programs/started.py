@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import Job
 from hpcstrat.testing.launcher import clean_environment
 
 PROGRAMS = Path(__file__).parent
+IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
+OF_OPEN_MPI = "only mpirun of Open MPI lets a job live on when a rank dies"
+ulfm = pytest.mark.skipif(not IS_OPEN_MPI, reason=OF_OPEN_MPI)
 _MARK = "HPCSTRAT_TEST_PROGRAM"
 _SURVIVAL_SECONDS = 3.0
 _NAP_SECONDS = 0.02

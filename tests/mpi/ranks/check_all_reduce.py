@@ -11,13 +11,12 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
@@ -27,32 +26,17 @@ from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.topology import segment
 from hpcstrat.topology import topology as topology_module
 from hpcstrat.topology.segment import Segment
-from tests.mpi.ranks.check_reductions import assert_usable, lock, outcome
-from tests.mpi.ranks.effort import examples
+from tests.mpi.ranks.effort import examples, in_step
+from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
+from tests.mpi.ranks.sums import DTYPES, lock
 
 try:
     import ml_dtypes
 except ImportError:
     ml_dtypes = None
 
-DTYPES = [np.dtype(c) for c in "bBhHiIlLqQefdgFDG"]
 if ml_dtypes is not None:
     DTYPES.append(np.dtype(ml_dtypes.bfloat16))
-in_step = settings(
-    *(),
-    max_examples=examples(40),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def exchanged(job: Any, check: Callable[[], None]) -> None:
-    """Run a check; raise on every rank when it fails on one."""
-    problem = outcome(check)
-    problems = [p for p in job.allgather(problem and repr(problem)) if p]
-    assert not problems, problems[0]
 
 
 def values(seed: int, shape: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

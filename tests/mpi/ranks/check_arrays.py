@@ -9,19 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
-
-
-def assert_told(error: Any, kind: Any, guilty: bool, *words: str) -> None:
-    """Demand an error of a kind where the fault is, and ReplicaError elsewhere."""
-    if not guilty:
-        assert isinstance(error, hs.ReplicaError), repr(error)
-        return
-    assert isinstance(error, kind), repr(error)
-    assert not isinstance(error, hs.CollectiveError), repr(error)
-    for word in words:
-        assert word in str(error)
-
+from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 # Three arrays of a length, and whether no result is lost where two of them, of other
 # values, take results.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import outcome
+from tests.mpi.ranks.outcomes import outcome
 
 _LIMIT_SECONDS = 40
 _SOON_SECONDS = 0.3

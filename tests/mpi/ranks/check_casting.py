@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_arrays import assert_told
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 # What a variable of a type is given, and whether the type holds it as it is.
 GIVEN: list[tuple[str, Any, bool]] = [

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import (
-    assert_only_one_failed,
-    assert_usable,
-    outcome,
-)
+from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 
 
 def place() -> tuple[bool, bool, bool]:

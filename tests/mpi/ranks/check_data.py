@@ -16,12 +16,9 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.splitting import slot_sizes
-from tests.mpi.ranks.check_reductions import (
-    assert_only_one_failed,
-    assert_usable,
-    outcome,
-)
+from tests.mpi.ranks.dealing import epoch_rows, flat, rows_of
 from tests.mpi.ranks.effort import examples
+from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 
 Columns = dict[str, Any]
 
@@ -30,26 +27,6 @@ def columns(num_rows: int) -> Columns:
     """Return columns whose rows can be told apart."""
     numbers = np.arange(num_rows)
     return {"x": np.stack([numbers, -numbers], axis=1), "y": (numbers * 0.5,)}
-
-
-def rows_of(batch: Any) -> list[int]:
-    """Return which rows a batch has, after a look at its columns."""
-    numbers = batch["x"][:, 0]
-    np.testing.assert_array_equal(batch["x"][:, 1], -numbers)
-    np.testing.assert_array_equal(batch["y"][0], numbers * 0.5)
-    return [int(number) for number in numbers]
-
-
-def epoch_rows(strategy: Any, batches: Any, comm: Any) -> list[list[list[int]]]:
-    """Return the rows of each replica, for each step of an epoch."""
-    own = [rows_of(strategy.local_value(batch)) for batch in batches]
-    parts = comm.allgather(own)
-    assert len({len(part) for part in parts}) == 1
-    return [list(step) for step in zip(*parts, strict=True)]
-
-
-def flat(steps: list[list[list[int]]]) -> list[int]:
-    return [row for step in steps for part in step for row in part]
 
 
 def on_fewer(job: Any, count: int, function: Callable[[Any], Any]) -> Any:

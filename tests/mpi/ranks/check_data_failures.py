@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_failures import ERRORS
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.dealing import all_steps, good, joined, rows, step_of
+from tests.mpi.ranks.outcomes import ERRORS, assert_usable, outcome
 
 CASES = 12
 
@@ -19,45 +19,6 @@ CASES = 12
 def raise_error(number: int) -> None:
     error = ERRORS[number % len(ERRORS)][0]()
     raise error
-
-
-def step_of(strategy: Any, iterator: Any) -> tuple[str, list[int]]:
-    """Return how a step went on this rank, and its rows."""
-    error = outcome(lambda: step_of_rows.append(rows(strategy, next(iterator))))
-    if error is None:
-        return "rows", step_of_rows.pop()
-    if type(error) is StopIteration and not error.args:
-        return "end", []
-    return f"error {error!r}", []
-
-
-step_of_rows: list[list[int]] = []
-
-
-def rows(strategy: Any, batch: Any) -> list[int]:
-    return [int(row) for row in np.atleast_1d(strategy.local_value(batch))]
-
-
-def all_steps(strategy: Any, job: Any, iterator: Any, most: int) -> list[list[Any]]:
-    """Go through a data set; return for each step the rows of each rank, or errors."""
-    steps = []
-    for _ in range(most):
-        parts = job.allgather(step_of(strategy, iterator))
-        # All of them, or none: that is what lets a program skip a batch.
-        assert len({kind.partition(" ")[0] for kind, _ in parts}) == 1, parts
-        if parts[0][0] == "end":
-            return steps
-        failed = parts[0][0] != "rows"
-        steps.append([kind if failed else own for kind, own in parts])
-    raise AssertionError(steps)
-
-
-def good(steps: list[list[Any]]) -> list[list[list[int]]]:
-    return [step for step in steps if not isinstance(step[0], str)]
-
-
-def joined(parts: list[list[int]]) -> list[int]:
-    return [row for part in parts for row in part]
 
 
 class Column:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_data import epoch_rows, flat
-from tests.mpi.ranks.check_data_failures import all_steps, good, joined
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.dealing import all_steps, epoch_rows, flat, good, joined
+from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 SINGLE = {"single_pipeline": True}
 

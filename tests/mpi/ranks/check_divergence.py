@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 import hpcstrat as hs
 from hpcstrat.safety.divergence import divergence
 from hpcstrat.safety.divergence.comparison import octets
-from tests.mpi.ranks.check_all_reduce import DTYPES, exchanged, in_step
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
-from tests.mpi.ranks.effort import examples
+from tests.mpi.ranks.differing import error_within, named_ranks, round_length, step
+from tests.mpi.ranks.effort import examples, in_step
+from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
+from tests.mpi.ranks.sums import DTYPES
 
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4), (3000,), (70, 90)]
 
@@ -46,32 +47,6 @@ def several(job: Any) -> None:
     """Skip what says nothing about one replica."""
     if job.size == 1:
         pytest.skip("one copy does not differ")
-
-
-def step() -> Any:
-    """Make one collective call in replica context."""
-    return hs.get_replica_context().all_reduce("sum", np.float32(1))
-
-
-def round_length(strategy: Any) -> int:
-    """Return in how many entries into ``run`` all bytes are looked at."""
-    own = max(1, strategy._connection.copies.num_slices)
-    # A rank may have freed more variables than another.
-    return max(strategy.topology.replica_comm.allgather(own))
-
-
-def error_within(strategy: Any, runs: int) -> Any:
-    """Return the first error of so many steps, or None."""
-    for _ in range(runs):
-        error = outcome(strategy.run, step)
-        if error is not None:
-            return error
-    return None
-
-
-def named_ranks(faulty: int, size: int) -> tuple[int, ...]:
-    """Return who differs from most: of two, the one that is not replica 0."""
-    return (1,) if size == 2 else (faulty,)
 
 
 def flip(variable: Any, place: int, bit: int) -> tuple[int, ...]:

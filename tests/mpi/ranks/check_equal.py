@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_all_reduce import DTYPES, in_step
-from tests.mpi.ranks.check_divergence import named_ranks
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
-from tests.mpi.ranks.effort import examples
+from tests.mpi.ranks.differing import named_ranks
+from tests.mpi.ranks.effort import examples, in_step
+from tests.mpi.ranks.outcomes import assert_usable, outcome
+from tests.mpi.ranks.sums import DTYPES
 
 PADDED = np.dtype([("a", "i1"), ("b", "f8")], align=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import assert_same_bits, assert_usable
+from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable
 
 try:
     import ml_dtypes

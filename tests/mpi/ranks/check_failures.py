@@ -19,44 +19,8 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import metrics, optimizers
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 
-
-class BadBatch(ValueError):
-    """An error of a program."""
-
-
-class Planned(Exception):
-    """An error of a program, of no common class."""
-
-
-class WithRow(Exception):
-    """An error that no text makes."""
-
-    def __init__(self, row: int, place: str) -> None:
-        super().__init__(f"row {row} at {place}")
-        self.row = row
-
-
-# Errors, and the class that the errors of the other ranks must have, too.
-ERRORS: list[tuple[Callable[[], Exception], Any]] = [
-    (lambda: ValueError("v"), ValueError),
-    (lambda: KeyError("k"), KeyError),
-    (lambda: OSError(5, "disk"), OSError),
-    (lambda: ConnectionResetError(104, "reset"), OSError),
-    (lambda: ZeroDivisionError("z"), ZeroDivisionError),
-    (lambda: FloatingPointError("nan"), FloatingPointError),
-    (lambda: RuntimeError("r"), RuntimeError),
-    (MemoryError, MemoryError),
-    (lambda: np.linalg.LinAlgError("singular"), np.linalg.LinAlgError),
-    (lambda: np.exceptions.AxisError("axis"), ValueError),
-    (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "u"), ValueError),
-    (lambda: BadBatch("b"), BadBatch),
-    (lambda: Planned("p"), Planned),
-    (lambda: WithRow(3, "here"), hs.ReplicaError),
-    (lambda: StopIteration(3), hs.ReplicaError),
-    (lambda: ExceptionGroup("g", [ValueError("v")]), hs.ReplicaError),
-]
 BAD_ARGUMENT = -1
 
 REPLICA = ("all_reduce", "assign", "count", "start", "wait", "gather", "gradients")

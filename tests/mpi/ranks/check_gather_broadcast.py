@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import (
-    VIEWS,
-    all_reduce,
+from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
-    assert_sum,
     assert_usable,
+    outcome,
+)
+from tests.mpi.ranks.sums import (
+    VIEWS,
+    all_reduce,
+    assert_sum,
     both_ways,
     is_writable,
-    outcome,
     random_parts,
 )
 

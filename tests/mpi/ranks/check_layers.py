@@ -15,7 +15,7 @@ from hpcstrat.layers import (
     sync_batch_moments,
     sync_batch_moments_backward,
 )
-from tests.mpi.ranks.check_reductions import (
+from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
     assert_usable,

@@ -13,11 +13,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.metrics.metric import read_totals
-from tests.mpi.ranks.check_reductions import (
-    assert_same_bits,
-    assert_usable,
-    outcome,
-)
+from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
 RNG = np.random.default_rng(23)
 CLASSES = 3

@@ -11,7 +11,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.optimizers.non_finite import all_finite
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 
 @pytest.fixture

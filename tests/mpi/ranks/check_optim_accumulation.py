@@ -19,7 +19,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from tests.mpi.ranks.check_reductions import outcome
+from tests.mpi.ranks.outcomes import outcome
 
 DATA = Path(__file__).parents[2] / "unit" / "data"
 CALLS = 7

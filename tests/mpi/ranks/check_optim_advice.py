@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import outcome
+from tests.mpi.ranks.outcomes import outcome
 
 # Each replica's part, and what all parts are together.
 TOTAL = np.array([1.0, -2.0, 0.5])

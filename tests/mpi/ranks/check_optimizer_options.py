@@ -12,13 +12,13 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from tests.mpi.ranks.check_optimizer_rules import RULES, Model, batches
-from tests.mpi.ranks.check_reductions import (
+from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
     assert_usable,
     outcome,
 )
+from tests.mpi.ranks.reference_rules import RULES, Model, batches
 
 
 @pytest.fixture

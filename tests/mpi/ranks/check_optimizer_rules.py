@@ -6,7 +6,6 @@ and share nothing with the library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,112 +13,17 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from tests.mpi.ranks.check_optimizers import FEATURES, ROWS, X, Y, gradients
-from tests.mpi.ranks.check_reductions import assert_same_bits
-
-Array = Any
-Rule = Callable[[str, Array, list[Array], int], Array]
-
-
-def sgd(rate: float, momentum: float = 0.0) -> Rule:
-    def step(name: str, x: Array, past: list[Array], t: int) -> Array:
-        powers = momentum ** np.arange(len(past))[::-1]
-        return x - rate * sum(p * g for p, g in zip(powers, past, strict=True))
-
-    return step
-
-
-def adagrad(rate: float, initial: float, epsilon: float) -> Rule:
-    def step(name: str, x: Array, past: list[Array], t: int) -> Array:
-        total = initial + sum(g**2 for g in past)
-        return x - rate * past[-1] / (np.sqrt(total) + epsilon)
-
-    return step
-
-
-def _moments(past: list[Array], beta_1: float, beta_2: float) -> tuple[Array, Array]:
-    """Return the bias-corrected moments by their definition as weighted means."""
-    t = len(past)
-    w1 = (1 - beta_1) * beta_1 ** np.arange(t)[::-1]
-    w2 = (1 - beta_2) * beta_2 ** np.arange(t)[::-1]
-    m = sum(w * g for w, g in zip(w1, past, strict=True)) / (1 - beta_1**t)
-    v = sum(w * g**2 for w, g in zip(w2, past, strict=True)) / (1 - beta_2**t)
-    return m, v
-
-
-def adam(rate: float, decay: float = 0.0, exempt: str = "-") -> Rule:
-    def step(name: str, x: Array, past: list[Array], t: int) -> Array:
-        m, v = _moments(past, 0.9, 0.999)
-        decayed = 0.0 if exempt in name else decay
-        return x - rate * (m / (np.sqrt(v) + 1e-7) + decayed * x)
-
-    return step
-
-
-def adam_with_schedule(schedule: Callable[[int], float]) -> Rule:
-    def step(name: str, x: Array, past: list[Array], t: int) -> Array:
-        m, v = _moments(past, 0.8, 0.95)
-        return x - schedule(t - 1) * m / (np.sqrt(v) + 1e-7)
-
-    return step
-
-
-def lamb(rate: float, decay: float, exempt: str) -> Rule:
-    def step(name: str, x: Array, past: list[Array], t: int) -> Array:
-        m, v = _moments(past, 0.9, 0.999)
-        direction = m / (np.sqrt(v) + 1e-6)
-        if exempt in name:
-            return x - rate * direction
-        direction = direction + decay * x
-        norm = np.sqrt((x**2).sum())
-        trust = norm / np.sqrt((direction**2).sum()) if norm else 1.0
-        return x - rate * trust * direction
-
-    return step
-
-
-def slow(step: int) -> float:
-    return 0.1 / (1 + step)
-
-
-RULES: dict[str, tuple[Callable[..., Any], Rule]] = {
-    "sgd": (lambda **o: optimizers.SGD(0.05, **o), sgd(0.05)),
-    "momentum": (lambda **o: optimizers.SGD(0.02, 0.9, **o), sgd(0.02, 0.9)),
-    "adagrad": (
-        lambda **o: optimizers.Adagrad(0.1, 0.2, 1e-6, **o),
-        adagrad(0.1, 0.2, 1e-6),
-    ),
-    "adam": (lambda **o: optimizers.Adam(0.02, **o), adam(0.02)),
-    "adam-schedule": (
-        lambda **o: optimizers.Adam(slow, 0.8, 0.95, **o),
-        adam_with_schedule(slow),
-    ),
-    "adamw": (
-        lambda **o: optimizers.AdamW(0.02, 0.1, exclude=["bias"], **o),
-        adam(0.02, 0.1, "bias"),
-    ),
-    "lamb": (
-        lambda **o: optimizers.LAMB(0.05, 0.1, exclude=["^bi"], **o),
-        lamb(0.05, 0.1, "bias"),
-    ),
-}
-
-
-def initial(dtype: Any) -> dict[str, Array]:
-    """Return first values; those of ``offset`` are 0, as is then their norm."""
-    rng = np.random.default_rng(5)
-    values = {
-        "weights": rng.standard_normal((FEATURES, 3)),
-        "bias": rng.standard_normal(3),
-        "offset": np.zeros(3),
-    }
-    return {name: value.astype(dtype) for name, value in values.items()}
-
-
-def _found(values: Any, x: Array, y: Array, size: int) -> list[Array]:
-    weights, bias, offset = values
-    _, first, second = gradients(weights, bias + offset, x, y, size)
-    return [first, second, second]
+from tests.mpi.ranks.outcomes import assert_same_bits
+from tests.mpi.ranks.reference_rules import (
+    RULES,
+    Array,
+    Model,
+    Rule,
+    batches,
+    gradients_of,
+    initial,
+)
+from tests.mpi.ranks.regression import ROWS, X
 
 
 class Reference:
@@ -141,50 +45,6 @@ class Reference:
             self.values[name] = self.rule(name, value, past, len(past))
 
 
-class Model:
-    """The same on replicas."""
-
-    def __init__(self, strategy: Any, make: Callable[..., Any], dtype: Any) -> None:
-        self.strategy = strategy
-        with strategy.scope():
-            self.variables = [
-                hs.Variable(value, name=name) for name, value in initial(dtype).items()
-            ]
-            self.optimizer = make()
-
-    def step(self, batch: Any, size: int) -> bool:
-        """Make one call of apply_gradients, and return what it did."""
-
-        def apply(batch: Any) -> Any:
-            values = [variable.value() for variable in self.variables]
-            found = _found(values, *batch, size)
-            return self.optimizer.apply_gradients(
-                zip(found, self.variables, strict=True)
-            )
-
-        updated = self.strategy.run(apply, args=(batch,))
-        return bool(self.strategy.local_value(updated))
-
-    def bits(self) -> bytes:
-        return b"".join(variable.component.tobytes() for variable in self.variables)
-
-    def assert_close(self, values: dict[str, Array], **tolerance: float) -> None:
-        for variable in self.variables:
-            np.testing.assert_allclose(
-                variable, values[variable.name], err_msg=variable.name, **tolerance
-            )
-
-
-def batches(strategy: Any, size: int, dtype: Any = np.float64) -> Iterator[Any]:
-    """Yield ragged batches for ever, of the replica and of all."""
-    data = (X.astype(dtype), Y.astype(dtype))
-    alone = hs.Dataset(data, size, shuffle=True, seed=1)
-    shared = hs.Dataset(data, size, shuffle=True, seed=1)
-    distributed = strategy.experimental_distribute_dataset(shared)
-    while True:
-        yield from zip(distributed, alone, strict=True)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_the_papers(strategy: Any, job: Any, name: str) -> None:
     make, rule = RULES[name]
@@ -195,7 +55,7 @@ def test_rules_are_those_of_the_papers(strategy: Any, job: Any, name: str) -> No
             range(10), batches(strategy, size, dtype), strict=False
         ):
             whole = (x.astype(np.float64), y.astype(np.float64))
-            reference.step(_found(reference.values.values(), *whole, len(x)))
+            reference.step(gradients_of(reference.values.values(), *whole, len(x)))
             assert model.step(batch, len(x))
         exact = dtype == "f8"
         tolerance = {"rtol": 0, "atol": 1e-12} if exact else {"rtol": 0, "atol": 2e-4}
@@ -222,7 +82,7 @@ def test_accumulation_is_one_big_batch(strategy: Any, job: Any, name: str) -> No
             for index, (batch, _) in enumerate(parts):
                 assert model.bits() == before
                 assert model.step(batch, len(x)) == (index == steps - 1)
-            reference.step(_found(reference.values.values(), x, y, len(x)))
+            reference.step(gradients_of(reference.values.values(), x, y, len(x)))
         model.assert_close(reference.values, rtol=0, atol=1e-12)
         assert_same_bits(job, *[v.component for v in model.variables])
         assert int(model.optimizer.iterations) == 4
@@ -275,7 +135,7 @@ def test_clipping_takes_the_norm_after_the_sum(
     stream = batches(strategy, 10)
     for _ in range(10):
         batch, (x, y) = next(stream)
-        reference.step(_found(reference.values.values(), x, y, len(x)))
+        reference.step(gradients_of(reference.values.values(), x, y, len(x)))
         model.step(batch, len(x))
     assert max(reference.norms) > 7 > min(reference.norms)
     model.assert_close(reference.values, rtol=0, atol=1e-12)

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import (
+from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
     assert_usable,
     outcome,
 )
-
-RNG = np.random.default_rng(11)
-ROWS, FEATURES = 37, 4
-X = RNG.standard_normal((ROWS, FEATURES))
-Y = X @ RNG.standard_normal((FEATURES, 3)) + 0.1 * RNG.standard_normal((ROWS, 3))
-
-
-def gradients(weights: Any, bias: Any, x: Any, y: Any, size: int) -> Any:
-    """Return losses of each row, and gradients of their mean over ``size`` rows."""
-    residual = x @ weights + bias - y
-    losses = (residual**2).sum(axis=1)
-    return losses, 2 * x.T @ residual / size, 2 * residual.sum(axis=0) / size
+from tests.mpi.ranks.regression import FEATURES, X, Y, gradients
 
 
 class Reference:

@@ -9,7 +9,8 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.collectives import select
-from tests.mpi.ranks.check_reductions import all_reduce, assert_same_bits, random_parts
+from tests.mpi.ranks.outcomes import assert_same_bits
+from tests.mpi.ranks.sums import all_reduce, random_parts
 
 try:
     import ml_dtypes

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hpcstrat as hs
+from tests.mpi.ranks.outcomes import (
+    assert_only_one_failed,
+    assert_same_bits,
+    assert_usable,
+    outcome,
+)
+from tests.mpi.ranks.sums import (
+    FAMILIES,
+    NATIVE,
+    VIEWS,
+    all_reduce,
+    assert_sum,
+    both_ways,
+    is_writable,
+    lock,
+    random_parts,
+)
 
 try:
     import ml_dtypes
@@ -17,119 +33,6 @@ except ImportError:
     ml_dtypes = None
 
 Pair = namedtuple("Pair", "left right")
-
-FAMILIES = {
-    "narrow integers": [np.dtype(code) for code in "bBhH"],
-    "integers": [np.dtype(code) for code in "iIlLqQ"],
-    "floats": [np.dtype(code) for code in "fdg"],
-    "complex": [np.dtype(code) for code in "FDG"],
-    "half": [np.dtype(np.float16)],
-    "big-endian": [np.dtype(c) for c in (">i2", ">u4", ">i8", ">f2", ">f4", ">c8")],
-}
-if ml_dtypes is not None:
-    FAMILIES["half"].append(np.dtype(ml_dtypes.bfloat16))
-NATIVE = [d for family in FAMILIES.values() for d in family if d.isnative]
-
-
-def random_parts(
-    seed: int, size: int, shape: Any, dtype: Any = np.float64
-) -> list[np.ndarray[Any, Any]]:
-    """Return the array of every replica; the same list on every rank."""
-    rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
-    parts = []
-    for _ in range(size):
-        if dtype.kind in "iu":
-            info, native = np.iinfo(dtype), dtype.newbyteorder("=")
-            part = rng.integers(info.min, info.max, shape, native, endpoint=True)
-        elif dtype.kind == "c":
-            part = rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
-        else:
-            part = rng.standard_normal(shape)
-        parts.append(np.asarray(part).astype(dtype))
-    return parts
-
-
-def assert_sum(
-    found: Any, parts: list[np.ndarray[Any, Any]], op: str = "sum", note: str = ""
-) -> None:
-    """Compare with the sum of the parts: integers exactly, floats within rounding."""
-    divisor = 1 if op == "sum" else len(parts)
-    native = parts[0].dtype.newbyteorder("=")
-    assert type(found) is np.ndarray, note
-    assert found.shape == parts[0].shape, note
-    if native.kind in "iu" and op == "sum":
-        assert found.dtype == native, note
-        exact = np.add.reduce([p.astype(native) for p in parts], axis=0, dtype=native)
-        np.testing.assert_array_equal(found, exact, err_msg=note)
-        return
-    assert found.dtype == (np.float64 if native.kind in "iu" else native), note
-    wide = np.clongdouble if native.kind == "c" else np.longdouble
-    terms = [part.astype(native).astype(wide) for part in parts]
-    half = native.name == "bfloat16"
-    eps = 2.0**-7 if half else np.finfo(found.dtype).eps
-    bound = np.add.reduce([abs(term) for term in terms], axis=0) * eps
-    error = abs(found.astype(wide) - np.add.reduce(terms, axis=0) / divisor)
-    assert np.all(error <= bound * len(parts) / divisor), note
-
-
-def assert_same_bits(job: Any, *arrays: Any) -> None:
-    """Compare the bytes of arrays over all ranks."""
-    own = b"".join(np.asarray(array).tobytes() for array in arrays)
-    assert set(job.allgather(own)) == {own}
-
-
-def all_reduce(strategy: Any, op: str, value: Any, options: Any = None) -> Any:
-    """Reduce in replica context."""
-
-    def step() -> Any:
-        return hs.get_replica_context().all_reduce(op, value, options)
-
-    return strategy.local_value(strategy.run(step))
-
-
-def both_ways(strategy: Any, op: str, value: Any) -> Iterator[Any]:
-    """Reduce in cross-replica and in replica context."""
-    yield strategy.reduce(op, value, axis=None)
-    yield all_reduce(strategy, op, value)
-
-
-def lock(array: Any) -> bool:
-    """Make an array read-only; whether its library has such arrays: CuPy has not."""
-    if hasattr(array.flags, "writeable"):
-        array.flags.writeable = False
-        return True
-    return False
-
-
-def is_writable(array: Any) -> bool:
-    """Whether an array can be written; CuPy's always can."""
-    return bool(getattr(array.flags, "writeable", True))
-
-
-def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the exception of a call, or None."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
-
-
-def assert_only_one_failed(error: Any, kind: Any, faulty: int, job: Any) -> None:
-    """Demand ``kind`` on the faulty rank, and on the others that they name it."""
-    if job.rank == faulty:
-        assert isinstance(error, kind), repr(error)
-        assert not isinstance(error, hs.CollectiveError), repr(error)
-    else:
-        assert isinstance(error, hs.ReplicaError), repr(error)
-        assert error.ranks == (faulty,)
-        assert f"rank {faulty} failed" in str(error)
-
-
-def assert_usable(strategy: Any, job: Any) -> None:
-    """Demand the right sum of the next reductions."""
-    for total in both_ways(strategy, "sum", np.int64(job.rank + 1)):
-        assert total == job.size * (job.size + 1) // 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,25 +93,6 @@ def test_pieces_of_any_size_give_the_same_sum(strategy: Any, job: Any) -> None:
         for dtype in (np.int32, np.complex128):
             parts = random_parts(4, job.size, (29,), dtype)
             assert_sum(all_reduce(strategy, "sum", parts[job.rank], options), parts)
-
-
-def _unaligned(array: Any) -> Any:
-    return np.frombuffer(b"x" + array.tobytes(), array.dtype, offset=1).reshape(
-        array.shape
-    )
-
-
-VIEWS: dict[str, Callable[[Any], Any]] = {
-    "fortran": np.asfortranarray,
-    "transposed": lambda a: a.T,
-    "reversed": lambda a: a[::-1, :, ::-1],
-    "strided": lambda a: a[::2, 1::3],
-    "zero stride": lambda a: np.broadcast_to(a[:1], a.shape),
-    "unaligned": _unaligned,
-    "empty": lambda a: a[:, 2:2],
-    "zero-dimensional": lambda a: a[0, 0, 0],
-    "array of no dimensions": lambda a: np.array(a[0, 0, 0]),
-}
 
 
 def test_memory_order_does_not_matter(strategy: Any, job: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 
 class _Unprintable(Exception):

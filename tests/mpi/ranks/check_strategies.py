@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import (
-    all_reduce,
-    assert_only_one_failed,
-    assert_usable,
-    outcome,
-)
+from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
+from tests.mpi.ranks.sums import all_reduce
 
 
 def _reduce(op: str, value: Any) -> Callable[[Any], Any]:

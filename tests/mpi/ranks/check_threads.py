@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from tests.mpi.ranks.check_reductions import outcome
+from tests.mpi.ranks.outcomes import outcome
 
 _SECONDS = 30
 

@@ -14,7 +14,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.topology.segment import Segment
 from hpcstrat.topology.topology import Topology
-from tests.mpi.ranks.check_reductions import assert_usable, outcome
+from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 
 def test_workers_are_runs_of_replicas(

@@ -12,25 +12,18 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.variables import read_all, share_of
-from tests.mpi.ranks.check_reductions import (
-    NATIVE,
+from tests.mpi.ranks.made_variables import START, make
+from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
     assert_usable,
-    is_writable,
     outcome,
-    random_parts,
 )
+from tests.mpi.ranks.sums import NATIVE, is_writable, random_parts
 
 AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
 TYPES = (*NATIVE, np.dtype(bool), np.dtype("U3"))
 METHODS = ("assign", "assign_add", "assign_sub")
-START = np.array([[1.0, -2.0], [4.0, 8.0]])
-
-
-def make(strategy: Any, value: Any = START, **options: Any) -> Any:
-    with strategy.scope():
-        return hs.Variable(value, **options)
 
 
 def in_replica(strategy: Any, function: Any, *args: Any) -> Any:
