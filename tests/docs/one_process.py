@@ -52,6 +52,14 @@ def _training() -> dict[str, Any]:
     return {"weights": weights, "seen": 10 * 1000, "loss": loss}
 
 
+def _readme() -> dict[str, Any]:
+    x = np.random.default_rng(0).normal(size=(4000, 8))
+    data = x, x @ np.arange(8.0)
+    # The page has half the gradient, and twice the rate.
+    weights, _ = _fit(data, shuffle=False, epochs=1, rate=0.05, momentum=0.5)
+    return {"weights.numpy()": weights}
+
+
 def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any]:
     """Train with torch alone, as replica 0 begins."""
     import torch
@@ -96,6 +104,7 @@ def _jax() -> dict[str, Any]:
 
 
 _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
+    ("README.md", ""): _readme,
     ("coming-from/chainermn.md", ""): _coming_from,
     ("coming-from/horovod.md", ""): _coming_from,
     ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),

@@ -28,9 +28,12 @@ from tests.docs.page import EXTRAS, WORDS, blocks, runnable
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {
-    path.relative_to(DOCS).as_posix(): path
-    for path in sorted(DOCS.rglob("*.md"))
-    if "_build" not in path.parts
+    "README.md": ROOT / "README.md",
+    **{
+        path.relative_to(DOCS).as_posix(): path
+        for path in sorted(DOCS.rglob("*.md"))
+        if "_build" not in path.parts
+    },
 }
 WITH_CODE = [name for name, path in PAGES.items() if runnable(path, 2)]
 WITH_RANKS = [
@@ -252,12 +255,11 @@ def test_the_distributed_program_computes_the_same(
 
 def test_pages_can_be_read_where_they_are_not_built() -> None:
     """The repository's page shows links without a text as nothing."""
-    pages = {**PAGES, "README.md": ROOT / "README.md"}
-    texts = {name: path.read_text() for name, path in pages.items()}
+    texts = {name: path.read_text() for name, path in PAGES.items()}
     assert [name for name, text in texts.items() if "[](" in text] == []
     targets = [
         (path.parent / target.partition("#")[0], name)
-        for name, path in pages.items()
+        for name, path in PAGES.items()
         for target in re.findall(r"\]\(([^)\s]+)\)", texts[name])
         if not target.startswith(("#", "http"))
     ]
@@ -278,7 +280,7 @@ def test_lists_of_pages_show_their_titles(name: str) -> None:
 
 def test_nobody_is_told_to_install_what_is_not_published() -> None:
     files = [
-        *[ROOT / "README.md", *PAGES.values()],
+        *PAGES.values(),
         *[path for top in ("hpcstrat", "jobs") for path in (ROOT / top).rglob("*.py")],
     ]
     said = re.compile(r"pip install[^\n]*['\" ]hpcstrat\b|(?<!/)hpcstrat\[")
