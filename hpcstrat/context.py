@@ -14,19 +14,7 @@ __all__ = ["Entry", "MadeTogether", "current", "pop", "push"]
 
 
 class Entry:
-    """One level of the stack.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The current strategy.
-    replica_context : ReplicaContext, optional
-        Inside ``run``; None in cross-replica context.
-    updating : bool
-        Inside ``extended.update``: variables act on their own component.
-    is_base : bool
-        Set by ``experimental_set_strategy``, not by a ``with`` block.
-    """
+    """One level of the stack: the current strategy, and on which side of it we are."""
 
     __slots__ = ("is_base", "replica_context", "strategy", "updating")
 
@@ -39,45 +27,28 @@ class Entry:
         is_base: bool = False,
     ) -> None:
         self.strategy = strategy
+        # Inside `run`; None in cross-replica context.
         self.replica_context = replica_context
+        # Inside `extended.update`: variables act on their own component.
         self.updating = updating
+        # Set by `experimental_set_strategy`, not by a `with` block.
         self.is_base = is_base
 
 
 _stack: ContextVar[Entry | None] = ContextVar("hpcstrat_context", default=None)
 
+# Not a function around it: this is on the way of every call.
 current = _stack.get
 """Return the innermost `Entry`, or None outside everything."""
 
 
 def push(entry: Entry | None) -> Token[Entry | None]:
-    """Enter a level.
-
-    Not collective.
-
-    Parameters
-    ----------
-    entry : Entry or None
-        The new innermost level; None leaves everything.
-
-    Returns
-    -------
-    Token
-        For `pop`.
-    """
+    """Enter a level; None leaves everything. Returns what `pop` takes."""
     return _stack.set(entry)
 
 
 def pop(token: Token[Entry | None]) -> None:
-    """Leave a level.
-
-    Not collective.
-
-    Parameters
-    ----------
-    token : Token
-        From the matching `push`.
-    """
+    """Leave the level that `push` has entered."""
     _stack.reset(token)
 
 

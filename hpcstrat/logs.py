@@ -32,32 +32,12 @@ class _RankFilter(logging.Filter):
 
 
 def set_rank(rank: int, size: int, host: str) -> None:
-    """Tell the loggers which process this is.
-
-    Not collective.
-
-    Parameters
-    ----------
-    rank : int
-        Rank in the job.
-    size : int
-        Number of ranks of the job.
-    host : str
-        Name of the host.
-    """
+    """Tell the loggers which process this is."""
     _Rank.rank, _Rank.size, _Rank.host = rank, size, host
 
 
 def place() -> str:
-    """Return this process's rank, size and host as text.
-
-    Not collective.
-
-    Returns
-    -------
-    str
-        Such as ``rank 1 of 4 on node03``.
-    """
+    """Return this process's place as text, such as ``rank 1 of 4 on node03``."""
     return f"rank {_Rank.rank} of {_Rank.size} on {_Rank.host}"
 
 

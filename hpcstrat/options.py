@@ -370,20 +370,7 @@ class ValueContext:
 
 
 def check_on_error(on_error: str) -> None:
-    """Refuse an unknown policy.
-
-    Not collective.
-
-    Parameters
-    ----------
-    on_error : str
-        See `Strategy`.
-
-    Raises
-    ------
-    ValueError
-        For anything but ``"abort"`` and ``"raise"``.
-    """
+    """Refuse an unknown policy; see `Strategy`."""
     if on_error not in ("abort", "raise"):
         raise ValueError(
             f"expected on_error 'abort' or 'raise', found {on_error!r}; choose one"

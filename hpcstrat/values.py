@@ -172,16 +172,9 @@ def _operands(argument: Any) -> Any:
 class HostValue:
     """An initial value that stays in host memory, whatever the setting ``device`` says.
 
-    For counters, which the host reads in each step.
-
-    Parameters
-    ----------
-    array : ndarray
-        The value.
-    is_own : bool
-        Whether it is this replica's component, as it is on each of them: it is not
-        replaced by replica 0's, and nothing is sent. It stays where it is, on a GPU,
-        too.
+    For counters, which the host reads in each step. With ``is_own`` it is this
+    replica's component, as it is on each of them: it is not replaced by replica 0's,
+    and nothing is sent. It stays where it is, on a GPU, too.
     """
 
     __slots__ = ("array", "is_own")
@@ -282,16 +275,6 @@ def _own(leaf: Any) -> Any:
 def localize(tree: Tree) -> Tree:
     """Replace each distributed value of a tree by this replica's component.
 
-    Not collective.
-
-    Parameters
-    ----------
-    tree : tree
-        Variables stay as they are.
-
-    Returns
-    -------
-    tree
-        The same structure.
+    Variables stay as they are.
     """
     return tree_map(_own, tree)

@@ -68,19 +68,9 @@ atexit.register(_returned.clear)
 def borrow(array: Array) -> Array:
     """Return an array over memory of another library, which keeps it as long as needed.
 
-    Not collective; does not wait. Once nothing holds the result, nor a view of it, the
-    memory goes back when the current stream of this call has come to that point: then,
-    or when memory is next borrowed or let go of.
-
-    Parameters
-    ----------
-    array : cupy.ndarray of any shape
-        As CuPy shares it with the other library.
-
-    Returns
-    -------
-    cupy.ndarray
-        The same elements.
+    Does not wait. Once nothing holds the result, nor a view of it, the memory goes back
+    when the current stream of this call has come to that point: then, or when memory is
+    next borrowed or let go of.
     """
     import cupy
 

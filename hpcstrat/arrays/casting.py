@@ -82,20 +82,7 @@ assign: Any = operator.setitem
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether a type is a half-precision float: float16, or ml_dtypes' bfloat16.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Any type.
-
-    Returns
-    -------
-    bool
-        True for the two half types.
-    """
+    """Whether a type is a half-precision float: float16, or ml_dtypes' bfloat16."""
     if dtype.num < FIRST_FOREIGN_TYPE:
         return dtype.char == "e"
     # The name is slow to find.
@@ -103,27 +90,10 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 
 
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in a type that holds its values.
+    """Return an array in a type that holds its values; ValueError if it does not.
 
-    Not collective. Values on a GPU, for which the host would have to wait, are not
-    looked at.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-    dtype : dtype
-        The type wanted.
-
-    Returns
-    -------
-    ndarray
-        The array itself where it has the type.
-
-    Raises
-    ------
-    ValueError
-        If the type does not hold them.
+    The array itself where it has the type. Values on a GPU, for which the host would
+    have to wait, are not looked at.
     """
     if array.dtype == dtype:
         return array
@@ -148,19 +118,7 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
 def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array in a type, whatever that makes of its values.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-    dtype : dtype
-        The type wanted.
-
-    Returns
-    -------
-    ndarray
-        The array itself where it has the type.
+    The array itself where it has the type.
     """
     if array.dtype == dtype:
         return array
@@ -184,25 +142,7 @@ def _holds(result: Array, array: Array, kind: str) -> bool:
 
 
 def unmasked(value: Any) -> Any:
-    """Refuse masked arrays, whose masks would be lost on the way.
-
-    Not collective.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    object
-        The value.
-
-    Raises
-    ------
-    ValueError
-        For a masked array.
-    """
+    """Refuse masked arrays, whose masks would be lost on the way."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
             "expected an array without a mask, found a masked array, whose mask does "
@@ -214,26 +154,9 @@ def unmasked(value: Any) -> Any:
 def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
     """Convert Python numbers or nested sequences of them.
 
-    Not collective.
-
-    Parameters
-    ----------
-    value : number or nested sequence
-        Arrays among them keep their type.
-    dtype : dtype or None
-        The type wanted; by default float32 for floats, int32 for integers.
-
-    Returns
-    -------
-    ndarray
-        In host memory.
-
-    Raises
-    ------
-    ValueError
-        If the default type does not hold a number.
-    TypeError, OverflowError
-        If the type wanted does not hold one, or it is none.
+    By default floats become float32 and integers int32; arrays among them keep their
+    type. ValueError if the default type does not hold a number; TypeError or
+    OverflowError if the type wanted does not hold one, or it is none.
     """
     try:
         array = np.asarray(value)

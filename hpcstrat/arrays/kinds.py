@@ -44,74 +44,32 @@ _REFUSALS = (BufferError, RuntimeError, TypeError)
 def is_device(value: Any) -> bool:
     """Whether a value is an array in the memory of a GPU: one of CuPy's.
 
-    Not collective. Costs little, and never loads CuPy.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        False for the device arrays of other libraries, which `as_array` converts.
+    Costs little, and never loads CuPy. False for the device arrays of other libraries,
+    which `as_array` converts.
     """
+    # A module that is being imported by another thread has no ndarray yet.
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
 
 
 def array_module(value: Any) -> Any:
-    """Return the library of an array.
-
-    Not collective.
-
-    Parameters
-    ----------
-    value : ndarray
-        Of either library.
-
-    Returns
-    -------
-    module
-        ``cupy`` for arrays on a GPU, else ``numpy``.
-    """
+    """Return the library of an array: ``cupy`` for those on a GPU, else ``numpy``."""
     return sys.modules["cupy"] if is_device(value) else np
 
 
 def place_of(array: Array) -> str:
-    """Return the name of the memory that an array is in.
+    """Return the name of the memory that an array is in: ``GPU:0`` or ``CPU:0``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-
-    Returns
-    -------
-    str
-        Such as ``GPU:0``, by the number that CUDA gives the device in this process; or
-        ``CPU:0``.
+    GPUs by the number that CUDA gives them in this process.
     """
     device: Any = array.device
     return f"GPU:{device.id}" if is_device(array) else "CPU:0"
 
 
 def to_host(array: Array) -> Array:
-    """Return an array in host memory.
+    """Return an array in host memory; NumPy's as they are.
 
-    Not collective. Waits for a GPU that is still computing it.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-
-    Returns
-    -------
-    ndarray
-        NumPy's arrays as they are, copies of others.
+    Waits for a GPU that is still computing it.
     """
     if not is_device(array):
         return array
@@ -120,20 +78,9 @@ def to_host(array: Array) -> Array:
 
 
 def to_device(array: Array) -> Array:
-    """Return an array on this thread's current GPU.
+    """Return an array on this thread's current GPU; CuPy's as they are.
 
-    Not collective. Loads CuPy.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-
-    Returns
-    -------
-    cupy.ndarray
-        CuPy's arrays as they are, copies of others, in the order of the program's
-        current stream.
+    Copies are made in the order of the program's current stream. Loads CuPy.
     """
     if is_device(array):
         return array
@@ -195,27 +142,11 @@ def _from_list(value: Any) -> Array | None:
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     """Return a value as an array, without a copy where that is possible.
 
-    Not collective.
-
-    Parameters
-    ----------
-    value : array_like of any shape
-        Arrays keep their type. Python floats become float32, Python integers int32.
-    dtype : dtype, optional
-        The type wanted, which must hold the values, see `hpcstrat.arrays.casting`.
-
-    Returns
-    -------
-    ndarray
-        In native byte order. CuPy's for arrays on a GPU, of whatever library; NumPy's
-        own class for all else.
-
-    Raises
-    ------
-    ValueError
-        If the type does not hold the values, the value holds no numbers, or has a mask.
-    TypeError
-        For types that hold references, which mean nothing to another process.
+    CuPy's for arrays on a GPU, of whatever library; NumPy's own class for all else, in
+    native byte order. Arrays keep their type, Python floats become float32, Python
+    integers int32; a type that is given must hold the values. ValueError where it does
+    not, for what holds no numbers, and for a mask; TypeError for types that hold
+    references, which mean nothing to another process.
     """
     wanted = None if dtype is None else np.dtype(dtype)
     device = value if is_device(value) else _as_foreign(value)
@@ -263,27 +194,10 @@ def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
 
 
 def to_reducible(value: ArrayLike) -> Array:
-    """Return a value as an array that can be summed over replicas.
-
-    Not collective.
-
-    Parameters
-    ----------
-    value : array_like of any shape
-        A contribution to a reduction.
-
-    Returns
-    -------
-    ndarray
-        Of an integer, floating or complex type.
-
-    Raises
-    ------
-    ValueError
-        For types that have no sum.
-    """
+    """Return a value as an array that can be summed; ValueError for other types."""
     array = value if type(value) is np.ndarray else as_array(value)
     dtype = array.dtype
+    # CUDA has no long double.
     if dtype.char in "gG" and is_device(array):
         raise ValueError(
             f"expected an array that a GPU can sum, found dtype {dtype}; cast it to "
@@ -304,14 +218,9 @@ def to_reducible(value: ArrayLike) -> Array:
 
 
 def nvtx_ranges() -> Any:
-    """Return what marks ranges of time for NVIDIA's profilers.
+    """Return ``cupy.cuda.nvtx``, which marks ranges for NVIDIA's profilers, or None.
 
-    Not collective. Loads CuPy.
-
-    Returns
-    -------
-    module or None
-        ``cupy.cuda.nvtx``; None where there is no CuPy, or it has no NVTX.
+    Loads CuPy.
     """
     try:
         from cupy.cuda import nvtx

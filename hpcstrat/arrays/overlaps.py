@@ -26,21 +26,9 @@ _Place = tuple[int, int, int]
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
-    """Find two outs that share memory, in which a result would be lost.
+    """Find two outs that share memory, in which a result would be lost; or None.
 
-    Not collective.
-
-    Parameters
-    ----------
-    outs : list
-        Where results are to go.
-    arrays : list of ndarray
-        What is to be reduced. Where these are one array twice, its result may be, too.
-
-    Returns
-    -------
-    tuple of int or None
-        Which two; None where all lie apart.
+    Where what is reduced is one array twice, its result may be, too.
     """
     places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
     # The last one ends the group before it.
@@ -151,17 +139,7 @@ def _in_host_terms(array: Any) -> Array:
 def lies_apart(array: Any) -> bool:
     """Whether no element of an array shares memory with another of it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of NumPy or CuPy.
-
-    Returns
-    -------
-    bool
-        True for all but what functions such as ``as_strided`` make.
+    True for all but what functions such as ``as_strided`` make.
     """
     if array.flags.c_contiguous or not array.size:
         return True
@@ -177,19 +155,7 @@ def lies_apart(array: Any) -> bool:
 def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
     """Copy the arrays over which another array's result would be written.
 
-    Not collective.
-
-    Parameters
-    ----------
-    arrays : list of ndarray
-        What is to be reduced.
-    outs : list of ndarray
-        Where the results go, in the same order.
-
-    Returns
-    -------
-    list of ndarray
-        The arrays, or copies of them.
+    Where the results go, ``outs`` says, in the same order.
     """
     extents = [_extent(array) for array in arrays]
     ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]

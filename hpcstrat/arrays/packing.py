@@ -36,42 +36,26 @@ Signature = tuple[np.dtype[Any], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The arrays of one type, laid out one behind the other.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Type of all of them.
-    indices : tuple of int
-        Which arrays, in order.
-    parts : tuple of (int, int, tuple of int)
-        Where each begins and ends, in elements, and its shape.
-    size : int
-        Elements in all.
-    """
+    """The arrays of one type, laid out one behind the other."""
 
     dtype: np.dtype[Any]
+    # Which arrays, in order.
     indices: tuple[int, ...]
+    # Where each begins and ends, in elements, and its shape.
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A plan for a sequence of arrays.
-
-    Parameters
-    ----------
-    signatures : tuple of (dtype, shape)
-        What the plan was made for.
-    buckets : tuple of Bucket
-        One for each type, in the order in which the types appear.
-    """
+    """A plan for arrays of these signatures."""
 
     signatures: tuple[Signature, ...]
+    # One for each type, in the order in which the types appear.
     buckets: tuple[Bucket, ...]
 
 
+# Runs begin at multiples of a cache line.
 _ALIGNMENT_BYTES = 64
 
 
@@ -79,22 +63,14 @@ _ALIGNMENT_BYTES = 64
 class Run:
     """Elements of one type that lie one behind the other in a piece.
 
-    Parameters
-    ----------
-    dtype : dtype
-        The type in which they are added.
-    start : int
-        Where the run begins in the piece, in elements of this type.
-    size : int
-        Number of elements.
-    spans : tuple of (int, int, int, int)
-        Which array; from which to which of its elements, in C order; and where in the
-        piece the first of them lies, in elements.
+    ``start`` is counted in elements of the type in which they are added.
     """
 
     dtype: np.dtype[Any]
     start: int
     size: int
+    # Which array; from which to which of its elements, in C order; and where in the
+    # piece the first of them lies, in elements.
     spans: tuple[tuple[int, int, int, int], ...]
 
 
@@ -106,21 +82,8 @@ def cut(
 ) -> Iterator[Piece]:
     """Cut arrays, laid one behind the other by type, into pieces.
 
-    Not collective; the same on every rank for the same arrays.
-
-    Parameters
-    ----------
-    signatures : sequence of (dtype, shape)
-        Of each array.
-    means : bool
-        Whether their mean is wanted, see `wire_dtype`.
-    piece_bytes : int
-        Most bytes of a piece, in the types of the wire; at least 64.
-
-    Yields
-    ------
-    tuple of Run
-        The next piece; runs begin at multiples of 64 bytes.
+    The same on every rank for the same arrays. ``piece_bytes``, at least 64, is the
+    most that a piece holds in the types of the wire.
     """
     runs: list[Run] = []
     used = 0
@@ -163,20 +126,8 @@ def _spans(
 
 @functools.lru_cache(maxsize=1024)
 def plan(signatures: tuple[Signature, ...]) -> Pack:
-    """Plan which arrays share a buffer.
-
-    Not collective; the same on every rank for the same arrays.
-
-    Parameters
-    ----------
-    signatures : tuple of (dtype, shape)
-        Of each array.
-
-    Returns
-    -------
-    Pack
-        The plan.
-    """
+    """Plan which arrays share a buffer; the same on every rank for the same arrays."""
+    # The order of first appearance: the same on all ranks, unlike that of hashes.
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index, (dtype, _) in enumerate(signatures):
         by_dtype.setdefault(dtype, []).append(index)
@@ -192,23 +143,9 @@ def plan(signatures: tuple[Signature, ...]) -> Pack:
 
 
 def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
-    """Copy a bucket's arrays into one flat buffer.
+    """Copy a bucket's arrays into one flat, contiguous buffer, cast to its type.
 
-    Not collective.
-
-    Parameters
-    ----------
-    bucket : Bucket
-        Which arrays, and where.
-    arrays : sequence of ndarray
-        All arrays of the plan; any memory order.
-    flat : ndarray of shape (bucket.size,)
-        The buffer, contiguous; the arrays are cast to its type.
-
-    Returns
-    -------
-    ndarray of shape (bucket.size,)
-        The buffer.
+    ``arrays`` are all those of the plan, in any memory order.
     """
     for index, (start, end, shape) in zip(bucket.indices, bucket.parts, strict=True):
         np.copyto(flat[start:end].reshape(shape), arrays[index], casting="unsafe")
@@ -216,49 +153,18 @@ def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
 
 
 def unpack(bucket: Bucket, flat: Array) -> list[Array]:
-    """Return the parts of a flat buffer as arrays of their own shapes.
-
-    Not collective.
-
-    Parameters
-    ----------
-    bucket : Bucket
-        Which arrays, and where.
-    flat : ndarray of shape (bucket.size,)
-        From `pack`, after the reduction.
-
-    Returns
-    -------
-    list of ndarray
-        Views of the buffer, in the order of ``bucket.indices``.
-    """
+    """Return the parts of a flat buffer in their own shapes: views of the buffer."""
     return [flat[start:end].reshape(shape) for start, end, shape in bucket.parts]
 
 
 def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:
-    """Return the type in which values of a type are added.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Of the values.
-    means : bool
-        Whether their mean is wanted, which is float64 for integers.
-
-    Returns
-    -------
-    dtype
-        In native byte order. Half types are added in float32. Narrow integers in int32,
-        because some MPI libraries add them with saturation where NumPy wraps around.
-    bool
-        Whether the sum is to be cast back.
-    """
+    """Return the type in which values are added, and whether the sum is cast back."""
+    # Half types have too few digits to be added up in.
     if is_half(dtype):
         return np.dtype(np.float32), True
     if dtype.kind in "iu" and means:
         return np.dtype(np.float64), False
+    # Some MPI libraries add narrow integers with saturation; NumPy wraps around.
     if dtype.kind in "iu" and dtype.itemsize < np.dtype(np.int32).itemsize:
         return np.dtype(np.int32), True
     return dtype.newbyteorder("="), False

@@ -27,14 +27,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class Recycler:
-    """Makes arrays, and keeps hold of their memory.
-
-    Parameters
-    ----------
-    limit_bytes : int
-        How much memory may be kept, whether or not it is in use. Arrays beyond it have
-        memory of their own.
-    """
+    """Makes arrays, and keeps hold of up to ``limit_bytes`` of their memory."""
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -47,21 +40,9 @@ class Recycler:
         self._unused = _holders([np.empty(1, np.uint8)], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array with any content.
+        """Return an array with any content, in C order.
 
-        Not collective.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            Its shape.
-        dtype : dtype
-            Its type.
-
-        Returns
-        -------
-        ndarray
-            In C order; its caller's alone, for as long as any view of it lives.
+        Its caller's alone, for as long as any view of it lives.
         """
         array: Array
         nbytes = math.prod(shape) * dtype.itemsize
@@ -76,20 +57,7 @@ class Recycler:
     def arrays(
         self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
     ) -> list[Array]:
-        """Return arrays with any content.
-
-        Not collective.
-
-        Parameters
-        ----------
-        kinds : sequence of (tuple of int, dtype)
-            Shape and type of each.
-
-        Returns
-        -------
-        list of ndarray
-            As from `empty`.
-        """
+        """Return several arrays as from `empty`, of these shapes and types."""
         arrays = []
         for shape, dtype in kinds:
             nbytes = math.prod(shape) * dtype.itemsize
@@ -122,17 +90,12 @@ def _holders(blocks: list[Array], index: int) -> int:
 
 
 class DeviceRecycler:
-    """Makes arrays on this thread's GPU, and keeps hold of them.
+    """Makes arrays on this thread's GPU, and keeps hold of up to ``limit_bytes``.
 
     CuPy's pool has memory at hand, but making an array takes a microsecond or two, and
     a model has hundreds of gradients. Arrays of a call that nobody holds any longer are
     the results of its next repetition: they are written in the order of the program's
     stream, after what was done with them before.
-
-    Parameters
-    ----------
-    limit_bytes : int
-        How much memory may be kept, whether or not it is in use.
     """
 
     def __init__(self, limit_bytes: int = _LIMIT_DEVICE_BYTES) -> None:
@@ -150,23 +113,10 @@ class DeviceRecycler:
         kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
         module: Any,
     ) -> list[Array]:
-        """Return arrays with any content.
+        """Return arrays with any content, in C order, for the call that ``key`` names.
 
-        Not collective.
-
-        Parameters
-        ----------
-        key : hashable
-            Names the call.
-        kinds : sequence of (tuple of int, dtype)
-            Shape and type of each; the same for the same key.
-        module : module
-            ``cupy``.
-
-        Returns
-        -------
-        list of cupy.ndarray
-            In C order; their caller's alone, for as long as it, or a view, holds them.
+        The kinds are the same for the same key. The arrays are their caller's alone,
+        for as long as it, or a view, holds them. ``module`` is ``cupy``.
         """
         # Memory is used again in the order of the stream that used it before.
         key = key, module.cuda.get_current_stream().ptr
@@ -199,10 +149,7 @@ class DeviceRecycler:
         return made
 
     def clear(self) -> None:
-        """Let go of all arrays.
-
-        Not collective.
-        """
+        """Let go of all arrays."""
         self._kept.clear()
 
 

@@ -12,22 +12,11 @@ __all__ = ["apply_at", "replace_at"]
 
 
 def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
-    """Apply an operation to rows in place; several times where they come several times.
+    """Apply a function of NumPy to rows in place; to some several times, if they recur.
 
-    Not collective. On a GPU in the order of the rows, as in host memory, so that all
-    replicas get the same bits, which CuPy's own form does not give; waits for the
-    indices, and takes a step for each time that the most frequent row comes.
-
-    Parameters
-    ----------
-    name : {"add", "subtract", "multiply", "divide", "minimum", "maximum"}
-        A function of NumPy.
-    array : ndarray of shape (n, ...)
-        Written.
-    indices : ndarray of int of shape (m,)
-        Which rows; of the library of the array, as ``values``.
-    values : ndarray of shape (m, ...)
-        The second operands.
+    On a GPU in the order of the rows, as in host memory, so that all replicas get the
+    same bits, which CuPy's own form does not give; waits for the indices, and takes a
+    step for each time that the most frequent row comes. All arrays are of one library.
     """
     if not is_device(array):
         quietly(getattr(np, name).at, array, indices, values)
@@ -46,12 +35,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
 def replace_at(array: Array, indices: Array, values: Array) -> None:
     """Replace rows in place; of those that come several times, the last counts.
 
-    Not collective. On a GPU, too, where it waits for the indices.
-
-    Parameters
-    ----------
-    array, indices, values : ndarray of shape (n, ...), (m,), (m, ...)
-        What is written; which rows, integers; the new rows. Of one library.
+    On a GPU, too, where it waits for the indices. All arrays are of one library.
     """
     if not is_device(array):
         array[indices] = values

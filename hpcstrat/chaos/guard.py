@@ -15,10 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Wait for the end of standard input.
-
-    Not collective.
-    """
+    """Wait for the end of standard input."""
     stopped = set()
     for line in sys.stdin:
         number = int(line[1:])

@@ -243,26 +243,12 @@ def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
 class Held:
     """A process that signals reach even where its number is used again.
 
-    Parameters
-    ----------
-    process : RankProcess
-        From `find_jobs`.
-
-    Attributes
-    ----------
-    process : RankProcess
-        As given.
-    fd : int
-        The pidfd.
-
-    Raises
-    ------
-    NoSuchRankError
-        If it has ended, or is another user's.
+    NoSuchRankError if it has ended, or is another user's. Holds a pidfd until `close`.
     """
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
+        # A signal by number could reach a process that has been given it since.
         try:
             self.fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -285,20 +271,7 @@ class Held:
         )
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal.
-
-        Not collective.
-
-        Parameters
-        ----------
-        number : signal.Signals
-            Which.
-
-        Returns
-        -------
-        bool
-            False where the process has ended.
-        """
+        """Send a signal; return False where the process has ended."""
         if self.ended():
             return False
         try:
@@ -308,27 +281,11 @@ class Held:
         return True
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Wait for the end of the process.
-
-        Not collective.
-
-        Parameters
-        ----------
-        seconds : float
-            Longest wait.
-
-        Returns
-        -------
-        bool
-            Whether it has ended.
-        """
+        """Wait for the end of the process, at most so long; return whether it came."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
-        """Let go of the process.
-
-        Not collective.
-        """
+        """Let go of the process."""
         os.close(self.fd)

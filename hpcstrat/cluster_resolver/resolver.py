@@ -12,22 +12,7 @@ __all__ = ["ClusterResolver", "SimpleClusterResolver", "UnionResolver", "master_
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
-    """Return an address with the protocol before it.
-
-    Not collective.
-
-    Parameters
-    ----------
-    address : str
-        Such as ``host:port``.
-    rpc_layer : str or None
-        Such as ``grpc``.
-
-    Returns
-    -------
-    str
-        Such as ``grpc://host:port``; the address where there is no protocol.
-    """
+    """Return an address with the protocol before it, such as ``grpc://host:port``."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 

@@ -176,22 +176,8 @@ def _backward(
 def strategy_of(what: str) -> Strategy:
     """Return the strategy of the replica function that is running.
 
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        The call, for messages.
-
-    Returns
-    -------
-    Strategy
-        The default strategy outside everything.
-
-    Raises
-    ------
-    RuntimeError
-        In cross-replica context.
+    The default strategy outside everything; RuntimeError in cross-replica context.
+    ``what`` names the call in messages.
     """
     entry = current()
     if entry is not None and entry.replica_context is None:
@@ -205,24 +191,7 @@ def strategy_of(what: str) -> Strategy:
 def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
     """Return an array to be normalized, and its dimensions but that of the channels.
 
-    Not collective.
-
-    Parameters
-    ----------
-    x : array_like of shape (..., channels, ...)
-        Real numbers.
-    axis : int
-        The dimension of the channels.
-
-    Returns
-    -------
-    ndarray, tuple of int
-        The array, and the other dimensions.
-
-    Raises
-    ------
-    ValueError
-        For other types, fewer than two dimensions, or no such axis.
+    ValueError for other types, fewer than two dimensions, or no such axis.
     """
     array = as_array(x)
     if array.dtype.kind not in "iuf" and not is_half(array.dtype):
@@ -238,44 +207,12 @@ def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
 
 
 def others(ndim: int, axis: int) -> tuple[int, ...]:
-    """Return the dimensions other than one.
-
-    Not collective.
-
-    Parameters
-    ----------
-    ndim : int
-        How many there are.
-    axis : int
-        The one.
-
-    Returns
-    -------
-    tuple of int
-        In order.
-    """
+    """Return the dimensions other than one, in order."""
     return tuple(i for i in range(ndim) if i != axis % ndim)
 
 
 def spread(vector: Array, ndim: int, axis: int) -> Array:
-    """Give a vector over channels the dimensions of an array.
-
-    Not collective.
-
-    Parameters
-    ----------
-    vector : ndarray of shape (channels,)
-        One value for each channel.
-    ndim : int
-        Number of the array's dimensions.
-    axis : int
-        Which one is that of the channels.
-
-    Returns
-    -------
-    ndarray of shape (1, ..., channels, ..., 1)
-        A view.
-    """
+    """View a vector over channels as (1, ..., channels, ..., 1), to be broadcast."""
     shape = [1] * ndim
     shape[axis] = -1
     return vector.reshape(shape)
@@ -304,23 +241,10 @@ def through_moments(
 ) -> tuple[Array, Array]:
     """Sum derivatives by the moments, and return what the values' are made of.
 
-    Collective over the strategy's replicas; one reduction.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    partial : ndarray of shape (2, channels)
-        Derivatives of this replica's part of the loss by mean and variance.
-    count : int, or ndarray of shape ()
-        Number of values of each channel.
-    name : str
-        The call, for messages.
-
-    Returns
-    -------
-    offset, slope : ndarray of shape (channels,)
-        The derivative by a value is ``offset + slope * (value - mean)``.
+    Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
+    channels), holds the derivatives of this replica's part of the loss by mean and
+    variance. Of the offset and the slope returned, the derivative by a value is
+    ``offset + slope * (value - mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
     offset, slope = summed / array_module(summed).maximum(count, 1)

@@ -233,24 +233,9 @@ class MeanMetricWrapper(_Average):
 
 @np.errstate(all="ignore")
 def as_float64(value: ArrayLike) -> Array:
-    """Return real numbers as float64.
+    """Return real numbers as float64, possibly the value itself.
 
-    Not collective.
-
-    Parameters
-    ----------
-    value : array_like of any shape
-        Real numbers.
-
-    Returns
-    -------
-    ndarray
-        Possibly the value itself.
-
-    Raises
-    ------
-    ValueError
-        For complex numbers, and what is no number.
+    ValueError for complex numbers, and what is no number.
     """
     dtype = getattr(value, "dtype", None)
     array = as_array(value, np.float64 if dtype is None else None)
@@ -264,22 +249,7 @@ def as_float64(value: ArrayLike) -> Array:
 
 @np.errstate(all="ignore")
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
-    """Return the mean over dimensions, 0 where they are empty.
-
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray of float64
-        Values.
-    axis : int or tuple of int
-        The dimensions.
-
-    Returns
-    -------
-    ndarray
-        Without these dimensions.
-    """
+    """Return the mean over dimensions, 0 where they are empty."""
     total = _sum_over(array, axis)
     return total / max(1, array.size // max(1, total.size))
 
@@ -290,20 +260,7 @@ def _sum_over(array: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
-    """Return two arrays on the GPU, if either is there.
-
-    Not collective.
-
-    Parameters
-    ----------
-    first, second : ndarray
-        Of either library.
-
-    Returns
-    -------
-    ndarray, ndarray
-        Of one library.
-    """
+    """Return two arrays on the GPU, if either is there."""
     if is_device(first) or is_device(second):
         return to_device(first), to_device(second)
     return first, second

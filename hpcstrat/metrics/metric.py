@@ -169,26 +169,12 @@ class Metric(MadeTogether):
 
 
 def read_totals(variables: Sequence[Variable]) -> list[Array]:
-    """Return totals of all replicas, or inside ``run`` this replica's own.
+    """Return totals of all replicas, or inside ``run`` this replica's own, on the host.
 
     Collective over the strategy's replicas in cross-replica context, where it makes one
-    reduction; else not collective.
-
-    Parameters
-    ----------
-    variables : sequence of Variable
-        Of metrics.
-
-    Returns
-    -------
-    list of ndarray of shape ()
-        The totals, in host memory.
-
-    Raises
-    ------
-    ValueError
-        For variables of several strategies.
+    reduction; else not collective. ValueError for variables of several strategies.
     """
+    # No call: other replicas need not read theirs.
     if _reads_own():
         return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}

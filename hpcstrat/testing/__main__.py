@@ -61,10 +61,7 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
 
 
 def main() -> None:
-    """Run this process's part of the job.
-
-    Collective over the ranks of the job.
-    """
+    """Run this process's part of the job."""
     folder = Path(sys.argv[1])
     launch = launch_from_environment()
     stacks = (folder / f"{launch.rank}.stacks").open("w")

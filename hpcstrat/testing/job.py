@@ -38,22 +38,7 @@ _SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition, asking again and again.
-
-    Not collective.
-
-    Parameters
-    ----------
-    condition : callable
-        Returns whether to stop waiting.
-    seconds : float
-        Longest wait.
-
-    Returns
-    -------
-    bool
-        What the condition returned last.
-    """
+    """Wait for a condition, asking again and again; return what it returned last."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)
@@ -74,17 +59,7 @@ def _stat(pid: int) -> list[str]:
 def start_time(pid: int) -> str:
     """Return when a process started, which tells it from a later one of that number.
 
-    Not collective.
-
-    Parameters
-    ----------
-    pid : int
-        Number of a process.
-
-    Returns
-    -------
-    str
-        Clock ticks since the machine started; empty if unknown or no such process.
+    In clock ticks since the machine started; empty if unknown or no such process.
     """
     fields = _stat(pid)
     return fields[19] if fields else ""
@@ -99,14 +74,8 @@ def _signal(pid: int, number: int) -> None:
 class Job:
     """A launcher in a session of its own, with its output in files of a folder.
 
-    Parameters
-    ----------
-    command : sequence of str
-        Launcher, options, program and arguments.
-    folder : path
-        Existing folder for output and the ranks' files; the caller removes it.
-    environment : mapping of str to str
-        The whole environment of the launcher.
+    The folder exists, and the caller removes it; ``environment`` is the whole one of
+    the launcher.
     """
 
     def __init__(
@@ -127,6 +96,7 @@ class Job:
                 stdout=out,
                 stderr=err,
                 env={_SESSIONS: str(folder), **environment, _MARK: marks},
+                # Ctrl-C in the terminal reaches the caller alone, which ends the job.
                 start_new_session=True,
             )
 
@@ -144,19 +114,9 @@ class Job:
         return self._output("stderr").read_text(errors="replace")
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the launcher.
+        """Wait for the launcher; return its exit code, None if it still runs.
 
-        Not collective.
-
-        Parameters
-        ----------
-        seconds : float
-            Longest wait.
-
-        Returns
-        -------
-        int or None
-            Its exit code, negative for a signal; None if it still runs.
+        Negative for a signal.
         """
         try:
             return self._process.wait(timeout=max(seconds, 0))
@@ -180,6 +140,7 @@ class Job:
         ranks = set()
         for path in self.folder.glob("*.pid"):
             number, _, started = path.read_text().partition(" ")
+            # Else the number is that of a later process by now.
             if start_time(int(number)) == started:
                 ranks.add(int(number))
         return ranks
@@ -187,8 +148,8 @@ class Job:
     def show_stacks(self) -> None:
         """Make every Python process of the job write its threads' stacks.
 
-        Not collective. Ranks of ``run`` write them into files of the folder and live
-        on; other programs write them to standard error, and end.
+        Ranks of ``run`` write them into files of the folder and live on; other programs
+        write them to standard error, and end.
         """
         ranks = self._ranks()
         for pid in ranks:
@@ -204,15 +165,7 @@ class Job:
         time.sleep(10 * _NAP_SECONDS)  # The last one may still be writing.
 
     def stacks(self) -> dict[int, str]:
-        """Return the stacks that ``show_stacks`` asked for, by rank.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of int to str
-            Ranks that have not written any are left out.
-        """
+        """Return the stacks of the ranks that wrote any since `show_stacks`."""
         found = {}
         for path in self.folder.glob("*.stacks"):
             if text := path.read_text(errors="replace"):
@@ -220,10 +173,7 @@ class Job:
         return found
 
     def end(self) -> None:
-        """End what is left of the job; nothing happens where nothing is left.
-
-        Not collective.
-        """
+        """End what is left of the job; nothing happens where nothing is left."""
         if self.wait(0) is None:
             # A launcher that is asked to end removes its own temporary files.
             _signal(self._process.pid, signal.SIGTERM)
@@ -231,6 +181,7 @@ class Job:
         if self.wait(0) is None:
             self._process.kill()
             self._process.wait()
+        # Killed processes take a while to go, and may have started others before.
         wait_until(self._kill, _TERMINATE_SECONDS)
 
     def _kill(self) -> bool:

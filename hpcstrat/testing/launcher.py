@@ -21,25 +21,7 @@ _JOB_SIGNS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
-    """Return the path of mpirun: the one beside the interpreter, else of the PATH.
-
-    Not collective.
-
-    Parameters
-    ----------
-    launcher : path, optional
-        Taken instead, where given.
-
-    Returns
-    -------
-    str
-        Path of an executable file.
-
-    Raises
-    ------
-    HpcstratError
-        If there is none.
-    """
+    """Return the path of mpirun: the one beside the interpreter, else of the PATH."""
     # Not resolved: a virtual environment's python is a link to the system's.
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec") if launcher is None else (os.fspath(launcher),)
@@ -58,19 +40,9 @@ def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
 def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without the traces of a job that it is in.
 
-    Not collective.
-
-    Parameters
-    ----------
-    changes : mapping of str to str, optional
-        Variables to set.
-
-    Returns
-    -------
-    dict of str to str
-        A fresh dictionary. Outside of an MPI job nothing is dropped, so that
-        ``OMPI_MCA_*`` settings of the user's shell still act.
+    With ``changes`` set, in a fresh dictionary.
     """
+    # Outside of a job nothing is dropped: OMPI_MCA_* of the user's shell still act.
     environment = dict(os.environ)
     if any(sign in environment for sign in _JOB_SIGNS):
         environment = {

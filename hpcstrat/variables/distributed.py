@@ -314,22 +314,8 @@ class SyncOnReadVariable(DistributedVariable):
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     """Return one replica's share of a total, so that the shares add up to it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    total : ndarray
-        The sum over replicas.
-    num_replicas : int
-        Among how many replicas it is divided.
-    replica_id : int
-        Whose share.
-
-    Returns
-    -------
-    ndarray of the same shape and dtype
-        Integers exactly: the remainder goes to the first replicas. Floats are divided;
-        their sum is exact where the number of replicas is a power of two.
+    Integers exactly: the remainder goes to the first replicas. Floats are divided;
+    their sum is exact where the number of replicas is a power of two.
     """
     if total.dtype.kind in "iu":
         # A narrow type may not hold the number of replicas.
@@ -346,21 +332,10 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     """Return the logical value of each variable, in one call for each aggregation.
 
     Collective over the replicas of the variables' strategy, if any of them is a
-    SyncOnRead variable.
-
-    Parameters
-    ----------
-    variables : sequence of Variable
-        Of one strategy, in the same order on every replica.
-    own_rows : bool
-        Whether those with aggregation ``NONE`` are left apart.
-
-    Returns
-    -------
-    list of ndarray
-        Plain and mirrored variables: this replica's component, read-only, no copy.
-        SyncOnRead ones: the aggregate; with aggregation ``NONE`` all components, of
-        shape (num_replicas, ...), or with ``own_rows`` this replica's, no copy.
+    SyncOnRead variable; they are of one strategy, in the same order on every replica.
+    Plain and mirrored variables give this replica's component, read-only, no copy;
+    SyncOnRead ones the aggregate, or with aggregation ``NONE`` all components, of shape
+    (num_replicas, ...): with ``own_rows`` this replica's, no copy.
     """
     results: list[Any] = [variable._view for variable in variables]
     groups: dict[VariableAggregation, list[int]] = {}

@@ -45,8 +45,9 @@ def shown_names() -> list[str]:
 
 
 def _members(shown: type) -> Iterator[Any]:
-    for name in dir(shown):
-        owner = next((base for base in shown.__mro__ if name in vars(base)), object)
+    # Not dir(), which leaves out the methods of an enumeration.
+    for name in sorted({name for base in shown.__mro__ for name in vars(base)}):
+        owner = next(base for base in shown.__mro__ if name in vars(base))
         if not name.startswith("_") and owner.__module__.startswith("hpcstrat"):
             found = inspect.unwrap(
                 getattr(vars(owner)[name], "__func__", vars(owner)[name])
