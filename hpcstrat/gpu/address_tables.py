@@ -32,11 +32,13 @@ __all__ = [
 
 Span = tuple[int, int, int, int]
 
+# How many buffers are added, or read from, in one launch; as in ``kernels.cu``.
 MOST_TERMS = 32
-"""How many buffers are added, or read from, in one launch; as in ``kernels.cu``."""
 
 _FEW_SPANS = 24
 _MANY_SPANS = 208
+# cudaMemcpyHostToDevice.
+
 _HOST_TO_DEVICE = 1
 _MOST_LAYOUTS = 256
 
@@ -60,41 +62,24 @@ _BUFFERS = np.dtype(
 
 
 class Layout(NamedTuple):
-    """Where spans lie, which is the same in each step.
-
-    Parameters
-    ----------
-    spans : sequence of (int, int, int, int)
-        The spans.
-    indices : list of int
-        The array of each.
-    offsets : ndarray of shape (n,)
-        Where each begins in its array, in elements.
-    starts : ndarray of shape (n + 1,)
-        Where each begins in the buffer, and where the last one ends, in elements.
-    """
+    """Where spans lie, which is the same in each step."""
 
     spans: Sequence[Span]
+    # The array of each span.
     indices: list[int]
+    # Where each begins in its array, and, with one more at the end, in the buffer: in
+    # elements.
     offsets: Array
     starts: Array
 
 
 class Table(NamedTuple):
-    """Memory for the addresses of many arrays.
+    """Memory for the addresses of many arrays."""
 
-    Parameters
-    ----------
-    host : ndarray of shape (n,)
-        Page-locked bytes.
-    device : cupy.ndarray of shape (n,)
-        As many on the device.
-    used : Mark
-        The end of the last work that uses them.
-    """
-
+    # As many page-locked bytes as there are on the device.
     host: Array
     device: Any
+    # The end of the last work that uses them.
     used: Mark
 
 
@@ -103,20 +88,7 @@ _tables: deque[Table] = deque()
 
 
 def segments_table(segments: Sequence[tuple[int, int, int]]) -> Array:
-    """Return the table of one buffer in several places.
-
-    Not collective.
-
-    Parameters
-    ----------
-    segments : sequence of (int, int, int)
-        See `hpcstrat.gpu.kernels.unpack`.
-
-    Returns
-    -------
-    ndarray of shape ()
-        A ``Buffers``.
-    """
+    """Return the ``Buffers`` of one buffer in several places, see `kernels.unpack`."""
     assert 0 < len(segments) <= MOST_TERMS
     buffers = np.zeros((), _BUFFERS)
     buffers["parts"], buffers["terms"] = len(segments), 1
@@ -126,20 +98,7 @@ def segments_table(segments: Sequence[tuple[int, int, int]]) -> Array:
 
 
 def terms_table(pointers: Sequence[int]) -> Array:
-    """Return the table of buffers that are to be added.
-
-    Not collective.
-
-    Parameters
-    ----------
-    pointers : sequence of int
-        Their addresses.
-
-    Returns
-    -------
-    ndarray of shape ()
-        A ``Buffers``.
-    """
+    """Return the ``Buffers`` of buffers that are to be added."""
     assert 0 < len(pointers) <= MOST_TERMS
     buffers = np.zeros((), _BUFFERS)
     buffers["parts"], buffers["terms"] = 1, len(pointers)
@@ -148,21 +107,10 @@ def terms_table(pointers: Sequence[int]) -> Array:
 
 
 def laid_out(spans: Sequence[Span]) -> Layout:
-    """Return what the spans say, which is kept as long as they are likely to live.
-
-    Not collective.
-
-    Parameters
-    ----------
-    spans : sequence of (int, int, int, int)
-        See `hpcstrat.gpu.kernels`.
-
-    Returns
-    -------
-    Layout
-        The same for the same tuple.
-    """
+    """Return what the spans say, which is kept: the same for the same tuple."""
     layout = _layouts.get(id(spans))
+    # A layout keeps its spans alive, so that no other tuple can have their id; a list
+    # may change, and is not kept.
     if layout is not None and layout.spans is spans:
         return layout
     first = spans[0][3] if spans else 0
@@ -175,6 +123,8 @@ def laid_out(spans: Sequence[Span]) -> Layout:
         np.array([*starts, end], np.int64),
     )
     if type(spans) is tuple:
+        # A program has few plans; one that makes new ones in each step must not fill
+        # memory.
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
         _layouts[id(spans)] = layout
@@ -184,29 +134,11 @@ def laid_out(spans: Sequence[Span]) -> Layout:
 def spans_table(
     layout: Layout, arrays: Sequence[Any], itemsize: int, stream: Any
 ) -> tuple[str, Array, Table | None]:
-    """Return the table of spans, with the addresses of their arrays.
+    """Return the table of at least one span, with the addresses of their arrays.
 
-    Not collective.
-
-    Parameters
-    ----------
-    layout : Layout
-        Of at least one span.
-    arrays : sequence of cupy.ndarray of shape (n,)
-        All arrays of the call.
-    itemsize : int
-        Of those in the spans.
-    stream : cupy.cuda.Stream
-        On which the table is copied, where it has to be.
-
-    Returns
-    -------
-    str
-        Which kernel takes it: few, many or long.
-    ndarray of shape ()
-        The argument for it.
-    Table or None
-        For `give_back`, when the kernel has been launched.
+    First which kernel takes it: few, many or long; then the argument for it; last what
+    `give_back` takes when the kernel has been launched. ``arrays`` are all of the call,
+    ``itemsize`` is that of those in the spans; a long table is copied on the stream.
     """
     count = len(layout.indices)
     pointers = layout.offsets * np.uint64(itemsize)
@@ -234,7 +166,7 @@ def _long_table(
     host[len(starts) :] = pointers.view(np.int64)
     address = memory.device.data.ptr
     runtime.memcpyAsync(
-        *(address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, stream.ptr)
+        address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, stream.ptr
     )
     table = np.array((len(pointers), address, address + len(starts) * 8), _LONG)
     return "long", table, memory
@@ -247,12 +179,7 @@ def _long_bytes(count: int) -> int:
 def reserve(counts: Iterable[int]) -> None:
     """Make the tables for launches to come, where that may fail.
 
-    Not collective.
-
-    Parameters
-    ----------
-    counts : iterable of int
-        Number of spans in each launch.
+    ``counts`` are the numbers of spans of each launch, in their order.
     """
     sizes = [_long_bytes(count) for count in counts if count > _MANY_SPANS]
     # The first of them is asked for first.
@@ -272,17 +199,7 @@ def _table_memory(nbytes: int) -> Table:
 
 
 def give_back(memory: Table | None, stream: Any) -> None:
-    """Let a table be used again after what the stream has been given so far.
-
-    Not collective.
-
-    Parameters
-    ----------
-    memory : Table or None
-        From `spans_table`.
-    stream : cupy.cuda.Stream
-        On which the kernel was launched.
-    """
+    """Let a table be used again after what the stream has been given so far."""
     if memory is not None:
         memory.used.record(stream)
         _tables.append(memory)

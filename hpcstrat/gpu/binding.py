@@ -30,48 +30,28 @@ _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rank sees, and has chosen.
-
-    Parameters
-    ----------
-    rank : int
-        The replica.
-    gpus : tuple of Gpu
-        In the order of their numbers.
-    chosen : int, optional
-        Number of the one that the program has chosen.
-    wanted : int, optional
-        Which of the host's GPUs, as `worker_gpus` counts them, the program has named.
-    reason : str
-        Why there are none, or what else went wrong.
-    earlier : int, optional
-        Number of the one that an earlier strategy gave to it, or that was foreseen.
-    """
+    """What a rank sees, and has chosen; GPUs in the order of their numbers."""
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
+    # The number that the program has chosen by CUDA; which of the host's GPUs, as
+    # `worker_gpus` counts, it has named to the strategy.
     chosen: int | None = None
     wanted: int | None = None
+    # Why there are none, or what else went wrong.
     reason: str = ""
+    # The number that an earlier strategy gave to it, or that was foreseen.
     earlier: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a rank computes on.
-
-    Parameters
-    ----------
-    gpu : Gpu, optional
-        This rank's; None where it computes on the CPU.
-    number : int
-        Which of the host's GPUs it is, as `worker_gpus` counts them.
-    shared : bool
-        Whether another rank of the host has the same GPU, or another part of it (MIG).
-    """
+    """What a rank computes on."""
 
     gpu: Gpu | None = None
+    # Which of the host's GPUs it is, as `worker_gpus` counts them.
     number: int = 0
+    # Whether another rank of the host has the same GPU, or another part of it (MIG).
     shared: bool = False
 
 
@@ -84,19 +64,9 @@ class _Process:
 
 
 def worker_gpus(views: Sequence[View]) -> list[Gpu]:
-    """Return the GPUs that the ranks of a host see, each once.
+    """Return the GPUs that the ranks of a host, in order, see: each once.
 
-    Not collective.
-
-    Parameters
-    ----------
-    views : sequence of View
-        In the order of the ranks.
-
-    Returns
-    -------
-    list of Gpu
-        As the first rank that sees it numbers it.
+    Each is numbered as the first rank that sees it does.
     """
     found = {gpu.identity: gpu for view in reversed(views) for gpu in view.gpus}
     order = dict.fromkeys(gpu.identity for view in views for gpu in view.gpus)
@@ -104,23 +74,12 @@ def worker_gpus(views: Sequence[View]) -> list[Gpu]:
 
 
 def choose(views: Sequence[View]) -> list[Gpu | None]:
-    """Choose a GPU for each rank of a host.
+    """Choose a GPU for each rank of a host, numbered as that rank does.
 
-    Not collective. A GPU that the program has named or chosen is taken, then the one
-    that a rank had earlier, if it is left. Of the other ranks, those that see the same
-    list take its GPUs in turn, first those that no rank has; a rank that sees one has
-    that one.
-
-    Parameters
-    ----------
-    views : sequence of View
-        In the order of the ranks.
-
-    Returns
-    -------
-    list of Gpu or None
-        As the rank itself numbers them; None for a rank that sees none, or not the one
-        that was named.
+    A GPU that the program has named or chosen is taken, then the one that a rank had
+    earlier, if it is left. Of the other ranks, those that see the same list take its
+    GPUs in turn, first those that no rank has; a rank that sees one has that one. None
+    for a rank that sees none, or not the one that was named.
     """
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]
@@ -160,26 +119,9 @@ def _fixed(view: View, everything: Sequence[Gpu]) -> Gpu | None:
 def problem(
     views: Sequence[View], gpus: Sequence[Gpu | None], host: str, *, share: bool = False
 ) -> str:
-    """Say what is wrong with the GPUs of the ranks of a host.
+    """Say what is wrong with the GPUs of the ranks of a host; empty if all is well.
 
-    Not collective.
-
-    Parameters
-    ----------
-    views : sequence of View
-        What the ranks see.
-    gpus : sequence of Gpu or None
-        Which one each has.
-    host : str
-        Name of the host.
-    share : bool
-        Whether several ranks may have one GPU.
-
-    Returns
-    -------
-    str
-        A message that names ranks, host and GPU; empty if all is well, or if no rank
-        has a GPU.
+    That is also so where no rank has a GPU. The message names ranks, host and GPU.
     """
     if all(gpu is None for gpu in gpus):
         named = next((v for v in views if v.wanted is not None and v.gpus), None)
@@ -279,15 +221,12 @@ def _look(rank: int, wanted: int | None) -> View:
 def foresee(place: int) -> None:
     """Compute on the GPU that this rank is likely to get, before MPI starts.
 
-    Not collective; nothing where the program or a strategy has chosen. Libraries of MPI
-    may look for a context of CUDA once, when they start, and copy by way of the host
-    where there was none (Open MPI 5: github.com/open-mpi/ompi/issues/13354).
-
-    Parameters
-    ----------
-    place : int
-        Number of the GPU that was named, or of this rank among those of its host.
+    ``place`` is the number that was named, or this rank's among those of its host.
+    Nothing where the program or a strategy has chosen.
     """
+    # Libraries of MPI may look for a context of CUDA once, when they start, and copy by
+    # way of the host where there was none (Open MPI 5:
+    # github.com/open-mpi/ompi/issues/13354).
     if _Process.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
         own = gpus[place % len(gpus)]
@@ -312,30 +251,11 @@ def bind(
 ) -> Binding:
     """Give this rank its GPU, and make the calling thread compute on it.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of all replicas.
-    node : mpi4py.MPI.Intracomm
-        Those of this host, in the same order.
-    device : str
-        The setting: ``"auto"``, ``"cpu"`` or ``"gpu"``; the same on every rank.
-    share : bool
-        Whether ranks may share a GPU; the same on every rank.
-    wanted : int, optional
-        Which of the host's GPUs this rank shall have; on every rank or none.
-
-    Returns
-    -------
-    Binding
-        Without a GPU where all ranks compute on the CPU.
-
-    Raises
-    ------
-    TopologyError
-        If ranks have the same GPU, or some have none. On every rank.
+    Collective over ``topology.replica_comm``; ``node`` has those of this host in the
+    same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on every
+    rank, and ``wanted`` is given on every rank or none. Without a GPU where all ranks
+    compute on the CPU. Raises TopologyError on every rank, if ranks have the same GPU,
+    or some have none.
     """
     if device == "cpu" or (device == "auto" and not _any_wants(topology)):
         return Binding()
@@ -345,6 +265,7 @@ def bind(
     own = gpus[node.rank]
     trouble = problem(views, gpus, platform.node(), share=share)
     trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
+    # All ranks come here, whatever their hosts have found, and raise the same message.
     first = _lowest(topology, bool(trouble))
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))

@@ -30,16 +30,9 @@ _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether something can be done, on all ranks; true in conditions if it can.
+    """Whether something can be done, on all ranks; true in conditions if it can."""
 
-    Parameters
-    ----------
-    ok : bool
-        Whether it can.
-    reason : str
-        How that is known, or why not, with rank and host.
-    """
-
+    # How that is known, or why not, is said with rank and host.
     ok: bool
     reason: str
 
@@ -50,31 +43,14 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What all ranks of a topology can do with the memory of their GPUs.
-
-    Parameters
-    ----------
-    nccl : Ability
-        Whether NCCL connects all ranks.
-    peer : Ability
-        Whether the ranks of each worker can open each other's memory (CUDA IPC).
-    peer_events : Ability
-        Whether they can also wait for each other's events.
-    mpi_sendrecv : Ability
-        Whether MPI sends and receives such memory, point to point.
-    mpi_broadcast : Ability
-        Whether ``MPI_Bcast`` takes it.
-    mpi_allreduce : Ability
-        Whether ``MPI_Allreduce`` takes it.
-    one_gpu_per_rank : bool
-        Whether no two ranks have the same GPU.
-    num_gpus : int
-        Number of ranks that have a GPU.
-    """
+    """What all ranks of a topology can do with the memory of their GPUs."""
 
     nccl: Ability
+    # The ranks of each worker can open each other's memory (CUDA IPC), and wait for
+    # each other's events.
     peer: Ability
     peer_events: Ability
+    # MPI takes such memory point to point, in MPI_Bcast, in MPI_Allreduce.
     mpi_sendrecv: Ability
     mpi_broadcast: Ability
     mpi_allreduce: Ability
@@ -82,15 +58,7 @@ class Capabilities:
     num_gpus: int
 
     def explain(self) -> str:
-        """Say what can be done, and why not.
-
-        Not collective.
-
-        Returns
-        -------
-        str
-            One line for each ability.
-        """
+        """Say what can be done, and why not: one line for each ability."""
         lines = []
         for field in fields(self):
             ability = getattr(self, field.name)
@@ -104,17 +72,7 @@ class Capabilities:
 def gather(topology: Topology) -> Capabilities:
     """Find what all ranks can do.
 
-    Collective over ``topology.replica_comm``. Every rank has its GPU in use.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose ``gpu`` the strategy has set.
-
-    Returns
-    -------
-    Capabilities
-        The same on every rank.
+    Collective over ``topology.replica_comm``; every rank has its GPU in use.
     """
     num_gpus = int(topology.replica_comm.allreduce(int(topology.gpu is not None)))
     shares = topology.replica_comm.allreduce(int(topology.shares_gpu))

@@ -30,26 +30,10 @@ _BLOCK_BYTES = 2 << 20
 
 
 def plain_memory(nbytes: int) -> Any:
-    """Return memory of the current device, straight from ``cudaMalloc``.
+    """Return bytes of the current device straight from ``cudaMalloc``, not initialized.
 
-    Not collective. CuPy's pool hands out parts of larger blocks, which other processes
-    could only open as a whole. Freed with the last array that lies in it; that waits
-    for the device.
-
-    Parameters
-    ----------
-    nbytes : int
-        How much; at least 1.
-
-    Returns
-    -------
-    cupy.ndarray of shape (nbytes,)
-        Of bytes, not initialized; begins at a multiple of 256 bytes.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If there is not as much.
+    At least 1; they begin at a multiple of 256. Freed with the last array that lies in
+    them, which waits for the device.
     """
     import cupy
 
@@ -64,48 +48,12 @@ def plain_memory(nbytes: int) -> Any:
 
 
 def shareable_memory(nbytes: int) -> Any:
-    """Return `plain_memory` in which nothing else lies, for other processes to open.
-
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        How much is needed; at least 1.
-
-    Returns
-    -------
-    cupy.ndarray of shape (at least nbytes,)
-        Of bytes, not initialized.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If there is not as much.
-    """
+    """Return `plain_memory` in which nothing else lies, for other processes to open."""
     return plain_memory(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
 
 
 def memory_handle(array: Any) -> bytes:
-    """Return what opens memory of `shareable_memory` in another process.
-
-    Not collective.
-
-    Parameters
-    ----------
-    array : cupy.ndarray
-        All of that memory.
-
-    Returns
-    -------
-    bytes
-        64 of them.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If the system cannot share it.
-    """
+    """Return the 64 bytes that open all of a `shareable_memory` in another process."""
     from cupy.cuda import runtime
 
     return bytes(runtime.ipcGetMemHandle(array.data.ptr))
@@ -114,23 +62,8 @@ def memory_handle(array: Any) -> bytes:
 def open_memory(handle: bytes) -> int:
     """Open memory of another process of this node, on whichever of its GPUs.
 
-    Not collective. GPUs that can reach each other do so from here on.
-
-    Parameters
-    ----------
-    handle : bytes
-        From `memory_handle`.
-
-    Returns
-    -------
-    int
-        Its address in this process, until `close_memory`; the other process is not to
-        free it before.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If the GPUs cannot reach each other, or the system cannot share memory.
+    Returns its address here until `close_memory`; the other process must not free it
+    before. GPUs that can reach each other do so from here on.
     """
     from cupy.cuda import runtime
 
@@ -138,60 +71,30 @@ def open_memory(handle: bytes) -> int:
 
 
 def close_memory(address: int) -> None:
-    """Close memory of another process; all work that uses it has been done.
-
-    Not collective.
-
-    Parameters
-    ----------
-    address : int
-        From `open_memory`.
-    """
+    """Close memory of another process; all work that uses it has been done."""
     from cupy.cuda import runtime
 
     runtime.ipcCloseMemHandle(address)
 
 
 def pinned_memory(nbytes: int) -> Array:
-    """Return page-locked memory of the host, which the device copies at full speed.
+    """Return page-locked bytes of the host, not initialized.
 
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        How much; at least 1.
-
-    Returns
-    -------
-    ndarray of shape (nbytes,)
-        Of bytes, not initialized; freed with the last array that lies in it.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If there is not as much.
+    The device copies them by itself, at full speed. At least 1; freed with the last
+    array that lies in them.
     """
     import cupy
 
+    # From a pool of such memory that CuPy keeps: it is dear to make.
     memory = cupy.cuda.alloc_pinned_memory(nbytes)
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 def register_host(array: Array) -> None:
-    """Lock the pages of existing memory of the host, see `pinned_memory`.
+    """Lock the pages of existing memory; to be unregistered before it is freed.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Contiguous, not empty, not registered; must be unregistered before it is freed.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        If the system refuses; then nothing has changed.
+    Contiguous, not empty, not registered. Where the system refuses, nothing has
+    changed.
     """
     from cupy.cuda import runtime
 
@@ -199,52 +102,23 @@ def register_host(array: Array) -> None:
 
 
 def unregister_host(array: Array) -> None:
-    """Take back `register_host`.
-
-    Not collective. No copy from or to the memory may be under way.
-
-    Parameters
-    ----------
-    array : ndarray
-        As given there.
-    """
+    """Take back `register_host`; no copy from or to the memory may be under way."""
     from cupy.cuda import runtime
 
     runtime.hostUnregister(array.ctypes.data)
 
 
 class Buffers:
-    """Memory that is kept under keys, and grows where more is wanted.
-
-    Not collective.
-
-    Parameters
-    ----------
-    make : callable, optional
-        `plain_memory` or `pinned_memory`; default: the former.
-    """
+    """Memory that is kept under keys, and grows where more is wanted."""
 
     def __init__(self, make: Callable[[int], Any] = plain_memory) -> None:
         self._make = make
         self._kept: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, nbytes: int) -> Any:
-        """Return the memory of a key.
+        """Return at least ``nbytes`` of memory, the same each time until it grows.
 
-        Not collective. Where it has to grow, what it held is lost, and the caller has
-        seen to it that no work which uses it is under way.
-
-        Parameters
-        ----------
-        key : hashable
-            Which memory.
-        nbytes : int
-            How much is needed at least.
-
-        Returns
-        -------
-        array of shape (n,)
-            Of bytes, at least ``nbytes``; the same memory each time, until it grows.
+        What it held is lost then, and the caller has seen to it that no work uses it.
         """
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
@@ -260,27 +134,14 @@ class Buffers:
         return sum(kept.nbytes for kept in self._kept.values())
 
     def clear(self) -> None:
-        """Let go of all memory.
-
-        Not collective. No work that uses it may be under way.
-        """
+        """Let go of all memory; no work that uses it may be under way."""
         self._kept.clear()
 
 
 def rounded(nbytes: int) -> int:
     """Return how much to allocate for some bytes, so that memory seldom has to grow.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    nbytes : int
-        How much is needed.
-
-    Returns
-    -------
-    int
-        A power of two, or a multiple of 8 MiB.
+    A power of two, or a multiple of 8 MiB; the same on every rank.
     """
     if nbytes <= _LARGE_BYTES:
         return max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())

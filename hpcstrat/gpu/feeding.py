@@ -26,42 +26,24 @@ __all__ = ["Feeder", "fits_device"]
 
 # As CuPy's own memory is aligned.
 _ALIGNED_BYTES = 512
+# How many copies may be waiting in page-locked memory before `put` waits for one.
 _MOST_STAGED = 4
-"""How many copies may be waiting in page-locked memory before `put` waits for one."""
+# How many pieces of memory are kept that no batch is in.
 _MOST_READY = 4
-"""How many pieces of memory are kept that no batch is in."""
 
 
 def fits_device(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of a type can lie in the memory of a GPU.
 
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Any type.
-
-    Returns
-    -------
-    bool
-        True for bools, integers, floats and complex numbers, but not for those of more
-        than 64 bits a part, of which GPUs know nothing.
+    Bools, integers, floats and complex numbers, but not those of more than 64 bits a
+    part, of which GPUs know nothing.
     """
     return is_half(dtype) or (dtype.kind in "biufc" and dtype.char not in "gG")
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Memory of the GPU for a batch.
-
-    Parameters
-    ----------
-    memory : cupy.ndarray of uint8
-        Where.
-    idle : object
-        The event after which nothing uses it any more.
-    """
+    """Memory of the GPU for a batch; nothing uses it after the event ``idle``."""
 
     memory: Array
     idle: Any = None
@@ -69,15 +51,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Staged:
-    """Page-locked memory for a batch.
-
-    Parameters
-    ----------
-    memory : ndarray of uint8
-        Where.
-    copied : object
-        The event after which nothing reads it any more.
-    """
+    """Page-locked memory for a batch; nothing reads it after the event ``copied``."""
 
     memory: Array
     copied: Any = None
@@ -85,15 +59,7 @@ class _Staged:
 
 @dataclass(slots=True)
 class _Loan:
-    """What the arrays of a batch hold: at its end, their memory comes back.
-
-    Parameters
-    ----------
-    piece : _Piece
-        The memory.
-    returned : deque
-        Where it goes.
-    """
+    """What the arrays of a batch hold: at its end, their memory comes back."""
 
     piece: _Piece
     returned: deque[_Piece] = field(repr=False)
@@ -125,19 +91,10 @@ class Feeder:
                 staged.copied.synchronize()
 
     def put(self, arrays: Sequence[Array]) -> list[Array]:
-        """Copy arrays; the program's current stream waits for the copy, nobody else.
+        """Copy arrays of the host, of types that fit; they may change on return.
 
-        Not collective.
-
-        Parameters
-        ----------
-        arrays : sequence of ndarray
-            In host memory, of types that fit; may change on return.
-
-        Returns
-        -------
-        list of cupy.ndarray
-            Contiguous, of the same shapes and types, in native byte order.
+        The program's current stream waits for the copy, nobody else. Returns contiguous
+        arrays of the same shapes and types, in native byte order.
         """
         import cupy
 
@@ -152,15 +109,20 @@ class Feeder:
             np.copyto(place.view(dtype).reshape(array.shape), array)
         piece = self._take(nbytes)
         cupy.cuda.runtime.memcpyAsync(
-            *(address_of(piece.memory), address_of(staged.memory), nbytes),
-            *(cupy.cuda.runtime.memcpyHostToDevice, self._lane.stream.ptr),
+            address_of(piece.memory),
+            address_of(staged.memory),
+            nbytes,
+            cupy.cuda.runtime.memcpyHostToDevice,
+            self._lane.stream.ptr,
         )
         staged.copied.record(self._lane.stream)
         self._lane.leave()
         self._staged.append(staged)
         base = address_of(piece.memory)
         memory = cupy.cuda.UnownedMemory(
-            *(base, piece.memory.size, _Loan(piece, self._returned)),
+            base,
+            piece.memory.size,
+            _Loan(piece, self._returned),
             cupy.cuda.runtime.getDevice(),
         )
         return [

@@ -32,26 +32,12 @@ _abandoned: list[Any] = []
 class Windows:
     """The windows of all ranks of a node, as one of them knows them.
 
-    Not collective.
-
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    size : int
-        How many there are.
-    keys : sequence of hashable
-        Under which each rank has a shared mark.
-
-    Attributes
-    ----------
-    memory : cupy.ndarray of shape (n,) or None
-        Bytes of this rank's window.
-    addresses : list of int
-        Where the windows of all ranks lie in this process; empty while they are closed.
+    Each rank has a shared mark for each of ``keys``.
     """
 
     def __init__(self, rank: int, size: int, keys: Sequence[Any]) -> None:
+        # Bytes of this rank's window, and where those of all ranks lie in this process;
+        # no addresses while they are closed.
         self.memory: Any = None
         self.addresses: list[int] = []
         self._rank, self._size, self._keys = rank, size, keys
@@ -60,35 +46,17 @@ class Windows:
         self._others: dict[tuple[int, Any], ForeignMark] = {}
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate the next window, beside the one that is open.
-
-        Not collective.
-
-        Parameters
-        ----------
-        nbytes : int
-            How much is needed at least.
-
-        Raises
-        ------
-        cupy.cuda.runtime.CUDARuntimeError
-            If there is not as much.
-        """
+        """Allocate the next window, of at least ``nbytes``, beside the open one."""
         if self._spare is None or self._spare.nbytes < nbytes:
+            # The old goes before the new comes: there may not be room for both.
             self._spare = None
             self._spare = shareable_memory(nbytes)
 
     def described(self) -> tuple[Array, str]:
-        """Return what the other ranks need to open the next window.
+        """Return what opens the next window on other ranks, and what went wrong.
 
-        Not collective.
-
-        Returns
-        -------
-        ndarray of shape (n,)
-            Bytes, as many on each rank; all of them zero where there is a problem.
-        str
-            What went wrong; empty if nothing did.
+        As many bytes on each rank; all of them zero where there is a problem, so that
+        the ranks can exchange them first and raise together.
         """
         nbytes = (1 + len(self._keys)) * _HANDLE_BYTES
         handles = []
@@ -103,19 +71,11 @@ class Windows:
         return np.frombuffer(b"".join(handles), np.uint8), ""
 
     def open(self, records: Array) -> str:
-        """Open the next windows of all ranks; this rank's becomes the current one.
+        """Open the next windows of all ranks; return what went wrong.
 
-        Not collective. No window is open; `close` closes them also after a failure.
-
-        Parameters
-        ----------
-        records : ndarray of shape (ranks, n)
-            What each rank has described. A rank without handles is left out.
-
-        Returns
-        -------
-        str
-            What went wrong; empty if nothing did.
+        This rank's becomes the current one. No window is open before; `close` closes
+        them also after a failure. Row ``r`` is what rank ``r`` has described; one of
+        zeros is left out.
         """
         self.memory, self._spare = self._spare, None
         self.addresses = [0] * self._size
@@ -133,40 +93,19 @@ class Windows:
         return ""
 
     def record(self, key: Any, stream: Any) -> None:
-        """Record a mark of this rank.
-
-        Not collective.
-
-        Parameters
-        ----------
-        key : hashable
-            Which.
-        stream : cupy.cuda.Stream
-            At the end of what it has been given so far.
-        """
+        """Record a mark of this rank at the end of a stream's work so far."""
         self._own[key].record(stream)
 
     def join(self, rank: int, key: Any, stream: Any) -> None:
-        """Let a stream wait for a mark of a rank; for this rank's own it does not.
-
-        Not collective; the host does not wait.
-
-        Parameters
-        ----------
-        rank : int
-            Whose.
-        key : hashable
-            Which.
-        stream : cupy.cuda.Stream
-            On which this rank's own mark was recorded, too.
-        """
+        """Let a stream wait for a mark of a rank; for this rank's own it does not."""
+        # The stream has recorded this rank's own mark, and runs in order.
         if rank != self._rank:
             self._others[rank, key].join(stream)
 
     def close(self) -> None:
         """Close the windows and marks of the other ranks; no work uses them any more.
 
-        Not collective. A second call does nothing.
+        A second call does nothing.
         """
         for mark in self._others.values():
             mark.close()
@@ -177,17 +116,11 @@ class Windows:
         self.addresses = []
 
     def free(self) -> None:
-        """Free this rank's window, which all other ranks have closed.
-
-        Not collective.
-        """
+        """Free this rank's window, which all other ranks have closed."""
         self.memory = None
 
     def abandon(self) -> None:
-        """Let go of everything, without freeing what others may read.
-
-        Not collective.
-        """
+        """Let go of everything, without freeing what others may read."""
         # Another rank may have opened the next window already.
         _abandoned.append((self.memory, self._spare, self._own))
         self.memory, self._spare = None, None

@@ -47,9 +47,11 @@ __all__ = [
     "unpack",
 ]
 
+# For the compiler: CuPy 13 and 14 differ in the standard that they take by default.
 OPTIONS = ("--std=c++14", "--fmad=false")
-"""For the compiler: CuPy 13 and 14 differ in the standard that they take by default."""
 
+# A block takes a chunk at a time; small calls take smaller ones, so that each processor
+# of the device has some.
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 8
 _CHUNK_BYTES = 16 << 10
@@ -76,21 +78,9 @@ _WIRE_TYPES = {**_TYPES, "int32": "Word", "int64": "Address"}
 
 @functools.cache
 def source(stored: str, wire: str) -> str:
-    """Return what is compiled for a pair of types.
+    """Return what is compiled for a pair of types, given by their names.
 
-    Not collective.
-
-    Parameters
-    ----------
-    stored : str
-        Name of the type of sources or results.
-    wire : str
-        Name of the type in which they are added.
-
-    Returns
-    -------
-    str
-        In CUDA C++.
+    The first is that of sources or results, the second that in which they are added.
     """
     name, wire_name = _TYPES[stored], _WIRE_TYPES[wire]
     if stored == wire:
@@ -98,6 +88,7 @@ def source(stored: str, wire: str) -> str:
     types = f"#define STORED {name}\n#define WIRE {wire_name}\n"
     files = importlib.resources.files("hpcstrat.gpu")
     parts = [files / name for name in ("singles.cu", "kernels.cu")]
+    # One text without any #include: NVRTC may not find CUDA's headers.
     return types + "".join(part.read_text(encoding="ascii") for part in parts)
 
 
@@ -130,36 +121,19 @@ def _processors(device: int) -> int:
 
 
 def prepare(stored: np.dtype[Any], wire: np.dtype[Any]) -> None:
-    """Compile and load the kernels for a pair of types.
+    """Compile and load the kernels for a pair of types: as stored, and as added.
 
-    Not collective. The first call takes seconds, unless CuPy has kept the result; the
-    other functions make it where it has not been made.
-
-    Parameters
-    ----------
-    stored : dtype
-        Of sources or results.
-    wire : dtype
-        In which they are added, see `hpcstrat.arrays.packing.wire_dtype`.
+    The first call takes seconds, unless CuPy has kept the result; the other functions
+    make it where it has not been made.
     """
     _load(stored.name, wire.name)
 
 
 def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -> None:
-    """Copy spans of arrays into a buffer, cast to its type.
+    """Copy spans of arrays into a buffer, cast to its type, that of the wire.
 
-    Not collective.
-
-    Parameters
-    ----------
-    spans : sequence of (int, int, int, int)
-        Which elements; a tuple that is used again is quicker the second time.
-    sources : sequence of cupy.ndarray of shape (n,)
-        Contiguous; those in the spans are of one type.
-    out : cupy.ndarray of shape (m,)
-        The buffer, of the type of the wire; contiguous.
-    stream : cupy.cuda.Stream
-        On which the kernel runs.
+    Sources and buffer are contiguous; those in the spans are of one type. A tuple of
+    spans that is used again is quicker the second time.
     """
     layout = laid_out(spans)
     if not out.size or not layout.indices:
@@ -182,26 +156,11 @@ def unpack(
 ) -> None:
     """Copy spans of a buffer into arrays, divided and cast to their type.
 
-    Not collective.
-
-    Parameters
-    ----------
-    segments : sequence of (int, int, int)
-        Where the buffer lies: the address of the first element of a segment, and which
-        elements of the buffer it holds, from and to; in order, without gaps or empty
-        ones, at most MOST_TERMS. A buffer in one part is ``[(out.data.ptr, 0,
-        out.size)]``.
-    spans : sequence of (int, int, int, int)
-        Which elements.
-    results : sequence of cupy.ndarray of shape (n,)
-        Contiguous; those in the spans are of one type; none lies in the buffer.
-    stream : cupy.cuda.Stream
-        On which the kernel runs.
-    dtype : dtype
-        Of the buffer: the type of the wire.
-    divisor : int
-        By what to divide, rounded as NumPy does in the type of the wire; 0: by nothing.
-        Integers are not divided.
+    A segment says where a part of the buffer lies: its address, and which elements of
+    the buffer it holds, from and to; in order, without gaps or empty ones, at most
+    MOST_TERMS. Results are contiguous, of one type, and none lies in the buffer.
+    ``divisor`` 0 is by nothing; the quotient is rounded as NumPy does in the type of
+    the wire, ``dtype``. Integers are not divided.
     """
     buffers = segments_table(segments)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
@@ -216,58 +175,21 @@ def combine(
     dtype: np.dtype[Any],
     divisor: int = 0,
 ) -> None:
-    """Add buffers in their order, and unpack the sum, as `unpack` does.
-
-    Not collective.
-
-    Parameters
-    ----------
-    pointers : sequence of int
-        Addresses of the buffers, at most MOST_TERMS.
-    spans : sequence of (int, int, int, int)
-        Which elements.
-    results : sequence of cupy.ndarray of shape (n,)
-        Contiguous; those in the spans are of one type; none lies in a buffer.
-    stream : cupy.cuda.Stream
-        On which the kernel runs.
-    dtype : dtype
-        Of the buffers: the type of the wire.
-    divisor : int
-        By what to divide, as in `unpack`.
-    """
+    """Add buffers in their order, at most MOST_TERMS, and `unpack` the sum."""
     buffers = terms_table(pointers)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
 
 
 def add(own: Any, other: Any, out: Any, stream: Any) -> None:
-    """Add two arrays: ``out = own + other``.
-
-    Not collective. Integers wrap around.
-
-    Parameters
-    ----------
-    own, other, out : cupy.ndarray of shape (n,)
-        Contiguous, of one type of the wire; ``out`` may be one of the others.
-    stream : cupy.cuda.Stream
-        On which the kernel runs.
-    """
+    """Add two arrays, ``out = own + other``, as `sum_in_order` does."""
     sum_in_order([own.data.ptr, other.data.ptr], out, stream)
 
 
 def sum_in_order(pointers: Sequence[int], out: Any, stream: Any) -> None:
-    """Add arrays in their order: ``((p0 + p1) + p2) + ...``.
+    """Add at most MOST_TERMS arrays in their order: ``((p0 + p1) + p2) + ...``.
 
-    Not collective. Integers wrap around.
-
-    Parameters
-    ----------
-    pointers : sequence of int
-        Addresses of arrays of the type and length of ``out``, at most MOST_TERMS.
-    out : cupy.ndarray of shape (n,)
-        Of a type of the wire; contiguous; may be one of the arrays, and overlaps with
-        the others not at all.
-    stream : cupy.cuda.Stream
-        On which the kernel runs.
+    They have the type and length of ``out``, which may be one of them, and overlaps
+    with the others not at all. Integers wrap around.
     """
     if out.size:
         kernel = _kernel("sum_terms", out.dtype.name, out.dtype.name)

@@ -38,21 +38,10 @@ _INSUFFICIENT_DRIVER = 35
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Versions of CuPy and of what it has found.
-
-    Parameters
-    ----------
-    cupy : str
-        CuPy's own.
-    driver : str
-        The CUDA version that the driver is for; empty without a driver.
-    runtime : str
-        Of the CUDA runtime.
-    nccl : str
-        Of NCCL; empty where CuPy has none.
-    """
+    """Versions of CuPy and of what it has found; empty for what is missing."""
 
     cupy: str
+    # The CUDA version that the driver is for.
     driver: str
     runtime: str
     nccl: str
@@ -73,28 +62,12 @@ class _Told:
 
 
 def is_loaded() -> bool:
-    """Whether CuPy has been imported by this process, by whomever.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        False costs nothing.
-    """
+    """Whether CuPy has been imported by this process, by whomever."""
     return "cupy" in sys.modules
 
 
 def is_installed() -> bool:
-    """Whether CuPy can be found, without loading it.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        True does not mean that it can be used.
-    """
+    """Whether CuPy can be found, which does not say that it can be used."""
     return is_loaded() or importlib.util.find_spec("cupy") is not None
 
 
@@ -141,20 +114,7 @@ def _broken(error: Exception) -> str:
 
 
 def load() -> Any:
-    """Return CuPy, with at least one GPU to compute on.
-
-    Not collective.
-
-    Returns
-    -------
-    module
-        ``cupy``.
-
-    Raises
-    ------
-    TopologyError
-        If it is not installed, or there is no driver, or no GPU.
-    """
+    """Return CuPy, with at least one GPU to compute on; raise TopologyError without."""
     module = _cupy()
     reason = why_no_gpu()
     if reason:
@@ -167,15 +127,7 @@ def load() -> Any:
 
 
 def why_no_gpu() -> str:
-    """Say why this process has no GPU; empty if it has one.
-
-    Not collective. Loads CuPy.
-
-    Returns
-    -------
-    str
-        Such as ``no driver of NVIDIA on this host``.
-    """
+    """Say why this process has no GPU; empty if it has one. Loads CuPy."""
     try:
         module = _cupy()
         count = module.cuda.runtime.getDeviceCount()
@@ -206,14 +158,9 @@ def _visibility() -> str:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs of this process; none where there is no CuPy or no driver.
+    """Return the GPUs of this process in the order of their numbers. Loads CuPy.
 
-    Not collective. Loads CuPy.
-
-    Returns
-    -------
-    list of Gpu
-        In the order of their numbers.
+    None where there is no CuPy or no driver.
     """
     if why_no_gpu():
         return []
@@ -243,28 +190,14 @@ def _text(value: str | bytes) -> str:
 
 
 def current_gpu() -> int:
-    """Return the number of the GPU that this thread computes on.
-
-    Not collective.
-
-    Returns
-    -------
-    int
-        0 unless the program has chosen another one.
-    """
+    """Return this thread's GPU: number 0 unless the program has chosen another."""
     return int(_cupy().cuda.runtime.getDevice())
 
 
 def use(number: int) -> None:
     """Make the calling thread compute on a GPU, and the process have its context.
 
-    Not collective. CUDA keeps this by thread: helper threads that touch arrays call it,
-    too.
-
-    Parameters
-    ----------
-    number : int
-        Of a GPU that this process sees.
+    CUDA keeps this by thread: helper threads that touch arrays call it, too.
     """
     module = _cupy()
     module.cuda.Device(number).use()
@@ -273,19 +206,10 @@ def use(number: int) -> None:
 
 
 def free_bytes(gpu: Gpu) -> int:
-    """Return how much of a GPU's memory is free.
+    """Return how much of a GPU's memory is free; -1 if it does not say.
 
-    Not collective. Starts to use the GPU, which takes some of its memory.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        One that this process sees.
-
-    Returns
-    -------
-    int
-        -1 if the GPU does not say, because it has failed, or is another process's.
+    It has failed then, or is another process's. Starts to use the GPU, which takes some
+    of its memory.
     """
     runtime = _cupy().cuda.runtime
     try:
@@ -300,15 +224,7 @@ def free_bytes(gpu: Gpu) -> int:
 
 
 def nccl() -> Any:
-    """Return CuPy's NCCL module, if there is an NCCL library.
-
-    Not collective. Loads CuPy.
-
-    Returns
-    -------
-    module or None
-        ``cupy.cuda.nccl``.
-    """
+    """Return CuPy's NCCL module, or None if there is no NCCL library. Loads CuPy."""
     module = _cupy()
     try:
         found = _quietly(
@@ -320,20 +236,7 @@ def nccl() -> Any:
 
 
 def versions() -> Versions:
-    """Return the versions in use.
-
-    Not collective. Loads CuPy.
-
-    Returns
-    -------
-    Versions
-        Empty texts for what is missing.
-
-    Raises
-    ------
-    TopologyError
-        If CuPy is not installed.
-    """
+    """Return the versions in use; raise TopologyError without CuPy. Loads it."""
     module = _cupy()
     runtime = module.cuda.runtime
     library = nccl()

@@ -22,25 +22,12 @@ from hpcstrat.typing import Array
 
 __all__ = ["Arrival", "Downloads", "Uploads", "address_of", "lock_pages", "store"]
 
+# Size of each of the two halves of a page-locked buffer: one fills, one empties.
 _HALF_BYTES = 8 << 20
-"""Size of each of the two halves of a page-locked buffer: one fills, one empties."""
 
 
 def address_of(array: Array) -> int:
-    """Return where an array begins.
-
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of either library.
-
-    Returns
-    -------
-    int
-        An address in the memory of the host, or of the GPU.
-    """
+    """Return where an array begins, in the memory of the host or of the GPU."""
     if is_device(array):
         device: Any = array
         return int(device.data.ptr)
@@ -62,7 +49,7 @@ def _copy(target: Array, source: Array, lane: Lane) -> None:
         runtime.memcpyHostToDevice if is_device(target) else runtime.memcpyDeviceToHost
     )
     runtime.memcpyAsync(
-        *(address_of(target), address_of(source), source.nbytes, kind, lane.stream.ptr)
+        address_of(target), address_of(source), source.nbytes, kind, lane.stream.ptr
     )
 
 
@@ -73,21 +60,11 @@ class _Told:
 
 
 def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
-    """Have host memory page-locked, so that a GPU reads and writes it by itself.
+    """Have bytes of the host page-locked, which a GPU then reads and writes by itself.
 
-    Not collective.
-
-    Parameters
-    ----------
-    owner : object
-        What the memory belongs to: at its end, the pages are unlocked.
-    memory : ndarray of uint8
-        Must neither be given back to the system nor lent before it is unlocked.
-
-    Returns
-    -------
-    callable or None
-        Unlocks it; None where the system refuses, which is told once.
+    They are unlocked by what is returned, or at the end of their owner; until then they
+    must neither be given back to the system nor lent. None where the system refuses,
+    which is told once.
     """
 
     try:
@@ -99,9 +76,12 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
                 "expected %d bytes of host memory that can be page-locked, found: %s; "
                 "copies from the GPU go through a small buffer, and saves in the "
                 "background wait for them: give the job more memory",
-                *(memory.nbytes, error),
+                memory.nbytes,
+                error,
             )
         return None
+    # Memory must be unregistered before it is freed (CUDA Runtime API,
+    # cudaHostUnregister).
     unlock = weakref.finalize(owner, _unlock, memory)
     # Threads may still copy while a program ends; the system unlocks all then.
     unlock.atexit = False
@@ -116,25 +96,14 @@ def _unlock(memory: Array) -> None:
 
 
 class Arrival:
-    """Copies that are there when the GPU has come to an event.
-
-    Parameters
-    ----------
-    event : cupy.cuda.Event or None
-        None where they are there.
-    device : cupy.cuda.Device, optional
-        Of the event.
-    """
+    """Copies that are there when the GPU has come to an event; at once without one."""
 
     def __init__(self, event: Any = None, device: Any = None) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        """Wait for the copies; the GPU goes on with all else.
-
-        Not collective. For any thread.
-        """
+        """Wait for the copies; the GPU goes on with all else. For any thread."""
         event, self._event = self._event, None
         if event is not None:
             self._device.use()
@@ -145,13 +114,14 @@ class Downloads:
     """Copies from the memory of a GPU into host memory, on a stream of their own.
 
     Made for this thread's current GPU, which other threads that call its methods then
-    have, too: to go back to the one that CUDA begins with, number 0, would take memory
-    of it for each process. All but `begin` and `end` may be called by any thread.
+    have, too. All but `begin` and `end` may be called by any thread.
     """
 
     def __init__(self) -> None:
         import cupy
 
+        # Threads that go back to the GPU that CUDA begins with, number 0, would take
+        # memory of it for each process.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()
@@ -161,12 +131,8 @@ class Downloads:
     def begin(self, locked: bool) -> None:
         """Let the copies that follow see what the program's stream has been given.
 
-        Not collective. For the program's thread.
-
-        Parameters
-        ----------
-        locked : bool
-            Whether all host memory that is copied to is page-locked.
+        For the program's thread. ``locked`` says that all memory copied to is
+        page-locked.
         """
         self._locked = locked
         self._lane.enter()
@@ -174,24 +140,14 @@ class Downloads:
     def end(self) -> None:
         """Let what the program's stream is given from here on wait for the copies.
 
-        Not collective. For the program's thread, which does not wait.
+        For the program's thread, which does not wait.
         """
         self._lane.leave()
 
     def fetch(self, pairs: Sequence[tuple[Array, Array]]) -> Arrival:
-        """Copy; into memory that is not page-locked, the caller waits for it.
+        """Copy contiguous bytes from the first of each pair to the second.
 
-        Not collective.
-
-        Parameters
-        ----------
-        pairs : sequence of (cupy.ndarray, ndarray), each of uint8 of shape (n,)
-            From where, and to where; contiguous.
-
-        Returns
-        -------
-        Arrival
-            Of these copies.
+        Into memory that is not page-locked, the caller waits for it.
         """
         with self._lock:
             self._device.use()
@@ -205,10 +161,7 @@ class Downloads:
             return Arrival(event, self._device)
 
     def _fetch_in_halves(self, pairs: Iterable[tuple[Array, Array]]) -> None:
-        """Copy through a page-locked buffer: while one half fills, the other empties.
-
-        A failure leaves no copy under way, as the buffer may then be used again.
-        """
+        """Copy by a page-locked buffer: while one half fills, the other empties."""
         if not self._halves:
             self._halves = [pinned_memory(_HALF_BYTES) for _ in range(2)]
         flying: list[tuple[Array, list[Array], Any]] = []
@@ -226,14 +179,12 @@ class Downloads:
             while flying:
                 _empty(flying.pop(0))
         except BaseException:
+            # A failure leaves no copy under way, as the halves may then be used again.
             self._lane.synchronize()
             raise
 
     def wait(self) -> None:
-        """Wait for all copies, also those of a call that failed.
-
-        Not collective.
-        """
+        """Wait for all copies, also those of a call that failed."""
         self._device.use()
         self._lane.synchronize()
 
@@ -270,8 +221,8 @@ def _empty(flying: tuple[Array, list[Array], Any]) -> None:
 class Uploads:
     """Copies from host memory to the memory of a GPU, on a stream of their own.
 
-    Made for this thread's current GPU, and for what the program's stream has been
-    given until then.
+    Made for this thread's current GPU, and for what the program's stream has been given
+    until then.
     """
 
     def __init__(self) -> None:
@@ -283,17 +234,8 @@ class Uploads:
         self._turn = self._used = 0
 
     def put(self, source: Array, target: Array) -> None:
-        """Copy; the source may change on return.
+        """Copy bytes of any host memory, which may change on return."""
 
-        Not collective.
-
-        Parameters
-        ----------
-        source : ndarray of uint8 of shape (n,)
-            Any host memory.
-        target : cupy.ndarray of uint8 of shape (n,)
-            Contiguous.
-        """
         done = 0
         while done < source.size:
             if self._used == _HALF_BYTES:
@@ -315,7 +257,7 @@ class Uploads:
     def end(self) -> None:
         """Let the program's stream wait for the copies, and wait for them here, too.
 
-        Not collective. The page-locked memory is given back then.
+        The page-locked memory is given back then.
         """
         self._lane.leave()
         self._lane.synchronize()
@@ -323,16 +265,9 @@ class Uploads:
 
 
 def store(component: Array, value: Array) -> None:
-    """Put a value into an array on the GPU.
+    """Put a value of the host into an array on the GPU of the same shape, and any type.
 
-    Not collective. In the order of the program's current stream.
-
-    Parameters
-    ----------
-    component : cupy.ndarray
-        Of any type and layout.
-    value : ndarray
-        In host memory, of the same shape; cast to the type.
+    In the order of the program's current stream.
     """
     import cupy
 

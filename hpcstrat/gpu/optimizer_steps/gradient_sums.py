@@ -26,12 +26,7 @@ __all__ = ["Norm", "are_finite", "sum_rows"]
 class Norm:
     """The norm over the gradients of several spans together, kept on the device.
 
-    Not collective. Equal bits of gradients give equal bits.
-
-    Parameters
-    ----------
-    spans : sequence of Spans
-        At least one.
+    Equal bits of gradients give equal bits.
     """
 
     def __init__(self, spans: Sequence[Spans]) -> None:
@@ -51,84 +46,53 @@ class Norm:
         limit: float,
         more: float = 0.0,
     ) -> Any:
-        """Return by what gradients must be multiplied to have at most a norm.
+        """Return what makes gradients have at most the norm ``limit``, as a factor.
 
-        Not collective.
-
-        Parameters
-        ----------
-        gradients : sequence of sequence of cupy.ndarray
-            Those of each of the spans.
-        means : sequence of float
-            For each of the spans, what they are multiplied by first.
-        limit : float
-            The largest norm.
-        more : float
-            Square of the norm of what else counts.
-
-        Returns
-        -------
-        cupy.ndarray of float64 of shape (2,)
-            The factor, NaN for a norm that is not finite; and the sum of squares
-            without ``more``. Valid until the next call.
+        ``means`` are what those of each of the spans are multiplied by first, ``more``
+        is the square of the norm of what else counts. Two float64 on the device, valid
+        until the next call: the factor, NaN for a norm that is not finite, and the sum
+        of squares without ``more``.
         """
         lanes, kind, start = self._sums[0], self._spans[0].kind, 0
         for part, arrays, mean in zip(self._spans, gradients, means, strict=True):
             part.launch(
-                *("squares", arrays, part.factor(mean)),
-                *(lanes[start:], np.int32(self._chunks)),
+                "squares",
+                arrays,
+                part.factor(mean),
+                lanes[start:],
+                np.int32(self._chunks),
             )
             start += part.chunks
         if self._chunks:
             fold(kind, self._sums, self._firsts, 1)
         launch_small(
-            *(kind, "clip_factor", 1, self._sums[2]),
-            *(np.float64(more), np.float64(limit), self._factor),
+            kind,
+            "clip_factor",
+            1,
+            self._sums[2],
+            np.float64(more),
+            np.float64(limit),
+            self._factor,
         )
         return self._factor
 
 
 def are_finite(groups: Sequence[tuple[Spans, Sequence[Any]]]) -> bool:
-    """Return whether no element of any array is NaN or infinite.
-
-    Not collective. Waits for the device.
-
-    Parameters
-    ----------
-    groups : sequence of (Spans, sequence of cupy.ndarray)
-        The arrays, with the spans for them.
-
-    Returns
-    -------
-    bool
-        True without arrays, too.
-    """
+    """Whether no element of any array is NaN or infinite; waits for the device."""
     import cupy
 
     found = cupy.zeros(1, np.int32)
     for spans, arrays in groups:
         spans.launch("look", arrays, found)
+    # The one copy to the host, for all arrays together.
     return not int(found[0])
 
 
 def sum_rows(rows: Array, indices: Array) -> tuple[Array, Array]:
     """Add up rows that have the same index, in the order in which they come.
 
-    Not collective. Waits for the device, which alone knows how many indices there are.
-
-    Parameters
-    ----------
-    rows : cupy.ndarray of shape (n, ...)
-        Of a type that `is_fused`, or complex.
-    indices : cupy.ndarray of int64 of shape (n,)
-        Of each row.
-
-    Returns
-    -------
-    rows : cupy.ndarray of shape (m, ...)
-        The sums, the same bits each time.
-    indices : cupy.ndarray of shape (m,)
-        Ascending, each once.
+    Returns the sums, and their indices, ascending, each once; the same bits each time.
+    Waits for the device, which alone knows how many indices there are.
     """
     import cupy
 
@@ -150,8 +114,14 @@ def sum_rows(rows: Array, indices: Array) -> tuple[Array, Array]:
     assert kind is not None
     if results.size:
         launch_small(
-            *(kind, "sum_rows", flat.size // count * len(unique)),
-            *(flat, order, starts, real_view(results)),
-            *(np.int64(len(unique)), np.int64(flat.size // count)),
+            kind,
+            "sum_rows",
+            flat.size // count * len(unique),
+            flat,
+            order,
+            starts,
+            real_view(results),
+            np.int64(len(unique)),
+            np.int64(flat.size // count),
         )
     return results, unique

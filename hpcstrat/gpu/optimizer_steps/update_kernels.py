@@ -38,63 +38,24 @@ MOST_BLOCKS = 1 << 14
 
 _KINDS = {"e": "F16", "f": "F32", "d": "F64"}
 
+# Of the compiler: without fused multiply-add each operation rounds, as on the host.
 OPTIONS = ("--fmad=false",)
-"""Of the compiler: without fused multiply-add each operation rounds, as on the host."""
 
 
 def is_fused(dtype: np.dtype[Any]) -> bool:
-    """Whether there are kernels for arrays of a type.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Any type.
-
-    Returns
-    -------
-    bool
-        True for float16, bfloat16, float32 and float64.
-    """
+    """Whether there are kernels for a type: float16, bfloat16, float32 and float64."""
     return kind_of(dtype) is not None
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
-    """Return the name that the source has for a type.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Any type.
-
-    Returns
-    -------
-    {"F16", "BF16", "F32", "F64"} or None
-        None without kernels.
-    """
+    """Return the name that the source has for a type; None without kernels."""
     if dtype.kind == "f" and dtype.char in _KINDS:
         return _KINDS[dtype.char]
     return "BF16" if is_half(dtype) else None
 
 
 def source(kind: str) -> str:
-    """Return the CUDA source of the kernels of one type.
-
-    Not collective.
-
-    Parameters
-    ----------
-    kind : {"F16", "BF16", "F32", "F64"}
-        Which type.
-
-    Returns
-    -------
-    str
-        Without any ``#include``.
-    """
+    """Return the CUDA source of the kernels of one type, without any ``#include``."""
     named = {"TYPE": kind, "CHUNK": CHUNK, "LANES": LANES, "PARTS": PARTS}
     parts = [f"#define {name} {value}\n" for name, value in named.items()]
     here = Path(__file__).parent
@@ -112,21 +73,9 @@ def _module(kind: str) -> Any:
 
 @functools.cache
 def kernel(kind: str, name: str) -> Any:
-    """Return a kernel.
+    """Return a kernel, called with blocks, threads and arguments.
 
-    Not collective. Compiles all of the type the first time.
-
-    Parameters
-    ----------
-    kind : {"F16", "BF16", "F32", "F64"}
-        Which type.
-    name : str
-        As in the source.
-
-    Returns
-    -------
-    cupy.RawKernel
-        To be called with blocks, threads and arguments.
+    Compiles all of its type the first time.
     """
     return _module(kind).get_function(name)
 
@@ -137,36 +86,14 @@ def _compile(kind: str) -> None:
 
 
 def prepare(dtypes: Iterable[np.dtype[Any]]) -> None:
-    """Compile the kernels for types.
-
-    Not collective. Otherwise that is done when they are first launched.
-
-    Parameters
-    ----------
-    dtypes : iterable of dtype
-        Those without kernels are passed over.
-    """
+    """Compile the kernels for types, as their first launch would do."""
     for kind in {kind_of(dtype) for dtype in dtypes}:
         if kind is not None:
             _compile(kind)
 
 
 def launch_small(kind: str, name: str, threads: int, *arguments: Any) -> None:
-    """Launch a kernel that goes through its results, one for each thread.
-
-    Not collective.
-
-    Parameters
-    ----------
-    kind : {"F16", "BF16", "F32", "F64"}
-        Which type.
-    name : str
-        As in the source.
-    threads : int
-        How many results there are.
-    *arguments : object
-        For the kernel.
-    """
+    """Launch a kernel that goes through its results, one for each thread."""
     blocks = min(-(-threads // THREADS), MOST_BLOCKS)
     kernel(kind, name)((blocks,), (THREADS,), arguments)
 
@@ -174,18 +101,8 @@ def launch_small(kind: str, name: str, threads: int, *arguments: Any) -> None:
 def fold(kind: str, sums: Sequence[Any], firsts: Any, count: int) -> None:
     """Add up the lanes of chunks, then the chunks of arrays to PARTS numbers each.
 
-    Not collective.
-
-    Parameters
-    ----------
-    kind : {"F16", "BF16", "F32", "F64"}
-        Any type: the sums are float64.
-    sums : sequence of cupy.ndarray of float64
-        Of lanes, as the kernels leave them; for those of chunks, and of parts.
-    firsts : cupy.ndarray of int32 of shape (count + 1,)
-        First chunk of each array, and the number of chunks.
-    count : int
-        Number of arrays.
+    ``sums`` are float64 of lanes, as the kernels leave them, of chunks and of parts;
+    ``firsts`` has the first chunk of each array, and the number of chunks.
     """
     lanes, chunks, parts = sums
     columns = chunks.size

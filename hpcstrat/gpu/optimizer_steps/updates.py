@@ -31,20 +31,7 @@ Key = tuple[Any, ...]
 
 
 def real_view(array: Any) -> Any:
-    """Return a contiguous array as one of real numbers.
-
-    Not collective.
-
-    Parameters
-    ----------
-    array : cupy.ndarray
-        Real or complex.
-
-    Returns
-    -------
-    cupy.ndarray of shape (n,)
-        Sharing its memory.
-    """
+    """Return the memory of a contiguous array as real numbers, of shape (n,)."""
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(np.dtype(f"f{flat.dtype.itemsize // 2}"))
@@ -54,12 +41,7 @@ def real_view(array: Any) -> Any:
 class Scaling:
     """What combined gradients are multiplied by, before they are used.
 
-    Parameters
-    ----------
-    mean : float
-        The first factor.
-    clip : cupy.ndarray of float64, optional
-        The second one, in its first element; see `Norm`.
+    ``clip`` is the second factor, in its first element; see `Norm`.
     """
 
     __slots__ = ("clip", "mean")
@@ -72,29 +54,10 @@ class Scaling:
 class Spans:
     """Arrays of one type, which one launch goes through.
 
-    Not collective. The tables that the kernels read are copied to the device here, and
-    once for each set of gradients' addresses; few of these sets are kept.
-
-    Parameters
-    ----------
-    dtype : dtype
-        One that `is_fused`.
-    sizes : sequence of int
-        Elements of each array.
-    states : sequence of tuple of int, optional
-        For each array, addresses of the variable and of at most two arrays of its
-        state.
-    marks : sequence of bool, optional
-        Which arrays are marked, for rules with exceptions.
-
-    Attributes
-    ----------
-    dtype : dtype
-        Of the arrays.
-    kind : {"F16", "BF16", "F32", "F64"}
-        The name that the kernels have for it.
-    chunks : int
-        How many blocks have something to do.
+    For each array there may be the addresses of the variable and of at most two arrays
+    of its state, and a mark, for rules with exceptions. The tables that the kernels
+    read are copied to the device here, and once for each set of gradients' addresses;
+    few of these sets are kept.
     """
 
     def __init__(
@@ -112,6 +75,7 @@ class Spans:
         self.kind = kind
         self._real = np.float64 if kind == "F64" else np.float32
         count = len(sizes)
+        # As `updates.cu` reads them: three addresses, size, first chunk, mark.
         rows = np.zeros((count, 6), np.int64)
         rows[:, 3] = sizes
         each = -(-rows[:, 3] // CHUNK)
@@ -125,57 +89,23 @@ class Spans:
         self._rows = cupy.asarray(rows)
         self._owners = cupy.asarray(np.repeat(np.arange(count, dtype=np.int32), each))
         self._firsts = np.append(rows[:, 4], self.chunks).astype(np.int32)
+        # The pool gives gradients the same few addresses in turn, step after step.
         self._kept: OrderedDict[Key, Any] = OrderedDict()
         self._lamb: tuple[Any, ...] = ()
 
     def number(self, value: float) -> Any:
-        """Return a number rounded to the type of the arrays, for a kernel.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : float
-            The number.
-
-        Returns
-        -------
-        numpy.float32 or numpy.float64
-            What the kernels take.
-        """
+        """Return a number rounded to the type of the arrays, for a kernel."""
         return self._real(self.dtype.type(value))
 
     def factor(self, value: float) -> Any:
-        """Return a factor of gradients, not rounded to a half type, for a kernel.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : float
-            The factor.
-
-        Returns
-        -------
-        numpy.float32 or numpy.float64
-            What the kernels take.
-        """
+        """Return a factor of gradients, not rounded to a half type, for a kernel."""
         return self._real(value)
 
     def launch(self, name: str, gradients: Sequence[Any], *arguments: Any) -> None:
-        """Launch a kernel.
+        """Launch a kernel, named without the type; the arguments come after the tables.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            Without the type.
-        gradients : sequence of cupy.ndarray
-            Contiguous, of the type and the sizes given; none for kernels that read no
-            gradients.
-        *arguments : object
-            After the tables.
+        Gradients are contiguous, of the type and sizes given; none for kernels that
+        read none.
         """
         if not self.chunks:
             return
@@ -209,20 +139,9 @@ class Spans:
         scaling: Scaling,
         numbers: Sequence[float],
     ) -> None:
-        """Make one step of a rule.
+        """Make one step of sgd, momentum, nesterov, adagrad or adam.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : {"sgd", "momentum", "nesterov", "adagrad", "adam"}
-            Which rule.
-        gradients : sequence of cupy.ndarray
-            Not modified.
-        scaling : Scaling
-            Of the gradients.
-        numbers : sequence of float
-            What the kernel takes, in its order.
+        Gradients are not modified; the numbers are in the order of the kernel.
         """
         self.launch(
             name,
@@ -242,20 +161,9 @@ class Spans:
         numbers: Sequence[float],
         rate: float,
     ) -> None:
-        """Make one step of LAMB.
+        """Make one step of LAMB; overwrites the gradients.
 
-        Not collective.
-
-        Parameters
-        ----------
-        gradients : sequence of cupy.ndarray
-            Overwritten.
-        scaling : Scaling
-            Of the gradients.
-        numbers : sequence of float
-            Those of Adam without the rate, and the weight decay.
-        rate : float
-            The learning rate.
+        The numbers are those of Adam without the rate, and the weight decay.
         """
         if not self.chunks:
             return
@@ -271,55 +179,42 @@ class Spans:
             self._lamb = firsts, *pairs, cupy.empty(count)
         firsts, values, directions, rates = self._lamb
         self.launch(
-            *("lamb_direction", gradients, *self._scaled(scaling)),
+            "lamb_direction",
+            gradients,
+            *self._scaled(scaling),
             *[self.number(value) for value in numbers],
-            *(values[0], directions[0]),
+            values[0],
+            directions[0],
         )
         for sums in (values, directions):
             fold(self.kind, sums, firsts, count)
         launch_small(
             self.kind,
-            *("lamb_rates", count, values[2], directions[2]),
-            *(np.int32(count), np.float64(rate), rates),
+            "lamb_rates",
+            count,
+            values[2],
+            directions[2],
+            np.int32(count),
+            np.float64(rate),
+            rates,
         )
         self.launch("lamb_step", gradients, rates)
 
     def add(self, gradients: Sequence[Any]) -> None:
-        """Add gradients to the arrays.
-
-        Not collective.
-
-        Parameters
-        ----------
-        gradients : sequence of cupy.ndarray
-            Not modified.
-        """
+        """Add gradients to the arrays."""
         self.launch("add", gradients)
 
     def clear(self) -> None:
-        """Set the arrays to zero.
-
-        Not collective.
-        """
+        """Set the arrays to zero."""
         self.launch("clear", ())
 
     def scale(self, gradients: Sequence[Any], scaling: Scaling) -> None:
-        """Multiply gradients in place.
-
-        Not collective.
-
-        Parameters
-        ----------
-        gradients : sequence of cupy.ndarray
-            Overwritten.
-        scaling : Scaling
-            By what.
-        """
+        """Multiply gradients in place."""
         self.launch("scale", gradients, *self._scaled(scaling))
 
 
 class Tables:
-    """Spans, kept by the memory they are of."""
+    """Spans, kept by the memory they are of; those used last."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Key, Spans] = OrderedDict()
@@ -339,26 +234,7 @@ class Tables:
         states: Sequence[tuple[int, ...]] = (),
         marks: Sequence[bool] = (),
     ) -> Spans:
-        """Return the spans of arrays.
-
-        Not collective.
-
-        Parameters
-        ----------
-        dtype : dtype
-            As for `Spans`.
-        sizes : sequence of int
-            As for `Spans`.
-        states : sequence of tuple of int
-            As for `Spans`.
-        marks : sequence of bool
-            As for `Spans`.
-
-        Returns
-        -------
-        Spans
-            New, or one of those used last.
-        """
+        """Return the spans of arrays, as `Spans` makes them."""
         key = dtype, tuple(sizes), tuple(states), tuple(marks)
         spans = self._kept.get(key)
         if spans is None:

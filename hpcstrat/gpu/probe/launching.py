@@ -44,21 +44,9 @@ _GRACE_SECONDS = 3.0
 def scrubbed(
     environment: Mapping[str, str], *, allocation: bool = False
 ) -> dict[str, str]:
-    """Return an environment without the traces of a job.
+    """Return an environment without the traces of a job, but with settings of MPI.
 
-    Not collective.
-
-    Parameters
-    ----------
-    environment : mapping of str to str
-        Such as this process's.
-    allocation : bool
-        Whether to keep what the scheduler says, which its own launcher needs.
-
-    Returns
-    -------
-    dict of str to str
-        A fresh dictionary, with the user's settings of MPI libraries.
+    With ``allocation`` what the scheduler says is kept, which its own launcher needs.
     """
     dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
     return {
@@ -71,17 +59,7 @@ def scrubbed(
 def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what a user has set that bears upon memory of GPUs in messages.
 
-    Not collective.
-
-    Parameters
-    ----------
-    environment : mapping of str to str
-        Such as this process's.
-
-    Returns
-    -------
-    dict of str to str
-        The same in a rank and outside of the job.
+    The same in a rank and outside of the job.
     """
     found = {
         name: value
@@ -138,23 +116,10 @@ def _family(text: str) -> str:
 def find_launcher(
     library_version: str, environment: Mapping[str, str]
 ) -> tuple[list[str], str]:
-    """Return what starts two ranks of an MPI library on this host.
+    """Return the command that starts two ranks of an MPI library on this host.
 
-    Not collective.
-
-    Parameters
-    ----------
-    library_version : str
-        What ``MPI.Get_library_version`` says.
-    environment : mapping of str to str
-        In which it shall run.
-
-    Returns
-    -------
-    command : list of str
-        To be followed by the program; empty if there is none.
-    reason : str
-        Why there is none.
+    It is to be followed by the program. Empty if there is none; then the reason
+    follows.
     """
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
     # Not resolved: a virtual environment's python is a link to the system's.
@@ -192,25 +157,7 @@ def launch(
 ) -> Ended:
     """Run a command in a process group of its own, and end what it leaves.
 
-    Not collective.
-
-    Parameters
-    ----------
-    command : sequence of str
-        Launcher, program and arguments.
-    environment : mapping of str to str
-        The whole environment.
-    folder : str
-        Where its output is kept meanwhile.
-    limit_seconds : float
-        Longest time.
-    num_ranks : int
-        How many processes it shall start.
-
-    Returns
-    -------
-    Ended
-        How it ended.
+    Its output is kept in the folder meanwhile.
     """
     path = Path(folder) / "output"
     # A file, not a pipe: a process that outlives the launcher would keep a pipe open.

@@ -14,8 +14,8 @@ from typing import Any
 
 __all__ = ["OPERATIONS", "Answer", "Ended", "Outcome", "read_outcome"]
 
+# In the order in which they are tried.
 OPERATIONS = ("send", "receive", "sendrecv", "exchange", "broadcast", "allreduce")
-"""In the order in which they are tried."""
 
 _CALLS = {
     "send": "Send",
@@ -35,15 +35,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether an operation works.
-
-    Parameters
-    ----------
-    ok : bool
-        Whether all contents were right.
-    reason : str
-        What went wrong, or what was tried.
-    """
+    """Whether an operation works, and what went wrong, or was tried."""
 
     ok: bool
     reason: str
@@ -51,18 +43,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a launcher ended.
+    """How a launcher ended."""
 
-    Parameters
-    ----------
-    status : int, optional
-        Its exit status, negative for a signal; None if it had to be killed.
-    output : str
-        What it and its processes printed.
-    num_ranks : int
-        How many it was to start.
-    """
-
+    # Negative for a signal; None if it had to be killed.
     status: int | None
     output: str
     num_ranks: int = 1
@@ -77,45 +60,21 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run of the program has found.
+    """What one run of the program has found."""
 
-    Parameters
-    ----------
-    answers : dict of str to Answer
-        By operation; those that it did not come to are left out.
-    complete : bool
-        Whether it came to its end.
-    how : str
-        With which processes and GPUs, or why there was no answer.
-    library : str
-        The MPI library that it used.
-    output : str
-        What was printed.
-    """
-
+    # By operation; those that it did not come to are left out.
     answers: dict[str, Answer] = field(default_factory=dict)
     complete: bool = False
+    # With which processes and GPUs, or why there was no answer.
     how: str = ""
     library: str = ""
     output: str = ""
 
 
 def read_outcome(folder: Path, ended: Ended) -> Outcome:
-    """Read what the processes of a trial have left.
+    """Read what the processes of a trial have left in a folder.
 
-    Not collective.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-        Where they wrote.
-    ended : Ended
-        How their launcher ended.
-
-    Returns
-    -------
-    Outcome
-        With an answer for the operation in which a process died.
+    There is an answer, too, for the operation in which a process died.
     """
     ranks = {
         int(path.stem.partition("-")[2]): _lines(path)
@@ -125,6 +84,7 @@ def read_outcome(folder: Path, ended: Ended) -> Outcome:
     problems = [str(line["problem"]) for line in greetings if line.get("problem")]
     if problems:
         return Outcome(how=problems[0], output=ended.output)
+    # A launcher of another library starts so many separate programs, each of rank 0.
     if not greetings or len(ranks) < ended.num_ranks:
         return Outcome(how=_not_started(ranks, ended), output=ended.output)
     faults = {
@@ -151,6 +111,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
+        # The process was killed while it wrote the line.
         except ValueError:
             continue
         if isinstance(line, dict):

@@ -31,12 +31,12 @@ from hpcstrat.logs import get_logger
 
 __all__ = ["ABILITIES", "Report", "cache_path", "known", "node_kind", "probe", "save"]
 
+# The operations that must all work for each ability.
 ABILITIES = {
     "mpi_sendrecv": ("send", "receive", "sendrecv", "exchange"),
     "mpi_broadcast": ("broadcast",),
     "mpi_allreduce": ("allreduce",),
 }
-"""The operations that must all work for each ability."""
 
 _PROGRAM = ("-m", "hpcstrat.gpu.probe.probe_program")
 _FORMAT = 1
@@ -45,48 +45,21 @@ _OUTPUT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a trial has found.
+    """What a trial has found."""
 
-    Parameters
-    ----------
-    kind : dict of str to str
-        The kind of node, see `node_kind`.
-    date : str
-        When, in UTC.
-    how : str
-        With which processes and GPUs.
-    answers : dict of str to Answer
-        By operation. Empty if the trial could not be made.
-    weak : bool
-        Whether one process sent to itself only: it proves a "no", but no "yes".
-    output : str
-        The end of what the processes printed.
-    """
-
+    # See `node_kind`.
     kind: dict[str, str]
+    # In UTC; with which processes and GPUs.
     date: str
     how: str
+    # By operation; empty if the trial could not be made.
     answers: dict[str, Answer] = field(default_factory=dict)
+    # One process sent to itself only: that proves a "no", but no "yes".
     weak: bool = False
     output: str = ""
 
     def answer(self, operations: Sequence[str]) -> tuple[bool, str]:
-        """Return whether all of some operations work, and how that is known.
-
-        Not collective.
-
-        Parameters
-        ----------
-        operations : sequence of str
-            Keys of ``answers``.
-
-        Returns
-        -------
-        ok : bool
-            Whether all do, between two processes.
-        reason : str
-            Why not, or which trial says so.
-        """
+        """Return whether all of some operations work between two processes, and why."""
         tried = {
             name: self.answers[name] for name in operations if name in self.answers
         }
@@ -104,17 +77,7 @@ class Report:
 def node_kind(library_version: str) -> dict[str, str]:
     """Return what a trial depends on: nodes with the same have the same answers.
 
-    Not collective. Loads CuPy.
-
-    Parameters
-    ----------
-    library_version : str
-        What ``MPI.Get_library_version`` says.
-
-    Returns
-    -------
-    dict of str to str
-        Versions, GPUs, and the settings of MPI libraries in the environment.
+    Versions, GPUs, and the settings of MPI libraries in the environment. Loads CuPy.
     """
     found = library.versions()
     names = sorted({gpu.name for gpu in library.visible_gpus()})
@@ -130,20 +93,7 @@ def node_kind(library_version: str) -> dict[str, str]:
 
 
 def cache_path(kind: Mapping[str, str]) -> Path:
-    """Return the file that keeps the report on a kind of node.
-
-    Not collective.
-
-    Parameters
-    ----------
-    kind : mapping of str to str
-        See `node_kind`.
-
-    Returns
-    -------
-    pathlib.Path
-        In ``$XDG_CACHE_HOME/hpcstrat``, by default ``~/.cache/hpcstrat``.
-    """
+    """Return the file in ``$XDG_CACHE_HOME/hpcstrat`` for a kind of node."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     text = json.dumps([_FORMAT, sorted(kind.items())])
     name = hashlib.sha256(text.encode()).hexdigest()[:20]
@@ -151,19 +101,9 @@ def cache_path(kind: Mapping[str, str]) -> Path:
 
 
 def known(library_version: str) -> Report | None:
-    """Return the report on this kind of node, if there is one.
+    """Return the report on this kind of node, if there is one. Loads CuPy.
 
-    Not collective. Loads CuPy.
-
-    Parameters
-    ----------
-    library_version : str
-        What ``MPI.Get_library_version`` says.
-
-    Returns
-    -------
-    Report or None
-        None also where the file is damaged: the next trial replaces it.
+    None also where the file is damaged: the next trial replaces it.
     """
     kind = node_kind(library_version)
     try:
@@ -193,20 +133,7 @@ def _parsed(content: Any, kind: dict[str, str]) -> Report:
 
 
 def save(report: Report) -> str:
-    """Keep a report for other programs, if it has answers.
-
-    Not collective.
-
-    Parameters
-    ----------
-    report : Report
-        On the kind of node that it names.
-
-    Returns
-    -------
-    str
-        Why it could not be kept; empty if it was, or has no answers.
-    """
+    """Keep a report that has answers for other programs; return why it cannot."""
     if not report.answers:
         return ""
     path = cache_path(report.kind)
@@ -215,6 +142,7 @@ def save(report: Report) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, **asdict(report)}, indent=1)
         partial.write_text(text + "\n")
+        # All at once: ranks of other jobs may be reading it.
         partial.replace(path)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
@@ -235,25 +163,12 @@ def probe(
 ) -> Report:
     """Try what MPI can do with the memory of GPUs, in other processes.
 
-    Not collective; not in a process that is a rank of a running job, whose network and
-    GPU the trial would share.
-
-    Parameters
-    ----------
-    library_version : str
-        What ``MPI.Get_library_version`` says.
-    launcher : sequence of str, optional
-        What starts two ranks, such as ``["srun", "-n2", "--mpi=pmix"]``; default: the
-        mpirun of this MPI library, or else no launcher, which is a weaker trial.
-    program : sequence of str
-        Arguments of Python.
-    limit_seconds : float
-        Longest time for each start of the program.
-
-    Returns
-    -------
-    Report
-        Without answers, and with the reason as ``how``, if it could not be made.
+    Not in a process that is a rank of a running job, whose network and GPU the trial
+    would share. ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by
+    default the mpirun of this MPI library does, or else none, which is a weaker trial.
+    ``program`` are arguments of Python, and the limit is that of each start of it. The
+    report is without answers, and its ``how`` is the reason, if the trial could not be
+    made.
     """
     kind = node_kind(library_version)
     python = [sys.executable, *program]
@@ -286,10 +201,7 @@ def _tried(
     *,
     num_ranks: int,
 ) -> Report:
-    """Start the program until all operations have an answer.
-
-    An operation that ends the program is left out the next time.
-    """
+    """Start the program until all operations have an answer."""
     answers: dict[str, Answer] = {}
     how, output = "", ""
     while len(answers) < len(OPERATIONS):
@@ -302,6 +214,7 @@ def _tried(
             break
         how = outcome.how if outcome.answers else how or outcome.how
         answers |= outcome.answers
+        # An operation that ended the program is left out the next time.
         _leave_out(answers)
         # Without anything new, it does not start, or all that it does is answered.
         if outcome.complete or not outcome.answers:
@@ -343,15 +256,7 @@ def _started(
 
 
 def main() -> int:
-    """Probe this node, and keep the report: ``python -m hpcstrat.gpu.probe.probe``.
-
-    Not collective.
-
-    Returns
-    -------
-    int
-        Exit status: 0 if the trial could be made.
-    """
+    """Probe this node, and keep the report: ``python -m hpcstrat.gpu.probe.probe``."""
     from hpcstrat.gpu.probe.probe_program import library_version
 
     report = probe(library_version())

@@ -48,6 +48,7 @@ class _Trial:
     def say(self, **line: Any) -> None:
         """Write a line, which stays if the process dies."""
         self._out.write(json.dumps(line) + "\n")
+        # To the kernel, which keeps it when this process dies in the next operation.
         self._out.flush()
 
     def greet(self, gpu: Gpu | None, problem: str) -> bool:
@@ -186,12 +187,7 @@ def _difference(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> s
 def library_version() -> str:
     """Return what the MPI library says of itself, without starting MPI.
 
-    Not collective. On some login nodes loading the library ends Python.
-
-    Returns
-    -------
-    str
-        Such as ``Open MPI v5.0.11, ...``.
+    On some login nodes loading the library ends Python.
     """
     return str(_mpi().Get_library_version()).strip("\0 \n")
 
@@ -222,19 +218,9 @@ def _take_gpu() -> tuple[Gpu | None, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the trial.
+    """Run the trial; return the exit status.
 
     Collective over all ranks of the trial.
-
-    Parameters
-    ----------
-    arguments : list of str, optional
-        Default: those of the command line.
-
-    Returns
-    -------
-    int
-        Exit status.
     """
     parser = argparse.ArgumentParser(prog="hpcstrat.gpu.probe.probe_program")
     parser.add_argument("--skip", default="")
