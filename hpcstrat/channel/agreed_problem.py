@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.started import Message
+from hpcstrat.channel.awaited import Awaited, Message
 
 __all__ = ["agreed_problem"]
 
 _TEXT_BYTES = 512
 
 
-def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Any, Any, str]:
+def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Awaited, None, str]:
     """Find out whether any rank has a problem, and which.
 
     Collective over ``comm``.

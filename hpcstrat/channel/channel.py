@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcstrat.channel.agreement import Agreement, EveryRankError
+from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, announce_error
 from hpcstrat.channel.progress import ProgressThread, check_progress_thread
@@ -89,7 +90,7 @@ class Channel(Agreement):
             return str(error)
         return ""
 
-    def step(self, call: Call) -> Any:
+    def step(self, call: Call) -> Awaited:
         """Tell this worker's ranks that this one has come to the next step of a call.
 
         Collective over ``topology.worker_comm``.
@@ -108,7 +109,22 @@ class Channel(Agreement):
         self.topology.moves += 1
         return self._steps
 
-    def wait(self, awaited: Any, call: Call) -> None:
+    def drive(
+        self, steps: Awaits, call: Call, timeout_seconds: float | None = None
+    ) -> None:
+        """Make a call: what an algorithm does before the header, that, and the rest.
+
+        Collective over ``topology.replica_comm``. `Started` does the same without
+        waiting.
+        """
+        header = next(steps)
+        assert header is HEADER
+        self.agree(call, timeout_seconds)
+        with self.moving(call):
+            for awaited in steps:
+                self.wait(awaited, call)
+
+    def wait(self, awaited: Awaited, call: Call) -> None:
         """Wait for a step, or a message.
 
         Collective over ``topology.replica_comm``; for a step, over its worker's ranks.

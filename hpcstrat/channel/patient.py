@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.started import Message
+from hpcstrat.channel.awaited import Message
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["PIECE_BYTES", "PatientComm"]

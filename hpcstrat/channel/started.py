@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, exhaust
 from hpcstrat.channel.call import Call
 from hpcstrat.errors import HpcstratError, RankLostError
 
-__all__ = ["Message", "Started"]
-
-
-class Message:
-    """A nonblocking call of MPI.
-
-    Parameters
-    ----------
-    request : mpi4py.MPI.Request
-        Active.
-    """
-
-    def __init__(self, request: Any) -> None:
-        self.agreed: Callable[[], bool] = request.Test
-
-    def missing(self) -> list[int]:
-        """Return the ranks that the call waits for.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty, or ``[-1]``: it is not known which.
-        """
-        return [] if self.agreed() else [-1]
+__all__ = ["Started"]
 
 
 class Started:
@@ -48,8 +24,8 @@ class Started:
         Carries the headers; None where nothing is to be awaited.
     call : Call
         The call.
-    steps : iterator
-        The algorithm: yields None before the header, then what it waits for.
+    steps : Awaits
+        The algorithm.
     result : tree
         What holds the result at the end.
     timeout_seconds : float, optional
@@ -63,7 +39,7 @@ class Started:
         self,
         channel: Any,
         call: Call,
-        steps: Iterator[Any],
+        steps: Awaits,
         result: Any,
         timeout_seconds: float | None = None,
         *,
@@ -79,14 +55,13 @@ class Started:
         self._timeout_seconds = timeout_seconds
         self._run = 0 if channel is None else channel.step_mark
         self._advance = self._post
-        self._awaited: Any = None
+        self._awaited: Awaited | None = None
         self._done = channel is None
         self._error: BaseException | None = None
         # Of this rank, before the header, which then tells the others.
         self._own_error: Exception | None = None
         if channel is None:
-            for _ in steps:
-                pass
+            exhaust(steps)
             return
         try:
             channel.start(self)
@@ -191,7 +166,8 @@ class Started:
     def _post(self, waits: bool) -> bool:
         del waits
         try:
-            next(self._steps)
+            header = next(self._steps)
+            assert header is HEADER
         except Exception as error:
             self._own_error = error
         failed = self._own_error is not None

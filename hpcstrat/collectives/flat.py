@@ -7,22 +7,21 @@ Large buffers go in pieces: Open MPI loses its cache beyond a few MiB, and a cou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.casting import quietly
 from hpcstrat.arrays.packing import Run
+from hpcstrat.channel.awaited import HEADER, Awaits, Message
 from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.started import Message
 from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_by_mpi"]
 
 
-def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
+def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
     """Sum by the all-reduce of the MPI library, one message for each run of a piece.
 
     Collective over ``topology.replica_comm``.
@@ -41,7 +40,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Iterator[Any]:
     """
     mpi, comm = channel.topology.mpi, channel.topology.replica_comm
     scratch: dict[Any, Array] = {}
-    yield None
+    yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
         sent, total, packed = _buffers(run, work, scratch)
         if work.waits:

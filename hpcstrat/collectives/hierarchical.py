@@ -12,16 +12,15 @@ The second stage may send half-precision numbers: see `CommunicationOptions.wire
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Run
+from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PatientComm
-from hpcstrat.channel.started import Message
 from hpcstrat.collectives.shared_memory import reduce_scattered
 from hpcstrat.collectives.work import Work
 from hpcstrat.typing import Array
@@ -39,7 +38,7 @@ _TOP_EXPONENT = 15
 
 def reduce_hierarchically(
     work: Work, channel: Channel, wire_dtype: np.dtype[Any] | None = None
-) -> Iterator[Any]:
+) -> Awaits:
     """Sum inside each worker, then over the workers.
 
     Collective over ``topology.replica_comm``.
@@ -69,7 +68,7 @@ def sum_over_workers(
     channel: Channel,
     wire_dtype: np.dtype[Any] | None,
     segments: list[tuple[Run, Array]],
-) -> Iterator[Any]:
+) -> Awaits:
     """Sum segments over the workers, in place.
 
     Collective over ``topology.cross_worker_comm``.
@@ -100,7 +99,7 @@ def sum_over_workers(
             yield from _all_reduce(segment, work, channel)
 
 
-def _all_reduce(segment: Array, work: Work, channel: Channel) -> Iterator[Any]:
+def _all_reduce(segment: Array, work: Work, channel: Channel) -> Awaits:
     """Sum a segment over the ranks of this position, in place."""
     mpi, comm = channel.topology.mpi, channel.topology.cross_worker_comm
     patient = channel.patient(comm)
@@ -130,7 +129,7 @@ def _all_reduce_parts(segment: Array, comm: PatientComm) -> None:
 
 def _all_reduce_halves(
     segment: Array, channel: Channel, wire_dtype: np.dtype[Any]
-) -> Iterator[Any]:
+) -> Awaits:
     """Sum a segment over the ranks of this position, sending half-precision numbers.
 
     Each rank sends every other the part of its segment that the other sums, scaled by a

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.casting import quietly
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel, EveryRankError
 from hpcstrat.channel.patient import PIECE_BYTES, PatientComm
 from hpcstrat.collectives.work import Work, drain, fill
@@ -23,7 +24,7 @@ def reduce_to_one(
     channel: Channel,
     root: int = 0,
     accumulate: Callable[[list[Array]], Any] | None = None,
-) -> Iterator[Any]:
+) -> Awaits:
     """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
 
     Collective over ``topology.replica_comm``.
@@ -55,7 +56,7 @@ def reduce_to_one(
     flats = [np.empty(run.size, run.dtype) for run in piece]
     for run, flat in zip(piece, flats, strict=True):
         fill(run, work.sources, flat)
-    yield None
+    yield HEADER
     for run, flat in zip(piece, flats, strict=True):
         comm = channel.patient(channel.topology.replica_comm)
         _reduce(flat, comm, root, accumulate)

@@ -13,13 +13,14 @@ waits for another. `hpcstrat.channel.places` says when a slot may be written, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.places import Slots
 from hpcstrat.collectives.work import Work, fill
@@ -30,7 +31,7 @@ __all__ = ["SmallReduction", "reduce_directly", "reduce_scattered"]
 _CACHE_LINE_BYTES = 64
 
 
-def reduce_directly(work: Work, channel: Channel) -> Iterator[Any]:
+def reduce_directly(work: Work, channel: Channel) -> Awaits:
     """Sum by the direct form: each of two ranks adds the other's values to its own.
 
     Collective over ``topology.worker_comm``, which is all replicas, and two.
@@ -52,7 +53,7 @@ def reduce_directly(work: Work, channel: Channel) -> Iterator[Any]:
     pieces = iter(work.pieces)
     piece, place = next(pieces), slots.take(place_bytes)
     _lay_out(piece, place, work, slots, me)
-    yield None
+    yield HEADER
     while piece:
         following, after, step = next(pieces, ()), 0, None
         if following:
@@ -136,8 +137,8 @@ def add_in_order(
 def reduce_scattered(
     work: Work,
     channel: Channel,
-    cross: Callable[[list[tuple[Run, Array]]], Iterator[Any]] | None = None,
-) -> Iterator[Any]:
+    cross: Callable[[list[tuple[Run, Array]]], Awaits] | None = None,
+) -> Awaits:
     """Sum by segments: each rank sums one segment of a piece over all slots.
 
     Collective over ``topology.replica_comm``.
@@ -163,7 +164,7 @@ def reduce_scattered(
     pieces = iter(work.pieces)
     piece, place = next(pieces), slots.take(place_bytes)
     _lay_out(piece, place, work, slots, me)
-    yield None
+    yield HEADER
     if topology.num_workers > 1:
         # The header of several workers orders no memory.
         yield channel.step(work.call)

@@ -8,12 +8,12 @@ results, which may be the sources themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run
+from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.typing import Array
@@ -53,7 +53,7 @@ class Work:
     waits: bool = True
 
 
-Algorithm = Callable[[Work, Channel], Iterator[Any]]
+Algorithm = Callable[[Work, Channel], Awaits]
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,6 +77,7 @@ class Gathers(ObjectCollectives):
     ) -> list[Array]:
         """Gather arrays on GPUs, whose lengths are agreed on first."""
         module: Any = array_module(arrays[0])
+        channel: Any = self.channel
         mover = self._mover(call)
         try:
             parts = [module.ascontiguousarray(np.moveaxis(a, axis, 0)) for a in arrays]
@@ -96,9 +95,9 @@ class Gathers(ObjectCollectives):
                 self.fail(call.text, error)
                 raise
             if whole.size:
-                moved = (mover, part.reshape(-1), whole.reshape(-1), counts)
-                steps = functools.partial(broadcast_gather.all_gather, *moved)
-                self._move(call, steps)
+                flat, result = part.reshape(-1), whole.reshape(-1)
+                steps = broadcast_gather.all_gather(mover, flat, result, counts)
+                channel.drive(steps, call, self._timeout_seconds)
             moved_back = np.moveaxis(whole, 0, axis)
             results.append(module.ascontiguousarray(moved_back))
         return results
@@ -195,6 +194,7 @@ class Gathers(ObjectCollectives):
 
     def _cast_on_gpus(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays on GPUs."""
+        channel: Any = self.channel
         mover = self._mover(call)
         try:
             results = [array.copy("C") for array in arrays]
@@ -202,9 +202,8 @@ class Gathers(ObjectCollectives):
             self.fail(call.text, error)
             raise
         filled = [result for result in results if result.size]
-        self._move(
-            call, lambda: broadcast_gather.broadcast(mover, filled, filled, root)
-        )
+        steps = broadcast_gather.broadcast(mover, filled, filled, root)
+        channel.drive(steps, call, self._timeout_seconds)
         return results
 
     def _mover(self, call: Call) -> Mover:
@@ -218,13 +217,6 @@ class Gathers(ObjectCollectives):
             self.fail(call.text, error)
             raise
         return mover
-
-    def _move(self, call: Call, make_steps: Callable[[], Iterator[Any]]) -> None:
-        channel: Any = self.channel
-        channel.agree(call, self._timeout_seconds)
-        with channel.moving(call):
-            for awaited in make_steps():
-                channel.wait(awaited, call)
 
 
 def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +11,7 @@ from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.arrays.overlaps import copied_where_overwritten
 from hpcstrat.arrays.recycling import DeviceRecycler, Recycler
+from hpcstrat.channel.awaited import HEADER, Awaits, exhaust
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
@@ -308,12 +308,10 @@ class Collectives(Gathers):
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
         steps = self._steps(planned, arrays, results, waits=True)
-        next(steps)
-        if channel is not None:
-            channel.agree(call, timeout_seconds)
-            with channel.moving(call):
-                for awaited in steps:
-                    channel.wait(awaited, call)
+        if channel is None:
+            exhaust(steps)
+        else:
+            channel.drive(steps, call, timeout_seconds)
         return results
 
     def _steps(
@@ -323,7 +321,7 @@ class Collectives(Gathers):
         results: list[Array],
         *,
         waits: bool,
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Let the algorithm work on contiguous arrays, see `collectives.work`."""
         choice, channel = planned.choice, cast("Channel | None", self.channel)
         sources = [
@@ -336,21 +334,21 @@ class Collectives(Gathers):
             else array_module(result).empty(result.size, result.dtype)
             for result in results
         ]
-        if channel is not None and choice is not None:
+        if channel is None or choice is None:
+            # A single replica, or nothing to move.
+            yield HEADER
+            for source, flat in zip(sources, flats, strict=True):
+                quietly(assign, flat, ..., source)
+        else:
             work = Work(
                 *(planned.call, planned.cut(), sources, flats, choice.piece_bytes),
                 divisor=planned.divisor,
                 waits=waits,
             )
             yield from choice.algorithm(work, channel)
-        elif channel is None:
-            for source, flat in zip(sources, flats, strict=True):
-                quietly(assign, flat, ..., source)
         for result, flat in zip(results, flats, strict=True):
             if not is_plain(result):
                 result[...] = flat.reshape(result.shape)
-        if channel is None or choice is None:
-            yield None
 
     def _plan(
         self, request: _Request, arrays: list[Array], options: CommunicationOptions

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.call import describe_call
 from hpcstrat.gpu.transports import broadcast_gather
 from hpcstrat.gpu.transports.broadcast_gather import NcclMover, PairMover, StagedMover
@@ -51,13 +52,9 @@ def _values(size: int, dtype: str, replica: int) -> Any:
     return generator.integers(0, 100, size).astype(dtype)
 
 
-def _drive(crew: Team, mover: Any, steps: Iterator[Any]) -> None:
+def _drive(crew: Team, mover: Any, steps: Awaits) -> None:
     mover.prepare()
-    call = describe_call("test of moves")
-    crew.channel.agree(call)
-    with crew.channel.moving(call):
-        for awaited in steps:
-            crew.channel.wait(awaited, call)
+    crew.channel.drive(steps, describe_call("test of moves"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import EveryRankError
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports import nccl_waiting
@@ -22,7 +23,6 @@ from tests.gpu.driving import (
     KINDS,
     Reduction,
     Team,
-    drive,
     in_step,
     reduce_many,
     reduce_now,
@@ -87,7 +87,8 @@ def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
     sources, results = reduction.arrays(crew.rank)
     work = reduction.work(crew.size, sources, results, waits=True)
     cupy._standin.reset()
-    drive(crew, work, reduce_on_device(work, crew.channel, transport))
+    steps = reduce_on_device(work, crew.channel, transport)
+    crew.channel.drive(steps, work.call)
     counts = cupy._standin.counts
     assert counts.synchronizations == 0
     assert (counts.collectives, counts.launches) == (1, 0)
@@ -100,7 +101,7 @@ class _NoThread(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-def _awaited(crew: Team, steps: Iterator[Any], call: Any) -> None:
+def _awaited(crew: Team, steps: Awaits, call: Any) -> None:
     for awaited in steps:
         crew.channel.wait(awaited, call)
 
@@ -216,9 +217,9 @@ def lane() -> Any:
     return Lane()
 
 
-def _alone(steps: Iterator[Any]) -> None:
+def _alone(steps: Awaits) -> None:
     for awaited in steps:
-        while awaited is not None and not awaited.agreed():
+        while awaited is not HEADER and not awaited.agreed():
             time.sleep(1e-4)
 
 

@@ -19,7 +19,6 @@ from tests.gpu.driving import (
     KINDS,
     Reduction,
     Team,
-    drive,
     in_step,
     reduce_many,
     reduce_now,
@@ -101,7 +100,7 @@ def test_bits_are_those_of_the_order_of_ranks(
         result = cupy.empty(wanted.size, np.float32)
         work = reduction.work(crew.size, [source], [result], waits=True)
         steps = reduce_on_device(work, crew.channel, transports["events"])
-        drive(crew, work, steps)
+        crew.channel.drive(steps, work.call)
         found, right = result.get(), mean if divides else wanted
         numbers = ~np.isnan(right)
         assert (np.isnan(found) == ~numbers).all()
@@ -171,7 +170,7 @@ def test_sources_may_still_be_in_the_making(crew: Team, transports: Any) -> None
                 reduction = Reduction([("float32", size)], size)
                 work = reduction.work(crew.size, [source], [source], waits=True)
                 steps = reduce_on_device(work, crew.channel, transports["events"])
-                drive(crew, work, steps)
+                crew.channel.drive(steps, work.call)
                 used = source * 2
                 source[...] = -1.0
                 total = 30 * crew.size * (crew.size + 1)
@@ -204,7 +203,8 @@ def test_no_call_waits_for_the_device(crew: Team, transports: Any) -> None:
         if repetition == 10:
             before = [getattr(standin.counts, name) for name in names]
         for work in works:
-            drive(crew, work, reduce_on_device(work, crew.channel, transport))
+            steps = reduce_on_device(work, crew.channel, transport)
+            crew.channel.drive(steps, work.call)
     after = [getattr(standin.counts, name) for name in names]
     assert after == before, names
     crew.lane.synchronize()

@@ -17,7 +17,6 @@ from tests.gpu.driving import (
     KINDS,
     Reduction,
     Team,
-    drive,
     in_step,
     reduce_many,
     reduce_now,
@@ -91,7 +90,8 @@ def test_bits_are_those_of_all_ranks(crew: Team, transports: Any, limits: str) -
     reduction = Reduction([("float32", host.size)], 0)
     source, result = cupy.asarray(host), cupy.empty(host.size, np.float32)
     work = reduction.work(crew.size, [source], [result], waits=True)
-    drive(crew, work, reduce_on_device(work, crew.channel, transports[limits]))
+    steps = reduce_on_device(work, crew.channel, transports[limits])
+    crew.channel.drive(steps, work.call)
     comm = crew.topology.replica_comm
     sums = result.get()
     same_bits(comm, [sums])

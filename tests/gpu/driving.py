@@ -166,17 +166,9 @@ def reduce_now(team: Team, transport: Any, reduction: Reduction) -> list[Any]:
     sources, results = reduction.arrays(team.rank)
     work = reduction.work(team.size, sources, results, waits=True)
     if work.pieces:
-        drive(team, work, reduce_on_device(work, team.channel, transport))
+        steps = reduce_on_device(work, team.channel, transport)
+        team.channel.drive(steps, work.call)
     return results
-
-
-def drive(team: Team, work: Work, steps: Iterator[Any]) -> None:
-    """Run an algorithm to its end."""
-    next(steps)
-    team.channel.agree(work.call)
-    with team.channel.moving(work.call):
-        for awaited in steps:
-            team.channel.wait(awaited, work.call)
 
 
 def reduce_many(

@@ -11,12 +11,12 @@ of the host, which alone can send half-precision numbers in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.packing import Piece, Run
+from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PIECE_BYTES
 from hpcstrat.collectives.hierarchical import sum_over_workers
@@ -68,7 +68,7 @@ class PairsAcross:
         """
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 
-    def steps(self, segments: _Segments, work: Work, channel: Channel) -> Iterator[Any]:
+    def steps(self, segments: _Segments, work: Work, channel: Channel) -> Awaits:
         """Sum segments over the workers, in place.
 
         Collective over ``topology.cross_worker_comm``.
@@ -140,7 +140,7 @@ class HostAcross:
         """
         self._copies.prepare(nbytes)
 
-    def steps(self, segments: _Segments, work: Work, channel: Channel) -> Iterator[Any]:
+    def steps(self, segments: _Segments, work: Work, channel: Channel) -> Awaits:
         """Sum segments over the workers, in place.
 
         Collective over ``topology.cross_worker_comm``.
@@ -161,9 +161,7 @@ class HostAcross:
         """
         return self._copies.steps(segments, work, channel, self._sums)
 
-    def _sums(
-        self, run: Run, host: Array, work: Work, channel: Channel
-    ) -> Iterator[Any]:
+    def _sums(self, run: Run, host: Array, work: Work, channel: Channel) -> Awaits:
         length = PIECE_BYTES // host.itemsize
         parts = [
             (run, host[start : start + length]) for start in range(0, host.size, length)
@@ -248,7 +246,7 @@ class HierarchicalTransport:
         if early is not None:
             early(piece, work)
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Reach the other ranks of the worker, where that has not been done.
 
         Collective over ``topology.replica_comm``.
@@ -268,7 +266,7 @@ class HierarchicalTransport:
         """
         return self._inside.connect(work, channel)
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from hpcstrat.channel.awaited import HEADER, Awaits, Message
 from hpcstrat.channel.patient import PIECE_BYTES
-from hpcstrat.channel.started import Message
 from hpcstrat.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports.nccl_group import NcclGroup
@@ -58,7 +58,7 @@ class NcclMover:
         Not collective.
         """
 
-    def connect(self) -> Iterator[Any]:
+    def connect(self) -> Awaits:
         """Make NCCL's communicator, the first time.
 
         Collective over ``topology.replica_comm``.
@@ -73,7 +73,7 @@ class NcclMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Copy one replica's arrays to all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -98,7 +98,7 @@ class NcclMover:
         self._group.broadcast(results, root)
         return self._group.ended()
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Iterator[Any]:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
         """Concatenate the replicas' arrays on all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -172,7 +172,7 @@ class StagedMover:
         self._places("passed")
         self._places("gathered")
 
-    def connect(self) -> Iterator[Any]:
+    def connect(self) -> Awaits:
         """Do nothing: MPI has connected the ranks.
 
         Not collective.
@@ -200,7 +200,7 @@ class StagedMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Copy one replica's arrays to all, on the lane.
 
         Collective over ``topology.replica_comm``. On the root the next chunk comes down
@@ -255,12 +255,12 @@ class StagedMover:
                 self._down(places[number % 2][at:], sources[index][start:stop])
         return self.lane.done()
 
-    def _cast(self, host: Array, root: int) -> Iterator[Any]:
+    def _cast(self, host: Array, root: int) -> Awaits:
         """Broadcast an array of the host, in the pieces that MPI likes best."""
         for start in range(0, host.size, PIECE_BYTES):
             yield Message(self._comm.Ibcast(host[start : start + PIECE_BYTES], root))
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Iterator[Any]:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
         """Concatenate the replicas' arrays on all, on the lane.
 
         Collective over ``topology.replica_comm``. A chunk holds as large a share of
@@ -334,7 +334,7 @@ Mover = NcclMover | PairMover | StagedMover
 
 def broadcast(
     mover: Mover, sources: Sequence[Any], results: Sequence[Any], root: int
-) -> Iterator[Any]:
+) -> Awaits:
     """Give every replica one replica's arrays.
 
     Collective over ``topology.replica_comm``.
@@ -355,15 +355,14 @@ def broadcast(
     object
         What is to be awaited, with ``channel.wait``.
     """
+    yield HEADER
     mover.lane.enter()
     yield from mover.connect()
     yield from mover.broadcast(_as_bytes(sources), _as_bytes(results), root)
     mover.lane.leave()
 
 
-def all_gather(
-    mover: Mover, own: Any, out: Any, counts: Sequence[int]
-) -> Iterator[Any]:
+def all_gather(mover: Mover, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
     """Concatenate the replicas' arrays on every replica.
 
     Collective over ``topology.replica_comm``.
@@ -384,6 +383,7 @@ def all_gather(
     object
         What is to be awaited, with ``channel.wait``.
     """
+    yield HEADER
     mover.lane.enter()
     yield from mover.connect()
     sizes = [count * out.itemsize for count in counts]

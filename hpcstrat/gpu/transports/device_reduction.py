@@ -7,10 +7,11 @@ only describes; results are ready for the program's stream, in its order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hpcstrat.arrays.packing import Piece, Run
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu import kernels
@@ -57,7 +58,7 @@ class Transport(Protocol):
         """
         ...
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Reach the other ranks, where that has not been done; after the header.
 
         Collective over ``topology.replica_comm``. Yields nothing where nothing is to
@@ -82,7 +83,7 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``.
@@ -143,7 +144,7 @@ def reduce_on_device(
     transport: Transport,
     begin: Mark | None = None,
     end: Mark | None = None,
-) -> Iterator[Any]:
+) -> Awaits:
     """Reduce arrays of this rank's GPU with those of the other ranks.
 
     Collective over ``topology.replica_comm``.
@@ -178,7 +179,7 @@ def reduce_on_device(
     early = getattr(transport, "start", None)
     if early is not None:
         early(pieces[0], work)
-    yield None
+    yield HEADER
     yield from transport.connect(work, channel)
     for piece in pieces:
         yield from transport.reduce(piece, work, channel)

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpcstrat.arrays.packing import Piece, Run, cut
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.work import Algorithm, Work
 from hpcstrat.gpu.device_memory import Buffers, pinned_memory
@@ -47,7 +48,7 @@ __all__ = ["STAGED_BYTES", "HostCopies", "HostSums", "StagingTransport"]
 STAGED_BYTES = 8 << 20
 """Most bytes of a part: twice as much is page-locked."""
 
-HostSums = Callable[[Run, Array, Work, Channel], Iterator[Any]]
+HostSums = Callable[[Run, Array, Work, Channel], Awaits]
 """Sums an array of the host over ranks, in place: a part of a run of a work."""
 
 
@@ -90,7 +91,7 @@ class HostCopies:
         work: Work,
         channel: Channel,
         sums: HostSums,
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Sum arrays of the device on the host, in place.
 
         Collective over the ranks over which ``sums`` does.
@@ -224,7 +225,7 @@ class StagingTransport:
         self._values = self._buffers.get("values", nbytes)
         self._copies.prepare(nbytes)
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Do nothing: the host's algorithms have what they need.
 
         Not collective.
@@ -244,7 +245,7 @@ class StagingTransport:
         del work, channel
         return iter(())
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.
@@ -268,9 +269,7 @@ class StagingTransport:
         for run, part in parts:
             unpack_run(run, work, part, self.lane)
 
-    def _sums(
-        self, run: Run, host: Array, work: Work, channel: Channel
-    ) -> Iterator[Any]:
+    def _sums(self, run: Run, host: Array, work: Work, channel: Channel) -> Awaits:
         """Sum by the algorithm for arrays of the host."""
         # The mean of integers is summed in float64.
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"
@@ -280,7 +279,8 @@ class StagingTransport:
             *(work.call, tuple(pieces), [host], [host], piece_bytes), waits=work.waits
         )
         steps = algorithm(own, channel)
-        next(steps)
+        header = next(steps)
+        assert header is HEADER
         yield channel.step(work.call)
         yield from steps
 

@@ -6,10 +6,10 @@ messages between pairs of ranks (`hpcstrat.gpu.transports.pairwise_sums`), and u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from hpcstrat.arrays.packing import Piece
+from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu.device_memory import Buffers
@@ -66,7 +66,7 @@ class RingTransport:
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Do nothing: MPI has connected the ranks.
 
         Not collective.
@@ -86,7 +86,7 @@ class RingTransport:
         del work, channel
         return iter(())
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.channel.agreed_problem import agreed_problem
+from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.channel.channel import EveryRankError
-from hpcstrat.channel.started import Message
 from hpcstrat.errors import CollectiveError
 from hpcstrat.gpu import library
 from hpcstrat.gpu.transports.nccl_waiting import (
@@ -100,7 +100,7 @@ class NcclGroup:
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
-    def connect(self) -> Iterator[Any]:
+    def connect(self) -> Awaits:
         """Make the communicator, the first time.
 
         Collective over ``comm``.
@@ -149,7 +149,7 @@ class NcclGroup:
         """Whether the communicator has been made; the same on all ranks."""
         return self._comm is not None
 
-    def _raise_on_all(self, problem: str) -> Iterator[Any]:
+    def _raise_on_all(self, problem: str) -> Awaits:
         if self.size > 1:
             problem = yield from agreed_problem(self._mpi, self._mpi_comm, problem)
         if problem:
@@ -338,7 +338,7 @@ class NcclGroup:
             self._lock.release()
         return ""
 
-    def ended(self) -> Iterator[Any]:
+    def ended(self) -> Awaits:
         """Wait for the end of the calls so far, where ranks may be lost.
 
         Not collective. Does nothing elsewhere: streams wait, not hosts.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 from hpcstrat.arrays.packing import Piece, Run
 from hpcstrat.channel.agreed_problem import agreed_problem
+from hpcstrat.channel.awaited import Awaited, Awaits
 from hpcstrat.channel.channel import Channel, EveryRankError
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu import kernels
@@ -71,7 +72,7 @@ class NcclTransport:
         """
         self._values = self._buffers.get("values", nbytes)
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Make NCCL's communicator, the first time.
 
         Collective over ``topology.replica_comm``.
@@ -92,7 +93,7 @@ class NcclTransport:
         del work, channel
         return self.group.connect()
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece; waits for nobody, unless the loss of a rank is survived.
 
         Collective over ``topology.replica_comm``.
@@ -191,7 +192,7 @@ class NcclWorker:
         most = nbytes + _MOST_RUNS * self._topology.smallest_worker * _LINE_BYTES
         self._values = self._buffers.get("values", most)
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Make NCCL's communicators of all workers, the first time.
 
         Collective over ``topology.replica_comm``.
@@ -229,7 +230,7 @@ class NcclWorker:
 
     def scatter(
         self, piece: Piece, work: Work, channel: Channel
-    ) -> Generator[Any, Any, list[tuple[Run, Any]]]:
+    ) -> Generator[Awaited, None, list[tuple[Run, Any]]]:
         """Sum this rank's segments of a piece over the worker.
 
         Collective over ``topology.worker_comm``; waits for nobody.
@@ -270,7 +271,7 @@ class NcclWorker:
         yield from ()
         return own
 
-    def gather(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def gather(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Copy all segments of a piece into the results; comes after each `scatter`.
 
         Collective over ``topology.worker_comm``; waits for nobody, unless the loss of a

@@ -23,11 +23,10 @@ only when the message that it reads has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.channel.started import Message
+from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.gpu import kernels
 from hpcstrat.gpu.streams import Lane
 
@@ -189,7 +188,7 @@ class PairSum:
         needed = min(nbytes, max(ring, small)) + limits.in_flight * _ROUNDING_BYTES
         return needed + -needed % 64
 
-    def steps(self, values: Any, scratch: Any) -> Iterator[Any]:
+    def steps(self, values: Any, scratch: Any) -> Awaits:
         """Sum.
 
         Collective over the communicator.
@@ -217,7 +216,7 @@ class PairSum:
         else:
             yield from self._ring(values, scratch)
 
-    def _folded(self, values: Any, scratch: Any, algorithm: Any) -> Iterator[Any]:
+    def _folded(self, values: Any, scratch: Any, algorithm: Any) -> Awaits:
         """Let an algorithm for a power of two run on as many ranks.
 
         Of the first ranks, each second one gives its values to the next before, and has
@@ -250,7 +249,7 @@ class PairSum:
 
     def _doubling(
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Let all of a block of ranks, and then of one twice as large, have its sum."""
         nbytes = values.nbytes
         theirs = scratch[:nbytes].view(values.dtype)
@@ -267,7 +266,7 @@ class PairSum:
 
     def _halving(
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Sum one segment on each rank, a half at a time, and exchange them again."""
         itemsize, base = values.itemsize, values.data.ptr
         bounds = [values.size * number // active for number in range(active + 1)]
@@ -301,12 +300,12 @@ class PairSum:
 
     def _swap(
         self, sent: tuple[int, int], received: tuple[int, int], rank: int
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         messages = self._peers.receive(*received, rank)
         messages += self._peers.send(*sent, rank)
         yield from messages
 
-    def _ring(self, values: Any, scratch: Any) -> Iterator[Any]:
+    def _ring(self, values: Any, scratch: Any) -> Awaits:
         """Send segments to the next rank, and chunks of them before it has the last.
 
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In

@@ -44,15 +44,15 @@ what was to be ready then is so, and ``R(k + 1)`` follows all work on piece ``k`
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.packing import Piece, Run
 from hpcstrat.channel.agreed_problem import agreed_problem
+from hpcstrat.channel.awaited import Awaited, Awaits, Message
 from hpcstrat.channel.channel import Channel, EveryRankError
-from hpcstrat.channel.started import Message
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu import kernels
 from hpcstrat.gpu.device_memory import rounded
@@ -157,7 +157,7 @@ class PeerTransport:
             self._lay_out(piece, work)
             self._early = piece
 
-    def connect(self, work: Work, channel: Channel) -> Iterator[Any]:
+    def connect(self, work: Work, channel: Channel) -> Awaits:
         """Open the windows and events of the worker's ranks.
 
         Collective over ``topology.worker_comm``. Does nothing while the windows are
@@ -208,7 +208,7 @@ class PeerTransport:
             )
         self._half_bytes = self._needed_bytes
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``, which is one worker.
@@ -243,7 +243,7 @@ class PeerTransport:
 
     def scatter(
         self, piece: Piece, work: Work, channel: Channel
-    ) -> Generator[Any, None, list[tuple[Run, Any]]]:
+    ) -> Generator[Awaited, None, list[tuple[Run, Any]]]:
         """Sum this rank's segments of a piece over its worker.
 
         Collective over ``topology.worker_comm``.
@@ -284,7 +284,7 @@ class PeerTransport:
                 segments.append((run, own))
         return segments
 
-    def gather(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def gather(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Copy all segments of a piece into the results; follows each `scatter`.
 
         Collective over ``topology.worker_comm``.
@@ -362,7 +362,7 @@ class PeerTransport:
             pack_run(run, work, half, self.lane)
         self._record("ready")
 
-    def _meet_ready(self, piece: Piece, work: Work, channel: Channel) -> Iterator[Any]:
+    def _meet_ready(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Come to ``R(k)``, and let the lane wait until all values are there."""
         early, self._early = self._early, None
         if early is piece:
@@ -379,7 +379,7 @@ class PeerTransport:
         ranks: range,
         *,
         records: bool = True,
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Record an event, meet the worker's hosts, and wait for theirs on the lane."""
         if records:
             self._record(event)

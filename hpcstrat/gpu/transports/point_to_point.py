@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hpcstrat.channel.started import Message
+from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.gpu.device_memory import Buffers
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports.pairwise_sums import Peers, abandon
@@ -129,7 +129,7 @@ class PairMover:
         self._slots("passed")
         self._slots("received")
 
-    def connect(self) -> Iterator[Any]:
+    def connect(self) -> Awaits:
         """Do nothing: MPI has connected the ranks.
 
         Not collective.
@@ -148,7 +148,7 @@ class PairMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Copy one replica's arrays to all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -194,7 +194,7 @@ class PairMover:
 
     def _send_down(
         self, chunks: list[list[Span]], sources: Sequence[Any], children: list[int]
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Send the root's chunks; while one is packed, those before are under way."""
         slots, lane = self._slots("passed"), self.lane
         sent: deque[list[Message]] = deque()
@@ -215,7 +215,7 @@ class PairMover:
         results: Sequence[Any],
         parent: int,
         children: list[int],
-    ) -> Iterator[Any]:
+    ) -> Awaits:
         """Receive chunks, some ahead, and send each on as soon as it has come."""
         slots, lane, peers = self._slots("passed"), self.lane, self._peers
         received: deque[list[Message]] = deque()
@@ -247,7 +247,7 @@ class PairMover:
             messages += self._peers.send(address, nbytes, child)
         return messages
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Iterator[Any]:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
         """Concatenate the replicas' arrays on all, on the lane.
 
         Collective over ``topology.replica_comm``. In step ``t`` rank ``r`` sends part

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
 
 from hpcstrat.arrays.kinds import place_of
+from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.call import describe_call
 from hpcstrat.channel.channel import Channel, EveryRankError
 from hpcstrat.gpu.capabilities import Ability, Capabilities, gather
@@ -76,7 +76,7 @@ class DeviceGroup:
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
 
-    def try_nccl(self) -> Iterator[Any]:
+    def try_nccl(self) -> Awaits:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
         Collective over ``topology.replica_comm``. What NCCL needs is known to it alone:
@@ -238,9 +238,13 @@ def device_group(
     group: DeviceGroup | None = channel.device_group
     if group is None:
         call = describe_call(f"{what}: first use of arrays on a GPU")
-        channel.agree(call, timeout_seconds)
-        with channel.moving(call):
-            group = channel.device_group = DeviceGroup(channel.topology)
-            for awaited in group.try_nccl():
-                channel.wait(awaited, call)
+        channel.drive(_make(channel), call, timeout_seconds)
+        group = channel.device_group
+    assert group is not None
     return group
+
+
+def _make(channel: Channel) -> Awaits:
+    yield HEADER
+    group = channel.device_group = DeviceGroup(channel.topology)
+    yield from group.try_nccl()

@@ -1,0 +1,67 @@
+"""What a collective call waits for, and the form of everything that waits in it.
+
+What moves data in a call is a generator: it works, yields what it waits for, and goes
+on once that has come. `Channel.drive` takes one to its end, and a `Started` as far as
+it comes without waiting. An algorithm, which is a call's whole work, yields `HEADER`
+first: what it does before may fail on one rank, which the header tells the others; what
+comes after is an exchange of data, in which no rank may fail alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+__all__ = ["HEADER", "Awaited", "Awaits", "Message", "exhaust"]
+
+
+class Awaited(Protocol):
+    """Something that comes from other ranks, or from a device."""
+
+    def agreed(self) -> bool:
+        """Whether it has come; False also where ranks have announced different calls.
+
+        Never blocks. Drives MPI's progress where that is needed.
+        """
+        ...
+
+    def missing(self) -> list[int]:
+        """Return the ranks that it waits for; ``[-1]`` where it is not known which."""
+        ...
+
+
+Awaits = Iterator[Awaited]
+"""What a call waits for, one after the other."""
+
+
+class _Header:
+    """Stands for the header of a call, which only who drives the call can post."""
+
+    def agreed(self) -> bool:
+        """Refuse: it is awaited by `Channel.agree`, or posted by a `Started`."""
+        raise AssertionError("an algorithm yields its header once, before all else")
+
+    def missing(self) -> list[int]:
+        """Refuse, likewise."""
+        return [] if self.agreed() else [-1]
+
+
+HEADER: Final[Awaited] = _Header()
+"""What an algorithm yields once it has done all that it can do before the header."""
+
+
+def exhaust(steps: Awaits) -> None:
+    """Take a call of a single replica to its end: nobody is awaited there."""
+    for awaited in steps:
+        assert awaited is HEADER
+
+
+class Message:
+    """A nonblocking call of MPI, by its active request."""
+
+    def __init__(self, request: Any) -> None:
+        self.agreed: Callable[[], bool] = request.Test
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` until the call is complete."""
+        return [] if self.agreed() else [-1]
