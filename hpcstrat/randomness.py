@@ -8,15 +8,12 @@ the replica and the generation by NumPy's SeedSequence.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcstrat.errors import CollectiveError
-from hpcstrat.typing import Array
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["RandomStreams"]
 
@@ -69,7 +66,7 @@ class RandomStreams:
 
     checkpoint_section = "rng"
 
-    def __init__(self, strategy: Strategy, name: str, seed: int = 0) -> None:
+    def __init__(self, strategy: Replicas, name: str, seed: int = 0) -> None:
         self.name = name
         self.seed = _checked(name, seed)
         self.generation = 0
@@ -84,7 +81,7 @@ class RandomStreams:
         self.shared = np.random.Generator(shared)
 
     @property
-    def distribute_strategy(self) -> Strategy:
+    def distribute_strategy(self) -> Any:
         """The strategy whose replicas draw."""
         return self._strategy
 

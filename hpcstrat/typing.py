@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from hpcstrat.errors import CollectiveError
+from hpcstrat.errors import CollectiveError
 
-__all__ = ["Array", "ArrayLike", "CopyCheck", "SupportsCheckpoint", "Tree"]
+__all__ = ["Array", "ArrayLike", "CopyCheck", "Replicas", "SupportsCheckpoint", "Tree"]
 
 Array: TypeAlias = npt.NDArray[Any]
 """An array that a replica holds; NumPy so far."""
@@ -22,42 +22,60 @@ Tree: TypeAlias = Any
 """A leaf, or nested lists, tuples, named tuples and mappings of leaves."""
 
 
+class Replicas(Protocol):
+    """A strategy, as the modules see it that only work for its replicas.
+
+    They may lie below the strategies, which import them. What each member is, and who
+    must call it, stands at `hpcstrat.strategies.Strategy`.
+    """
+
+    @property
+    def replica_id(self) -> int: ...
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    @property
+    def distributes(self) -> bool: ...
+
+    @property
+    def puts_on_gpu(self) -> bool: ...
+
+    # The classes of these three lie above this module.
+    @property
+    def collectives(self) -> Any: ...
+
+    @property
+    def topology(self) -> Any: ...
+
+    @property
+    def cross_entry(self) -> Any: ...
+
+    # `Settings` without None, which its fields allow until all ranks have agreed.
+    @property
+    def settings(self) -> Any: ...
+
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+
+    def local_value(self, tree: Tree) -> Tree: ...
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
+
+
 class CopyCheck(Protocol):
     """What watches over variables whose copies all replicas keep equal."""
 
     def mark(self, run_index: int, mark: int) -> int:
         """Return what the headers of the calls after an entry into ``run`` carry.
 
-        Logically collective over the replicas.
-
-        Parameters
-        ----------
-        run_index : int
-            How often this rank has entered ``run``.
-        mark : int
-            What they carried before.
-
-        Returns
-        -------
-        int
-            From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and
-            the copies that were looked at.
+        From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and the
+        copies that were looked at. ``mark`` is what they carried before.
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:
-        """Compare all copies, after marks that differ.
+        """Compare all copies, after marks that differ; collective over ``comm``.
 
-        Collective over ``comm``.
-
-        Parameters
-        ----------
-        comm : mpi4py.MPI.Intracomm
-            The replicas, which are all at the same call.
-
-        Returns
-        -------
-        CollectiveError or None
-            What all replicas raise; None where the copies are equal.
+        Returns what all replicas raise; None where the copies are equal.
         """
 
 
@@ -65,65 +83,27 @@ class SupportsCheckpoint(Protocol):
     """An object whose state is kept in variables, such as an optimizer."""
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Return the variables by name; names may hold ``/``.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to Variable
-            The state.
-        """
+        """Return the variables by name; names may hold ``/``."""
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have.
-
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-
-        Returns
-        -------
-        list of str
-            That one and others.
-        """
+        """Return all names that saved state of a variable may have."""
 
     def checkpoint_defer(
         self,
         name: str,
         value: np.ndarray[Any, Any],
-        strategy: Any = None,
+        strategy: Replicas | None = None,
         *,
         is_part: bool = False,
     ) -> None:
         """Take a saved value whose variable does not exist yet.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-        value : ndarray
-            The saved value.
-        strategy : Strategy, optional
-            Whose replicas restore.
-        is_part : bool
-            Whether it is this replica's part, where each has one, not their total.
+        ``is_part``: it is this replica's part, where each has one, not their total.
+        ``strategy`` is the one whose replicas restore.
         """
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Go on from what has been restored.
 
-        Not collective.
-
-        Parameters
-        ----------
-        num_replicas : int
-            How many had parts in what was saved.
-        now : int
-            How many have restored it.
+        ``num_replicas`` had parts in what was saved; ``now`` have restored it.
         """

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.strategies import get_strategy
+from hpcstrat.strategies import Strategy, get_strategy
 
 __all__ = ["refuse_torch", "require_one_writer", "strategy_of"]
 
@@ -78,7 +78,7 @@ def refuse_torch(name: str, thing: Any) -> None:
         )
 
 
-def require_one_writer(strategy: Any, names: Collection[str]) -> None:
+def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Refuse objects of which each rank of a job would write the same files.
 
     Not collective.

@@ -7,11 +7,12 @@ from typing import Any
 
 from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS
 from hpcstrat.errors import CheckpointError
+from hpcstrat.typing import Replicas
 
 __all__ = ["explained", "on_first"]
 
 
-def on_first(strategy: Any, what: str, action: Callable[[], Any]) -> Any:
+def on_first(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
     """Run an action on replica 0; return its result, or raise its error, on all.
 
     Collective over the strategy's replicas.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any
 
 from hpcstrat.checkpoint.common_verdict import on_first
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.keep.retention import best_path
 from hpcstrat.checkpoint.keep.search import newest_path
+from hpcstrat.typing import Replicas
 
 __all__ = ["SearchMethods"]
 
@@ -29,7 +29,7 @@ class SearchMethods:
     """
 
     def __init__(
-        self, directory: str, strategy: Any, keep_best: KeepBest | None
+        self, directory: str, strategy: Replicas, keep_best: KeepBest | None
     ) -> None:
         self.directory = directory
         self._strategy = strategy

@@ -28,6 +28,7 @@ from hpcstrat.options import CommunicationOptions
 from hpcstrat.settings import Settings
 from hpcstrat.topology.starting import start_mpi
 from hpcstrat.topology.survival import problem_with_survival
+from hpcstrat.typing import Replicas
 
 __all__ = ["doctor"]
 
@@ -205,7 +206,7 @@ def _try_strategy(size: int) -> tuple[list[library.Gpu], str]:
         return [gpu], "" if group is None else str(group.reason)
 
 
-def _agree_on_trouble(strategy: Any, trouble: str) -> None:
+def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
     """Raise on all ranks what has gone wrong on some."""
     told = strategy.topology.replica_comm.allgather(trouble)
     found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)

@@ -8,7 +8,7 @@ share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,11 +27,8 @@ from hpcstrat.data.placing import Placer, packed
 from hpcstrat.errors import CollectiveError
 from hpcstrat.options import InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
-from hpcstrat.typing import Tree
+from hpcstrat.typing import Replicas, Tree
 from hpcstrat.values import PerReplica
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
 
 __all__ = ["DealtDataset"]
 
@@ -67,7 +64,7 @@ class DealtDataset(ReducibleDataset):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         place: Place,
         make_steps: Callable[[], Steps],
         options: InputOptions,
@@ -114,7 +111,7 @@ class _Elements:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         place: Place,
         placer: Placer,
         *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.batches import piece, warn_of_idle
@@ -15,11 +15,8 @@ from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.options import InputContext, InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
-from hpcstrat.typing import Tree
+from hpcstrat.typing import Replicas, Tree
 from hpcstrat.values import PerReplica
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
 
 __all__ = [
     "DistributedDataset",
@@ -50,7 +47,7 @@ class DistributedDataset(ReducibleDataset):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         dataset: Dataset,
         options: InputOptions | None = None,
     ) -> None:
@@ -180,7 +177,7 @@ class _Batches:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         dataset: Dataset,
         place: _Position,
         placer: Placer,
@@ -240,7 +237,7 @@ class _Position:
         self.position = position
 
 
-def _require_one_program(strategy: Strategy, options: InputOptions) -> None:
+def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
     """Refuse N programs that each go through everything, unless they are meant."""
     size = launch_from_environment().size
     if strategy.distributes or size == 1 or options.independent:
@@ -253,7 +250,7 @@ def _require_one_program(strategy: Strategy, options: InputOptions) -> None:
 
 
 def distribute_dataset(
-    strategy: Strategy, dataset: Any, options: InputOptions
+    strategy: Replicas, dataset: Any, options: InputOptions
 ) -> DistributedDataset | DealtDataset:
     """Divide global batches between replicas.
 
@@ -309,7 +306,7 @@ def distribute_dataset(
 
 
 def distribute_from_function(
-    strategy: Strategy,
+    strategy: Replicas,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions,
 ) -> DealtDataset:

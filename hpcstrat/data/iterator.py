@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from hpcstrat.context import current
 from hpcstrat.errors import OutOfRangeError
 from hpcstrat.observe.timeline import traced
-from hpcstrat.typing import Tree
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
+from hpcstrat.typing import Replicas, Tree
 
 __all__ = ["DistributedIterator", "Optional", "ReducibleDataset"]
 
@@ -142,7 +139,7 @@ _END = object()
 class ReducibleDataset:
     """What all distributed data sets share."""
 
-    _strategy: Strategy
+    _strategy: Replicas
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration."""

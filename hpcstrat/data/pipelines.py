@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcstrat.data.batches import as_batch
 from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
 from hpcstrat.options import AutoShardPolicy, InputContext
-from hpcstrat.typing import Tree
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
+from hpcstrat.typing import Replicas, Tree
 
 __all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
 
@@ -73,7 +70,7 @@ class Place:
         Whether it runs here.
     """
 
-    def __init__(self, strategy: Strategy, *, single: bool = False) -> None:
+    def __init__(self, strategy: Replicas, *, single: bool = False) -> None:
         self.num_replicas = strategy.num_replicas_in_sync
         self.replica_id = strategy.replica_id
         self.comm: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,7 @@ from hpcstrat.data.batches import writable
 from hpcstrat.gpu.feeding import Feeder, fits_device
 from hpcstrat.options import InputOptions
 from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
-
-if TYPE_CHECKING:
-    from hpcstrat.strategies.base import Strategy
+from hpcstrat.typing import Array, Replicas, Tree
 
 __all__ = ["Placer", "packed"]
 
@@ -66,7 +63,7 @@ class Placer:
         ``experimental_fetch_to_device`` False leaves batches where they come from.
     """
 
-    def __init__(self, strategy: Strategy, options: InputOptions) -> None:
+    def __init__(self, strategy: Replicas, options: InputOptions) -> None:
         self._wanted = strategy.puts_on_gpu and options.experimental_fetch_to_device
         self._feeder: Feeder | None = None
 

@@ -10,6 +10,7 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.memory_restore import Inventory, choose, restore_snapshot
 from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
 from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.typing import Replicas
 
 __all__ = ["Memory"]
 
@@ -33,7 +34,7 @@ class Memory:
     def __init__(self, partner_copies: bool = False) -> None:
         self.state: dict[str, Any] = {}
         self._copies = partner_copies
-        self._strategy: Any = None
+        self._strategy: Replicas | None = None
         self._generation = 0
         self._joined: int | None = None
         self._objects: Objects | None = None
@@ -43,7 +44,7 @@ class Memory:
         self._calls = -1
         self._partners: list[int] = []
 
-    def begin(self, strategy: Any, generation: int) -> None:
+    def begin(self, strategy: Replicas, generation: int) -> None:
         """Belong to a strategy from now on; for `hpcstrat.elastic.run`.
 
         Not collective.
@@ -106,6 +107,7 @@ class Memory:
         """
         objects = self._tracked("restore")
         strategy = self._strategy
+        assert strategy is not None
         collectives = strategy.collectives
         held = [commit for commit in self._commits if commit.key is not None]
         assert self._joined is not None
@@ -179,6 +181,7 @@ class Memory:
 
     def _keep(self, step: int, text: bytes, commit: Snapshot) -> None:
         strategy, objects = self._strategy, self._objects
+        assert strategy is not None
         assert objects is not None
         channel = strategy.collectives.channel
         if channel is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from hpcstrat.logs import get_logger
 from hpcstrat.options import ReduceOp
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Inventory", "choose", "restore_snapshot"]
 
@@ -110,7 +109,7 @@ def restore_snapshot(
     commit: Snapshot,
     key: Key,
     objects: Objects,
-    strategy: Any,
+    strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
     """Give all objects the state of a commit.
@@ -170,7 +169,7 @@ def restore_snapshot(
     check_mirrored(strategy, variables)
 
 
-def _give_to_newcomers(commit: Snapshot, plan: _Plan, strategy: Any) -> None:
+def _give_to_newcomers(commit: Snapshot, plan: _Plan, strategy: Replicas) -> None:
     """Fill the commits of those who have none with what is the same everywhere."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
@@ -195,7 +194,7 @@ def _give_to_newcomers(commit: Snapshot, plan: _Plan, strategy: Any) -> None:
 def _restore_lost(
     commit: Snapshot,
     plan: _Plan,
-    strategy: Any,
+    strategy: Replicas,
     values: dict[str, Array],
     rows: dict[str, Array],
 ) -> None:
@@ -233,7 +232,7 @@ def _kept(plan: _Plan, lost: int) -> bool:
 def _fill_newcomers(
     commit: Snapshot,
     plan: _Plan,
-    strategy: Any,
+    strategy: Replicas,
     values: dict[str, Array],
     without: list[int],
 ) -> None:
@@ -259,7 +258,7 @@ def _fill_newcomers(
 
 
 def _warn_of_lost(
-    commit: Snapshot, plan: _Plan, strategy: Any, without: list[int]
+    commit: Snapshot, plan: _Plan, strategy: Replicas, without: list[int]
 ) -> None:
     """Say what cannot be had back."""
     if strategy.replica_id != plan.root:
@@ -284,7 +283,7 @@ def _warn_of_lost(
         )
 
 
-def _assign(match: Match, values: dict[str, Array], strategy: Any) -> None:
+def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
         return  # A newcomer's own, with aggregation NONE: stays as it was made.

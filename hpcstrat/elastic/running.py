@@ -148,7 +148,7 @@ class _Outcome:
     returned: bool = False
     result: Any = None
     exits: SystemExit | None = None
-    strategy: Any = None
+    strategy: MultiWorkerMirroredStrategy | None = None
     noticed_at: float = 0.0
 
 
@@ -198,13 +198,14 @@ def _train(
     return outcome
 
 
-def _is_of_loss(error: Exception, strategy: Any) -> bool:
+def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) -> bool:
     """Whether an error comes of a loss; then wakes those who do not know of it."""
     if strategy is None:
         return isinstance(error, RankLostError)
     if strategy.lost_ranks is not None:
         return True
-    channel, topology = strategy.collectives.channel, strategy.topology
+    channel: Any = strategy.collectives.channel
+    topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
         # Of a communicator of the program's own, or of the topology's.
         return channel.deaths.found(error, "the training function") is not None

@@ -13,7 +13,7 @@ from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.randomness import RandomStreams
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable
 
 __all__ = ["Key", "Snapshot", "exchange", "partners_of"]
@@ -158,7 +158,9 @@ def partners_of(workers: Sequence[int]) -> list[int]:
     return partners
 
 
-def exchange(strategy: Any, part: Array, partners: Sequence[int]) -> dict[int, Array]:
+def exchange(
+    strategy: Replicas, part: Array, partners: Sequence[int]
+) -> dict[int, Array]:
     """Send a part to this replica's partner, and return those that it keeps.
 
     Collective over the strategy's replicas, of which there must be two or more; the

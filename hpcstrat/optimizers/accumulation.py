@@ -16,7 +16,7 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable, share_of
 
 __all__ = ["Accumulation"]
@@ -248,7 +248,9 @@ class Accumulation:
             self._go_back()
         self._start = None
 
-    def defer(self, name: str, value: Array, strategy: Any, *, is_part: bool) -> bool:
+    def defer(
+        self, name: str, value: Array, strategy: Replicas | None, *, is_part: bool
+    ) -> bool:
         """Take restored state, if it is of an accumulation.
 
         Not collective.

@@ -8,6 +8,7 @@ from typing import Any
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Target
+from hpcstrat.typing import Replicas
 from hpcstrat.variables import Variable
 
 __all__ = ["Routine"]
@@ -40,7 +41,7 @@ class Routine:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Replicas,
         pairs: Sequence[tuple[Any, Variable]],
         label: str,
     ) -> None:
@@ -54,7 +55,7 @@ class Routine:
         self.targets: list[Target] = []
         self.on_device: DeviceStep | None = None
 
-    def fits(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> bool:
+    def fits(self, strategy: Replicas, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """Return whether another step is like this one, so that its checks hold.
 
         Not collective.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hpcstrat.logs import get_logger
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.slot_names import spellings, unescaped
 from hpcstrat.optimizers.slots import Slots
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["SavedState"]
@@ -83,7 +81,7 @@ class SavedState:
         self,
         name: str,
         value: Array,
-        strategy: Any = None,
+        strategy: Replicas | None = None,
         *,
         is_part: bool = False,
     ) -> None:

@@ -20,7 +20,7 @@ from hpcstrat.gpu.optimizer_steps.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.optimizers.slot_names import file_names, spellings
 from hpcstrat.options import VariableAggregation, VariableSynchronization
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["Slots"]
@@ -148,7 +148,7 @@ class Slots:
         owned.kinds[kind] = slot
         return slot
 
-    def own(self, name: str, strategy: Any) -> Variable:
+    def own(self, name: str, strategy: Replicas) -> Variable:
         """Return a count of the optimizer's own, which belongs to no variable.
 
         Collective over the strategy's replicas, where it has not been restored.
@@ -170,7 +170,7 @@ class Slots:
         return _made(name, strategy, zero) if slot is None else slot
 
     def _claimed(
-        self, name: str, strategy: Any, array: Array, is_sum: bool
+        self, name: str, strategy: Replicas, array: Array, is_sum: bool
     ) -> Variable | None:
         """Return restored state, which waits no longer; collective if there is any."""
         found = next((n for n in spellings(name) if n in self._waiting), None)
@@ -195,7 +195,12 @@ class Slots:
         return _made(name, strategy, value, is_sum=is_sum, is_own=True)
 
     def wait(
-        self, name: str, value: Array, strategy: Any, *, is_sum: bool = False
+        self,
+        name: str,
+        value: Array,
+        strategy: Replicas | None,
+        *,
+        is_sum: bool = False,
     ) -> None:
         """Keep restored state until the variable of its name needs it.
 
@@ -334,7 +339,7 @@ class Slots:
 
 def _made(
     name: str,
-    strategy: Any,
+    strategy: Replicas | None,
     array: Array,
     *,
     is_sum: bool = False,

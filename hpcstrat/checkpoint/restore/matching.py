@@ -14,7 +14,7 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
 from hpcstrat.options import VariableAggregation
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
 
 __all__ = ["Match", "is_wanted", "match_entries", "renamed"]
@@ -46,7 +46,7 @@ class Match:
     name: str = ""
     per_replica: str = "error"
 
-    def assign(self, value: Array, strategy: Any) -> None:
+    def assign(self, value: Array, strategy: Replicas) -> None:
         """Put the value into this replica's component.
 
         Not collective: no replica needs another's.
@@ -95,7 +95,7 @@ class Match:
         assert self.variable is not None
         _store(self.variable.component, row)
 
-    def row(self, strategy: Any) -> int | None:
+    def row(self, strategy: Replicas) -> int | None:
         """Return which of the saved rows this replica takes.
 
         Not collective.

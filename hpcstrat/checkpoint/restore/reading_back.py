@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
 from hpcstrat.checkpoint.save.writing import NUM_THREADS
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.gpu.transfers import Uploads
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["restore_values"]
 
@@ -37,7 +36,10 @@ _KEPT_BYTES = 1 << 30
 
 
 def restore_values(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any, memory: ImageMemory
+    file: CheckpointFile,
+    matches: Sequence[Match],
+    strategy: Replicas,
+    memory: ImageMemory,
 ) -> tuple[int, float]:
     """Give all variables their values.
 
@@ -99,7 +101,7 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
     return CheckpointError(f"{found}; it may be whole: {advice}, and try again")
 
 
-def _raise_together(strategy: Any, error: Exception | None, path: str) -> None:
+def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
     mine = error and (type(error), str(error))
     found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
@@ -110,7 +112,7 @@ def _raise_together(strategy: Any, error: Exception | None, path: str) -> None:
 
 
 def _restore_unchecked(
-    file: CheckpointFile, matches: Sequence[Match], strategy: Any
+    file: CheckpointFile, matches: Sequence[Match], strategy: Replicas
 ) -> tuple[int, float]:
     """Read a file of format version 1: every replica all of it."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
@@ -137,7 +139,7 @@ class _Exchange:
         self,
         file: CheckpointFile,
         matches: Sequence[Match],
-        strategy: Any,
+        strategy: Replicas,
         memory: ImageMemory,
     ) -> None:
         assert file.vouched is not None

@@ -18,6 +18,7 @@ from hpcstrat.checkpoint.restore.matching import match_entries, renamed
 from hpcstrat.checkpoint.restore.reading_back import restore_values
 from hpcstrat.errors import CorruptCheckpointError
 from hpcstrat.observe.timeline import traced
+from hpcstrat.typing import Replicas
 
 __all__ = ["Restorer"]
 
@@ -46,7 +47,7 @@ class Restorer:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Replicas,
         directory: str,
         objects: Objects,
         retention: Retention,

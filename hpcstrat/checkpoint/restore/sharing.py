@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcstrat.checkpoint.file.extents import part_of
 from hpcstrat.topology.segment import Segment
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Deal", "Shared"]
 
@@ -43,7 +43,7 @@ class Deal:
         Number of positions that all workers have; other replicas read nothing.
     """
 
-    def __init__(self, blocks: list[int], most_kept: int, strategy: Any) -> None:
+    def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
         self._blocks = blocks
         self.most_kept = most_kept
         self.size = strategy.num_replicas_in_sync

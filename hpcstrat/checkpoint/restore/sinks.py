@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.schema import named_dtype, saved_dtype
 from hpcstrat.checkpoint.restore.matching import Match
 from hpcstrat.gpu.transfers import Uploads
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Sink", "live_bytes", "value_of"]
 
@@ -43,7 +42,11 @@ class Sink:
         self._left = extent.nbytes
 
     def put(
-        self, start: int, data: Array, strategy: Any, uploads: Uploads | None = None
+        self,
+        start: int,
+        data: Array,
+        strategy: Replicas,
+        uploads: Uploads | None = None,
     ) -> None:
         """Take bytes of the file.
 

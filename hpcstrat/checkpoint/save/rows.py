@@ -15,7 +15,7 @@ import numpy as np
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent, Plan
 from hpcstrat.checkpoint.file.image import as_bytes
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Rows", "exchange_rows"]
 
@@ -150,7 +150,7 @@ class _Round:
 def exchange_rows(
     plan: Plan,
     values: Mapping[str, Array],
-    strategy: Any,
+    strategy: Replicas,
     name: str,
     *,
     fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,

@@ -40,7 +40,7 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
 from hpcstrat.gpu.transfers import Downloads
 from hpcstrat.logs import get_logger
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Saver"]
 
@@ -66,7 +66,11 @@ class Saver:
     """
 
     def __init__(
-        self, strategy: Any, folder: Folder, retention: Retention, memory: ImageMemory
+        self,
+        strategy: Replicas,
+        folder: Folder,
+        retention: Retention,
+        memory: ImageMemory,
     ) -> None:
         self._strategy, self._folder, self._memory = strategy, folder, memory
         self._directory, self._retention = folder.path, retention
@@ -365,7 +369,7 @@ class Saver:
                 self._skeletons.pop().close()
 
 
-def _num_cores(strategy: Any) -> int:
+def _num_cores(strategy: Replicas) -> int:
     """Return how many cores are there for this replica."""
     if strategy.num_replicas_in_sync > 1:
         return int(strategy.topology.cores_each)

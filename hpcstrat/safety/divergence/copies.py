@@ -32,7 +32,7 @@ from hpcstrat.safety.divergence.comparison import Copy, index_of, octets
 from hpcstrat.safety.divergence.gpu_copies import LAG, DeviceCopies
 from hpcstrat.safety.divergence.tolerance import compare
 from hpcstrat.settings import Settings
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import MirroredVariable
 
 __all__ = ["Copies"]
@@ -93,7 +93,7 @@ class Copies:
             self._on_device = DeviceCopies()
         self._changes += 1
 
-    def leave_out(self, strategy: Any) -> None:
+    def leave_out(self, strategy: Replicas) -> None:
         """Watch no longer over the variables of a strategy that is being closed.
 
         Logically collective over the replicas.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from hpcstrat.safety.divergence.comparison import Copy
 from hpcstrat.safety.divergence.tolerance import compare
+from hpcstrat.typing import Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable
 
 __all__ = ["check_mirrored"]
@@ -16,7 +16,7 @@ _PARTS = 8
 
 
 def check_mirrored(
-    strategy: Any,
+    strategy: Replicas,
     variables: Mapping[str, Variable],
     turn: int | None = None,
 ) -> None:

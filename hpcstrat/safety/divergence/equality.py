@@ -28,7 +28,7 @@ from hpcstrat.safety.divergence.comparison import (
     replicas_text,
 )
 from hpcstrat.tree import flatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.typing import Array, Replicas, Tree
 
 __all__ = ["check_equal"]
 
@@ -54,7 +54,7 @@ class _Part:
     array: Array | None = None
 
 
-def check_equal(strategy: Any, tree: Tree) -> None:
+def check_equal(strategy: Replicas, tree: Tree) -> None:
     """Raise on every replica where a tree differs; see `Strategy.check_equal`.
 
     Collective over the strategy's replicas.
