@@ -27,6 +27,7 @@ __all__ = ["advise", "bench", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 _LETTERS = "kmgt"
+# Ratios of medians: less than the first is noise, more than the second worth a word.
 _SAME = 1.1
 _MUCH = 1.5
 _MOST_THREADS = 4
@@ -57,6 +58,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     this process stand for ranks. What is written is removed, also after an interrupt.
     """
     launch = launch_from_environment()
+    # Before MPI starts, as it starts a process.
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
@@ -90,12 +92,13 @@ def _bench(group: Writers, wish: _Wish, writers: str) -> None:
     """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
+    # Before minutes of writing whose result could then not be kept.
     if problem := group.allgather(problem)[0]:
         raise CheckpointError(problem)
     show = progress if group.rank == 0 else _no_progress
     usual = choose_block_bytes(nbytes, group.size)
-    num_layouts = 4 * len({STRIPE_BYTES, usual})
-    with show(2 * num_layouts * wish.rounds * nbytes, "writing and reading") as tick:
+    num_ways = 4 * len({STRIPE_BYTES, usual})
+    with show(2 * num_ways * wish.rounds * nbytes, "writing and reading") as tick:
         results = compare(group, wish.folder, nbytes, wish.rounds, tick)
     if group.rank:
         return
@@ -125,24 +128,9 @@ def _no_progress(*_: object) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes, rounded up to MiB.
+    """Return the bytes of a text such as ``1.5 GiB`` or ``100MB``, rounded up to MiB.
 
-    Not collective.
-
-    Parameters
-    ----------
-    text : str
-        Such as ``256MiB``, ``1.5 GiB``, ``100MB``.
-
-    Returns
-    -------
-    int
-        At least 1 MiB.
-
-    Raises
-    ------
-    CheckpointError
-        For another text.
+    At least one MiB; CheckpointError for another text.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
@@ -150,6 +138,7 @@ def parse_size(text: str) -> int:
             f"expected a size such as 256MiB or 2GB, found {text!r}; give a number "
             "above 0 and its unit"
         )
+    # "256M" is taken as dd and others take it: 256 MiB; "256MB" is decimal.
     base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
     power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
     nbytes = int(float(match[1]) * base**power)
@@ -159,43 +148,28 @@ def parse_size(text: str) -> int:
 def _show(results: Sequence[Measured]) -> None:
     table = new_table("layout", "part", "write GB/s", "read GB/s")
     for found in results:
-        layout = found.layout
-        name = "one file" if layout.shared else "a file per writer"
-        way = "direct" if layout.direct else "page cache"
-        way = "direct (refused: page cache)" if found.refused else way
+        way = found.way
+        name = "one file" if way.shared else "a file per writer"
+        path = "direct" if way.direct else "page cache"
+        path = "direct (refused: page cache)" if found.refused else path
         rates = found.write_bytes_per_second, found.read_bytes_per_second
         words = [f"{rate / 1e9:.3g}" for rate in rates]
-        table.add_row(f"{name}, {way}", f"{layout.piece_bytes >> 20} MiB", *words)
+        table.add_row(f"{name}, {path}", f"{way.piece_bytes >> 20} MiB", *words)
     new_console().print(table)
 
 
 def advise(
     results: Sequence[Measured], auto: bool, kind: str, directory: str
 ) -> list[str]:
-    """Return what to set, in the last line, and what else is worth to know.
+    """Return lines: what to set, in the last one, and what else is worth to know.
 
-    Not collective.
-
-    Parameters
-    ----------
-    results : sequence of Measured
-        Of all layouts.
-    auto : bool
-        Whether the setting ``auto`` means direct writes there.
-    kind : str
-        Name of the file system's type.
-    directory : str
-        The folder.
-
-    Returns
-    -------
-    list of str
-        Lines.
+    ``auto`` says whether the setting ``auto`` means direct writes there, ``kind`` is
+    the name of the file system's type.
     """
-    usual = max(found.layout.piece_bytes for found in results)
+    usual = max(found.way.piece_bytes for found in results)
     lines = []
     shared, single = (
-        max(f.write_bytes_per_second for f in results if f.layout.shared is is_shared)
+        max(f.write_bytes_per_second for f in results if f.way.shared is is_shared)
         for is_shared in (True, False)
     )
     if single > _MUCH * shared:
@@ -204,9 +178,9 @@ def advise(
             f"file, which is what hpcstrat writes{_remedy(kind, directory)}"
         )
     ways = {
-        found.layout.direct: found
+        found.way.direct: found
         for found in results
-        if found.layout.shared and found.layout.piece_bytes == usual
+        if found.way.shared and found.way.piece_bytes == usual
     }
     return [*lines, _setting(ways[True], ways[False], auto)]
 
@@ -231,6 +205,7 @@ def _setting(direct: Measured, cached: Measured, auto: bool) -> str:
     best = "on" if ratio > 1 else "off"
     times = max(ratio, 1 / ratio)
     fast, slow = (direct, cached) if best == "on" else (cached, direct)
+    # Rounds that overlap show nothing, whatever their medians are.
     if times < _SAME or max(fast.write_seconds) > min(slow.write_seconds):
         return (
             'direct_io: "on" and "off" do not differ clearly; nothing to set: "auto" '
@@ -256,7 +231,7 @@ def _report(
 ) -> dict[str, Any]:
     rows = [
         {
-            **asdict(found.layout),
+            **asdict(found.way),
             "refused": found.refused,
             "write_seconds": found.write_seconds,
             "read_seconds": found.read_seconds,

@@ -136,16 +136,10 @@ def _conclude(found: Findings, ranks: Sequence[RankFacts]) -> None:
 
 
 def _together(found: Findings) -> tuple[list[RankFacts], str, bool]:
-    """Look at all ranks.
+    """Return what all ranks say, how arrays on GPUs are reduced, and if it failed.
 
-    Returns
-    -------
-    ranks : list of RankFacts
-        On rank 0; none if MPI does not connect them.
-    reduction : str
-        How arrays on GPUs are reduced.
-    failed : bool
-        Whether there are problems; the same on all ranks.
+    Collective over all ranks of the job, where MPI connects them. Only rank 0 has the
+    ranks' facts; failed is the same on all.
     """
     try:
         mpi = start_mpi()

@@ -43,16 +43,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Findings:
     """What was found; grows as the examination goes on.
 
-    Parameters
-    ----------
-    software : list of tuple of str
-        Names and versions.
-    problems : list of str
-        What would stop a job, and what to do.
-    remarks : list of str
-        What would slow one down, or may be on purpose.
-    library_version : str
-        What the MPI library says of itself; empty if it cannot be loaded.
+    ``problems`` would stop a job, and say what to do; ``remarks`` would slow one down,
+    or may be on purpose. ``library_version`` is what the MPI library says of itself;
+    empty if it cannot be loaded.
     """
 
     software: list[tuple[str, str]] = field(default_factory=list)
@@ -65,23 +58,10 @@ class Findings:
 class RankFacts:
     """What a rank says of itself.
 
-    Parameters
-    ----------
-    rank : int
-        Of the job.
-    host : str
-        Name of its host.
-    cores : frozenset of int
-        On which it may run.
-    threads : str
-        ``OMP_NUM_THREADS``; empty if it is not set.
-    shm_bytes : int
-        Size of ``/dev/shm``; 0 if there is none.
-    gpus : tuple of tuple
-        Bus id, name, bytes of memory, and how many of these are free, of the GPU that
-        it has, or of all that it sees where there is one process.
-    versions : tuple of tuple of str
-        Of what must be the same on all hosts.
+    ``gpus`` are bus id, name, bytes of memory, and how many of these are free, of the
+    GPU that it has, or of all that it sees where there is one process. ``shm_bytes`` is
+    the size of ``/dev/shm``, 0 without one; ``threads`` is ``OMP_NUM_THREADS``.
+    ``versions`` must be the same on all hosts.
     """
 
     rank: int
@@ -101,15 +81,7 @@ def _version(package: str) -> str:
 
 
 def software() -> list[tuple[str, str]]:
-    """Return the versions of the packages that matter.
-
-    Not collective.
-
-    Returns
-    -------
-    list of tuple of str
-        Name and version.
-    """
+    """Return names and versions of the packages that matter."""
     rows = [("hpcstrat", hpcstrat.__version__), ("Python", platform.python_version())]
     rows += [(name, _version(name) or "not installed") for name in _PACKAGES]
     installed = [(name, _version(name)) for name in _CUPY if _version(name)]
@@ -143,12 +115,7 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
 def look() -> Findings:
     """Examine the libraries, in other processes where they might end this one.
 
-    Not collective; before MPI is initialized.
-
-    Returns
-    -------
-    Findings
-        Of this process.
+    To be called before MPI is initialized.
     """
     found = Findings(software())
     _look_at_mpi(found)
@@ -250,22 +217,7 @@ def _look_at_gpus(found: Findings) -> None:
 
 
 def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
-    """Return what this process says of itself.
-
-    Not collective.
-
-    Parameters
-    ----------
-    rank : int
-        Of the job.
-    gpus : sequence of Gpu
-        Those to be told of.
-
-    Returns
-    -------
-    RankFacts
-        To be sent to the rank that reports.
-    """
+    """Return what this process says of itself, and of these GPUs."""
     try:
         folder = os.statvfs("/dev/shm")
         shm_bytes = folder.f_blocks * folder.f_frsize
@@ -287,22 +239,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
 
 
 def remarks_on(ranks: Sequence[RankFacts]) -> tuple[list[str], list[str]]:
-    """Compare what the ranks say.
-
-    Not collective.
-
-    Parameters
-    ----------
-    ranks : sequence of RankFacts
-        Of all ranks.
-
-    Returns
-    -------
-    problems : list of str
-        What would stop a job.
-    remarks : list of str
-        What would slow it down.
-    """
+    """Compare what the ranks say; return problems and remarks, as of `Findings`."""
     problems, remarks = [], []
     for facts in ranks[1:]:
         if facts.versions != ranks[0].versions:
@@ -355,15 +292,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def launch_words() -> str:
-    """Say how this process was started.
-
-    Not collective.
-
-    Returns
-    -------
-    str
-        Such as ``srun: rank 0 of 4``.
-    """
+    """Say how this process was started, such as ``srun: rank 0 of 4``."""
     launch = launch_from_environment()
     if not launch.launcher:
         return "none"

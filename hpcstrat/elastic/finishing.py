@@ -23,20 +23,13 @@ __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
-    """Arrange for the end of this process.
-
-    Not collective.
-
-    Parameters
-    ----------
-    pool : Pool
-        Knows of losses.
-    """
+    """Arrange for the end of this process, if the pool knows of losses by then."""
     atexit.register(_end, pool, os.getpid())
 
 
 def _end(pool: Pool, process: int) -> None:
     """Leave MPI_Finalize out, if a rank has died."""
+    # Children that were forked run it as well, and have no MPI to end.
     if os.getpid() != process or not pool.knows_of_losses():
         return
     if abandon_mpi():
@@ -51,15 +44,7 @@ def _end(pool: Pool, process: int) -> None:
 
 
 def remove_marker(path: str | os.PathLike[str] | None) -> None:
-    """Remove the marker of an earlier run.
-
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    path : str or path, optional
-        Need not exist.
-    """
+    """Remove the marker of an earlier run, if there is any; one rank calls it."""
     if path is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -68,14 +53,8 @@ def remove_marker(path: str | os.PathLike[str] | None) -> None:
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
     """Say by a file that the work is done; on return it is on the disk.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    path : str or path, optional
-        Of the file; nothing is done without.
-    told : dict of str to object
-        Its content, beside the time.
+    One rank calls it; without a path nothing is done. ``told`` is its content, beside
+    the time.
     """
     if path is None:
         return
@@ -86,6 +65,7 @@ def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> N
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
+    # Whoever watches for the file never sees half of it.
     os.replace(temporary, whole)
     folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -59,6 +59,7 @@ class Memory:
         if self._joined is None:
             self._joined = generation
         self.state = {}
+        # The commits stay: they are what the next `restore` goes on from.
         self._strategy, self._generation = strategy, generation
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
@@ -114,10 +115,12 @@ class Memory:
         place = strategy.topology.worker_id
         report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
+        # Of those who are active now: partners change with every loss.
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
         self._restored = True
         if key is None:
+            # Nobody goes on from these later, when others have begun anew.
             for commit in held:
                 commit.key = None
             return None
@@ -128,6 +131,8 @@ class Memory:
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
+        # A commit of this generation, which newcomers have as well: a loss before the
+        # next commit would take their parts with it.
         self._number += 1
         self._keep(commit.step, commit.python[""], self._spare(commit))
         return commit.step
@@ -164,6 +169,7 @@ class Memory:
                 "track(), on every call of the training function"
             )
         text = as_text("commit", state)
+        # The newer one stays whole until this one is: a rank may die meanwhile.
         oldest = min(self._commits, key=lambda c: c.key or (-1, -1))
         self._keep(int(step), text, oldest)
 
@@ -189,7 +195,6 @@ class Memory:
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
-        commit.key = None
         commit.fill(objects, {"": text})
         if self._copies and channel is not None:
             commit.copies = exchange(strategy, commit.own_part(), self._partners)

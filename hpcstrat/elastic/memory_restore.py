@@ -27,15 +27,9 @@ __all__ = ["Inventory", "choose", "restore_snapshot"]
 class Inventory:
     """What a replica says of its memory.
 
-    Parameters
-    ----------
-    joined : int
-        The generation in which it became active.
-    worker : int
-        Its worker.
-    holdings : list of (key, replica, num_replicas, copies)
-        Of each commit that it holds: which, made as which replica of how many, and of
-        which replicas it has the parts, too.
+    ``joined`` is the generation in which it became active. Each of ``holdings`` is a
+    commit that it has: which, made as which replica of how many, and of which replicas
+    it has the parts, too.
     """
 
     joined: int
@@ -44,12 +38,12 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Handover:
     """Who brings what; the same on every replica.
 
-    ``holders``: replica now -> replica at the commit. ``newcomers``: replica now ->
-    the lost one in whose place it is, if any. ``lost``: replica at the commit ->
-    replica now that has a copy of its part, or None.
+    ``holders``: replica now -> replica at the commit. ``newcomers``: replica now -> the
+    lost one in whose place it is, if any. ``lost``: replica at the commit -> replica
+    now that has a copy of its part, or None.
     """
 
     holders: dict[int, int]
@@ -62,22 +56,10 @@ class _Plan:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the newest commit that all have who were there when it was made.
-
-    Not collective.
-
-    Parameters
-    ----------
-    reports : sequence of Inventory
-        Of every replica.
-
-    Returns
-    -------
-    tuple of int or None
-        None where there is none.
-    """
+    """Return the newest commit that all have who were there when it was made."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
+        # Whoever joined after it was made cannot have it, and is given it.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -86,7 +68,7 @@ def choose(reports: Sequence[Inventory]) -> Key | None:
     return None
 
 
-def _plan(key: Key, reports: Sequence[Inventory]) -> _Plan:
+def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
     holders: dict[int, int] = {}
     copies: dict[int, int] = {}
     num_replicas = 0
@@ -96,9 +78,10 @@ def _plan(key: Key, reports: Sequence[Inventory]) -> _Plan:
                 holders[now], num_replicas = replica, count
                 copies.update(dict.fromkeys(sources, now))
     missing = sorted(set(range(num_replicas)) - set(holders.values()))
+    # In order: a spare takes over one lost replica's part; more newcomers have none.
     fresh = [now for now in range(len(reports)) if now not in holders]
     replaced: list[int | None] = [*missing, *[None] * len(fresh)]
-    return _Plan(
+    return _Handover(
         holders,
         dict(zip(fresh, replaced, strict=False)),
         {replica: copies.get(replica) for replica in missing},
@@ -112,28 +95,17 @@ def restore_snapshot(
     strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
-    """Give all objects the state of a commit.
+    """Give all objects the state of the commit ``key``, from `choose`.
 
-    Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    commit : Snapshot
-        The one; an empty one on replicas that have joined since, which is filled.
-    key : tuple of int
-        Which, from `choose`.
-    objects : Objects
-        What is tracked now.
-    strategy : Strategy
-        The replicas that are active now.
-    reports : sequence of Inventory
-        Of every replica.
+    Collective over the strategy's replicas. On replicas that have joined since,
+    ``commit`` is an empty one, which is filled.
     """
-    plan = _plan(key, reports)
+    handover = _handover(key, reports)
     now = strategy.replica_id
-    if plan.newcomers:
-        _give_to_newcomers(commit, plan, strategy)
+    if handover.newcomers:
+        _give_to_newcomers(commit, handover, strategy)
     variables = objects.variables()
+    # By the rules of checkpoints, but strictly: it is the same program that goes on.
     matches = match_entries(
         commit.header(),
         variables,
@@ -145,55 +117,63 @@ def restore_snapshot(
     )
     values = {path: commit.arrays[path] for path in commit.mirrored()}
     rows: dict[str, Array] = {}
-    if now in plan.holders:
+    if now in handover.holders:
         values.update((path, commit.arrays[path]) for path in commit.on_read())
         rows = {
             name: state["state"].reshape(-1)
             for name, state in commit.iterators.items()
             if "bit_generator" in state
         }
-    _restore_lost(commit, plan, strategy, values, rows)
+    _restore_lost(commit, handover, strategy, values, rows)
     for match in matches:
         _assign(match, values, strategy)
-    gone = sum(keeper is None for keeper in plan.lost.values())
+    # Parts that are lost are in no sum, and must not count in a mean either.
+    gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
         if isinstance(thing, RandomStreams):
             thing.restore_own_state(
-                commit.iterators[name], rows.get(name), changed=bool(plan.lost)
+                commit.iterators[name], rows.get(name), changed=bool(handover.lost)
             )
         else:
             thing.restore_state(commit.iterators[name])
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
+    # What is wrong with a commit is found now, and not by a diverging training.
     check_mirrored(strategy, variables)
 
 
-def _give_to_newcomers(commit: Snapshot, plan: _Plan, strategy: Replicas) -> None:
+def _give_to_newcomers(
+    commit: Snapshot, handover: _Handover, strategy: Replicas
+) -> None:
     """Fill the commits of those who have none with what is the same everywhere."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
-    if strategy.replica_id == plan.root:
+    if strategy.replica_id == handover.root:
         described = (
-            *(commit.step, commit.num_replicas, commit.entries, commit.iterators),
+            commit.step,
+            commit.num_replicas,
+            commit.entries,
+            commit.iterators,
             commit.python,
             {path: (a.dtype, a.shape) for path, a in commit.arrays.items()},
         )
-    found = collectives.broadcast_object(described, plan.root, what)
-    if strategy.replica_id not in plan.holders:
+    found = collectives.broadcast_object(described, handover.root, what)
+    if strategy.replica_id not in handover.holders:
         commit.step, commit.num_replicas, commit.entries = found[:3]
         commit.iterators, commit.python = found[3:5]
+        # Values that each replica has a part of stay zero until `_restore_lost`.
         commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
     paths = commit.mirrored()
     arrays = [commit.arrays[path] for path in paths]
-    given = collectives.broadcast(arrays, plan.root, what) if paths else []
-    if strategy.replica_id not in plan.holders:
+    given = collectives.broadcast(arrays, handover.root, what) if paths else []
+    if strategy.replica_id not in handover.holders:
         commit.arrays.update(zip(paths, given, strict=True))
 
 
 def _restore_lost(
     commit: Snapshot,
-    plan: _Plan,
+    handover: _Handover,
     strategy: Replicas,
     values: dict[str, Array],
     rows: dict[str, Array],
@@ -201,13 +181,15 @@ def _restore_lost(
     """Find a place for the parts of the lost replicas, and parts for newcomers."""
     now = strategy.replica_id
     collectives = strategy.collectives
-    heirs = {lost: new for new, lost in plan.newcomers.items() if lost is not None}
-    for lost, keeper in sorted(plan.lost.items()):
+    heirs = {lost: new for new, lost in handover.newcomers.items() if lost is not None}
+    for lost, keeper in sorted(handover.lost.items()):
         if keeper is None:
             continue
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
+        # The part goes whole to whoever is in the lost one's place. Without one, a sum
+        # keeps its total, a new replica 0 takes the old one's, and the rest is lost.
         if lost in heirs:
             if now == heirs[lost]:
                 values.update(arrays)
@@ -219,19 +201,21 @@ def _restore_lost(
                 values[path] = quietly(np.add, values[path], array)
             elif kind == "only_first_replica" and lost == now == 0:
                 values[path] = array
-    without = [n for n, r in plan.newcomers.items() if r is None or not _kept(plan, r)]
+    without = [
+        n for n, r in handover.newcomers.items() if r is None or not _kept(handover, r)
+    ]
     if without:
-        _fill_newcomers(commit, plan, strategy, values, without)
-    _warn_of_lost(commit, plan, strategy, without)
+        _fill_newcomers(commit, handover, strategy, values, without)
+    _warn_of_lost(commit, handover, strategy, without)
 
 
-def _kept(plan: _Plan, lost: int) -> bool:
-    return plan.lost[lost] is not None
+def _kept(handover: _Handover, lost: int) -> bool:
+    return handover.lost[lost] is not None
 
 
 def _fill_newcomers(
     commit: Snapshot,
-    plan: _Plan,
+    handover: _Handover,
     strategy: Replicas,
     values: dict[str, Array],
     without: list[int],
@@ -252,18 +236,18 @@ def _fill_newcomers(
                 values[path] = (total / count).astype(like.dtype)
         elif kind == "only_first_replica":
             what = f"value of {path} for newcomers"
-            given = collectives.broadcast(values.get(path, like), plan.root, what)
+            given = collectives.broadcast(values.get(path, like), handover.root, what)
             if own:
                 values[path] = given
 
 
 def _warn_of_lost(
-    commit: Snapshot, plan: _Plan, strategy: Replicas, without: list[int]
+    commit: Snapshot, handover: _Handover, strategy: Replicas, without: list[int]
 ) -> None:
     """Say what cannot be had back."""
-    if strategy.replica_id != plan.root:
+    if strategy.replica_id != handover.root:
         return
-    gone = [lost for lost in sorted(plan.lost) if not _kept(plan, lost)]
+    gone = [lost for lost in sorted(handover.lost) if not _kept(handover, lost)]
     entries = [commit.entries[path] for path in commit.on_read()]
     sums = [e.path for e in entries if e.aggregation == "sum"]
     rows = [e.path for e in entries if e.aggregation == "none"]
@@ -279,15 +263,18 @@ def _warn_of_lost(
         get_logger("elastic").warning(
             "at step %d these are lost: %s; elastic.run(partner_copies=True) keeps "
             "copies of them",
-            *(commit.step, "; ".join(said)),
+            commit.step,
+            "; ".join(said),
         )
 
 
 def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
-        return  # A newcomer's own, with aggregation NONE: stays as it was made.
+        # A newcomer's own, with aggregation NONE: stays as it was made.
+        return
     if match.variable is None:
+        # Such as of an optimizer that makes its slots at the first gradients.
         match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)

@@ -36,18 +36,10 @@ _RELEASED = 1
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a rank says of itself.
+    """What a rank says of itself; ``rank`` is its number in the whole job.
 
-    Parameters
-    ----------
-    rank : int
-        In the whole job.
-    node : str
-        Where it runs; only to choose a spare that is near.
-    pid : int
-        Its process.
-    returned : bool
-        Whether its training has come to the end.
+    ``node`` serves to choose a spare that is near; ``returned`` says that its training
+    has come to the end.
     """
 
     rank: int
@@ -58,22 +50,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all living ranks have agreed on.
+    """What all living ranks have agreed on; ranks are numbers in the whole job.
 
-    Parameters
-    ----------
-    generation : int
-        How many meetings there have been.
-    comm : mpi4py.MPI.Intracomm or None
-        The active ranks; None on a spare.
-    active : tuple of int
-        Ranks in the whole job of the active ones, by replica.
-    lost : tuple of int
-        Ranks in the whole job that have died since the meeting before.
-    num_lost : int
-        How many have died in all.
-    finished : bool
-        Whether the training is over.
+    ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
+    spare. ``active`` are in the order of replicas; ``lost`` have died since the meeting
+    before.
     """
 
     generation: int
@@ -85,25 +66,10 @@ class Meeting:
 
 
 class Pool:
-    """All ranks of a job, of which some are spare.
+    """All ranks of a job, of which the last ``spare_ranks`` wait until another is lost.
 
-    Collective over all ranks of the job.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``, initialized.
-    world : mpi4py.MPI.Intracomm
-        All ranks of the job; stays as it is.
-    spare_ranks : int
-        How many of them wait until another is lost.
-
-    Raises
-    ------
-    TopologyError
-        If the loss of a rank cannot be survived here. On every rank.
-    ValueError
-        If no rank would be active.
+    Collective over all ranks of the job. ``world`` stays as it is. Raises
+    TopologyError, on every rank, where the loss of a rank cannot be survived here.
     """
 
     def __init__(self, mpi: Any, world: Any, spare_ranks: int) -> None:
@@ -129,44 +95,27 @@ class Pool:
                 raise TopologyError(problem)
 
     def meet(self, returned: bool = False) -> Meeting:
-        """Find out who lives, and who is active from now on.
+        """Find out who lives, and who is active from now on; the same on every rank.
 
         Collective over all living ranks of the job; wakes those that `wait`.
-
-        Parameters
-        ----------
-        returned : bool
-            Whether this rank's training has come to the end.
-
-        Returns
-        -------
-        Meeting
-            The same on every rank, but for ``comm``.
+        ``returned`` says that this rank's training has come to the end.
         """
         own = Member(self._rank, platform.node(), os.getpid(), returned)
         if self._alone:
+            # The first meeting only begins the training.
             finished = self._generation > 0 and returned
             self._generation += 1
             return Meeting(self._generation, self._comm, (0,), (), 0, finished)
         if self._generation:
+            # Wakes the spares, and ranks that do not know of the loss yet.
             revoke([self._comm])
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Find out who lives, and hear a word of each; nothing else changes.
+        """Find out who lives, and hear a word of each, by rank; nothing else changes.
 
         Collective over all living ranks of the job.
-
-        Parameters
-        ----------
-        word : str
-            Of this rank.
-
-        Returns
-        -------
-        dict of int to str
-            What each rank says, by its number in the whole job; the same everywhere.
         """
         if self._alone:
             return {0: word}
@@ -179,6 +128,7 @@ class Pool:
         """Shrink to the living, and exchange, until no rank dies meanwhile."""
         while True:
             comm = self._comm = self._comm.Shrink()
+            # The loss of a rank is raised here, and does not end this process.
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             result, heard = None, False
             try:
@@ -196,6 +146,8 @@ class Pool:
                 if not is_loss(self._mpi, error):
                     raise
                 heard = False
+            # All have heard, or none goes on with what it has: MPI_Comm_agree gives the
+            # same answer to all that live.
             if heard:
                 return result
             revoke([comm])
@@ -247,6 +199,7 @@ class Pool:
         for place, member in sorted(self._places.items()):
             if member.rank in present:
                 places[place] = member
+        # Those that live keep their places, so that their parts of the state stay.
         for place in range(self._num_places):
             if place in places or not spares:
                 continue
@@ -257,14 +210,9 @@ class Pool:
         return places
 
     def wait(self) -> bool:
-        """Wait as a spare until all meet.
+        """Wait as a spare until all meet; False if an active rank has left by an error.
 
-        Not collective. It naps: the active ranks may need its core.
-
-        Returns
-        -------
-        bool
-            False where an active rank has left the training by an error.
+        It naps: the active ranks may need its core.
         """
         look_at = time.monotonic() + _LOOK_SECONDS
         while not self._comm.Is_revoked():
@@ -298,31 +246,21 @@ class Pool:
         return any(ranks[index] in active for index in lost_ranks(self._comm))
 
     def release_spares(self) -> None:
-        """Let the spares return: this rank leaves the training by an error.
-
-        Not collective.
-        """
+        """Let the spares return: this rank leaves the training by an error."""
         if self._alone:
             return
         active = self._active()
         for index, rank in enumerate(sorted(self._members)):
             if rank not in active:
                 try:
+                    # Not awaited: a spare may have died, and nobody would take it.
                     self._comm.Isend(b"", dest=index, tag=_RELEASED)
                 except self._mpi.Exception as error:
                     if not is_loss(self._mpi, error):
                         raise
 
     def knows_of_losses(self) -> bool:
-        """Whether a rank has died, as far as this one knows.
-
-        Not collective.
-
-        Returns
-        -------
-        bool
-            Also for those who died after the last meeting.
-        """
+        """Whether a rank has died, also since the last meeting, as far as is known."""
         if self._alone:
             return False
         return len(self._members) < self._size or bool(lost_ranks(self._comm))

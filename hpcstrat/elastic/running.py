@@ -91,6 +91,7 @@ def run(
         If the numbers do not fit the number of ranks, or an option is not allowed; the
         ranks without that option raise ReplicaError.
     """
+    # Told at the meeting below, so that all ranks raise, whichever has the option.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -104,6 +105,7 @@ def run(
             creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
+    # Before the first meeting, in which a rank may be lost already.
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
@@ -127,6 +129,7 @@ def run(
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
     if outcome.exits is not None:
+        # The function's own sys.exit(), after all have come to the end.
         raise outcome.exits
     return outcome.result
 
@@ -179,13 +182,16 @@ def _train(
         if not _is_of_loss(error, strategy):
             pool.release_spares()
             raise
+        # Who has returned keeps its result: the loss came in the barrier behind it, and
+        # where all others have returned, too, the training is finished.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):
             get_logger("elastic").warning(
                 "the training function was left by %s: %s; it is called again, because "
                 "a rank was lost",
-                *(type(error).__name__, error),
+                type(error).__name__,
+                error,
             )
     except BaseException:
         pool.release_spares()
@@ -218,6 +224,7 @@ def _mark(
     """Write the marker, on the first active rank that lives to do so."""
     told = {"num_replicas": len(meeting.active), "num_lost": meeting.num_lost}
     writers = list(meeting.active)
+    # The next one writes it, if the first has died meanwhile.
     while writers:
         error = _tried(write_marker, path, told) if rank == writers[0] else ""
         living = pool.living(error)
@@ -289,6 +296,7 @@ def _report(meeting: Meeting, noticed_at: float) -> None:
         return
     get_logger("elastic").warning(
         "lost rank %s of the job; training goes on with %d replicas after %.3f s",
-        *(", ".join(map(str, meeting.lost)), len(meeting.active)),
+        ", ".join(map(str, meeting.lost)),
+        len(meeting.active),
         time.monotonic() - noticed_at if noticed_at else 0.0,
     )

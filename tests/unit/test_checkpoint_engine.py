@@ -37,6 +37,7 @@ from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import background, rows, writing
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.topology import process_stat
 
 DTYPES = ("float32", "bool", "int64", "complex128", "float16", "uint8")
 
@@ -366,7 +367,7 @@ def test_files_of_processes_that_end_are_removed(
     def opened(path: str, **options: Any) -> Any:
         return io.StringIO(text) if path.endswith("stat") else open(path, **options)
 
-    monkeypatch.setattr(folder, "open", opened, raising=False)
+    monkeypatch.setattr(process_stat, "open", opened, raising=False)
     folder.remove_abandoned(str(tmp_path))
     assert left.exists() == stays
 

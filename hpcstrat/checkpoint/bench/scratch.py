@@ -18,18 +18,9 @@ _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 def scratch(directory: str) -> Iterator[str]:
     """Choose a name for a folder; whatever it is at the end is removed.
 
-    Not collective: one rank calls it, before MPI starts, because it starts a process.
-    That process removes the folder, so that it is done however this one ends.
-
-    Parameters
-    ----------
-    directory : str
-        Where. It need not exist.
-
-    Yields
-    ------
-    str
-        Absolute path of the folder, which is still to be made.
+    One rank calls it, before MPI starts, because it starts a process. That process
+    removes the folder, so that it is done however this one ends. Yields the absolute
+    path of the folder, which is still to be made; ``directory`` need not exist.
     """
     name = f".hpcstrat-bench-{secrets.token_hex(8)}"
     folder = os.path.join(os.path.abspath(directory), name)

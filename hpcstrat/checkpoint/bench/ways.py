@@ -52,14 +52,8 @@ STRIPE_BYTES = 1 << 20
 class Way:
     """A way of writing.
 
-    Parameters
-    ----------
-    shared : bool
-        Whether all write into one file; otherwise each has its own.
-    direct : bool
-        Whether to go past the page cache.
-    piece_bytes : int
-        How much is written by one call.
+    All write into one ``shared`` file, or each has its own; ``direct`` goes past the
+    page cache; ``piece_bytes`` are written by one call.
     """
 
     shared: bool
@@ -69,22 +63,13 @@ class Way:
 
 @dataclass(slots=True)
 class Measured:
-    """How fast a layout is.
+    """How fast a way is.
 
-    Parameters
-    ----------
-    layout : Way
-        Which.
-    nbytes : int
-        How much was written, and read, in each round.
-    write_seconds, read_seconds : list of float
-        How long it took, for each round.
-    refused : bool
-        Whether the page cache was used after all, as the file system does not do
-        without it.
+    ``nbytes`` were written, and read, in each round, by all together. The way was
+    ``refused`` where the page cache was used after all.
     """
 
-    layout: Way
+    way: Way
     nbytes: int
     write_seconds: list[float] = field(default_factory=list)
     read_seconds: list[float] = field(default_factory=list)
@@ -97,7 +82,6 @@ class Measured:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The median of the rounds."""
         return self.nbytes / statistics.median(self.read_seconds)
 
 
@@ -108,34 +92,13 @@ def compare(
     rounds: int,
     tick: Callable[[int], None],
 ) -> list[Measured]:
-    """Write and read files in all layouts, in a new folder.
+    """Write and read files in all ways, in a new folder; the caller removes it.
 
-    Collective over ``group``.
-
-    Parameters
-    ----------
-    group : Writers
-        Those who write.
-    folder : str
-        Path of the folder, as rank 0 gives it; to be removed by the caller.
-    nbytes : int
-        How much all write together: a multiple of `STRIPE_BYTES`, and at least that
-        for each.
-    rounds : int
-        How many times.
-    tick : callable
-        Called now and then with a number of bytes that were written or read by all.
-
-    Returns
-    -------
-    list of Measured
-        Of each layout; times are those of rank 0.
-
-    Raises
-    ------
-    CheckpointError
-        If the folder cannot be made or written, or there is not enough room. Raised on
-        every rank.
+    Collective over ``group``. ``folder`` is what rank 0 gives; ``nbytes`` are for all
+    together, a multiple of `STRIPE_BYTES`, and at least that for each. ``tick`` is told
+    now and then how many bytes all have written or read. Times are those of rank 0.
+    Raises CheckpointError on every rank where the folder cannot be made or written, or
+    has no room.
     """
 
     folder = group.allgather(folder)[0]
@@ -146,15 +109,16 @@ def compare(
             os.mkdir(folder)
 
     together(group, f"to make {folder}", _begin)
-    trial = _Trial(group, folder, nbytes)
+    comparison = _Comparison(group, folder, nbytes)
     # The first time takes longer.
-    trial.measure(Measured(next(iter(trial.results)), nbytes), lambda _: None)
-    for layout in itertools.cycle(trial.results):
-        measured = trial.results[layout]
+    comparison.measure(Measured(next(iter(comparison.results)), nbytes), lambda _: None)
+    # One round of all, then the next: what disturbs for a while disturbs all of them.
+    for way in itertools.cycle(comparison.results):
+        measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
             break
-        trial.measure(measured, tick)
-    return list(trial.results.values())
+        comparison.measure(measured, tick)
+    return list(comparison.results.values())
 
 
 def _check(directory: str, nbytes: int, num_writers: int) -> None:
@@ -177,17 +141,16 @@ def _check(directory: str, nbytes: int, num_writers: int) -> None:
         )
 
 
-class _Trial:
+class _Comparison:
     """The files of one comparison, and what came of it."""
 
-    def __init__(self, group: Writers, folder: str, nbytes: int) -> None:
+    def __init__(self, group: Writers, folder: str, total_bytes: int) -> None:
         self.group, self.folder = group, folder
-        usual = choose_block_bytes(nbytes, group.size)
-        ways = itertools.product(
-            (True, False), (True, False), sorted({STRIPE_BYTES, usual})
-        )
-        layouts = [Way(*way) for way in ways]
-        self.results = {layout: Measured(layout, nbytes) for layout in layouts}
+        usual = choose_block_bytes(total_bytes, group.size)
+        sizes = sorted({STRIPE_BYTES, usual})
+        kinds = itertools.product((True, False), (True, False), sizes)
+        ways = [Way(shared, direct, nbytes) for shared, direct, nbytes in kinds]
+        self.results = {way: Measured(way, total_bytes) for way in ways}
         self._image = Image(NUM_THREADS, usual)
         # Nothing that a file system could make smaller.
         for number in range(NUM_THREADS):
@@ -196,82 +159,88 @@ class _Trial:
 
     def measure(self, measured: Measured, tick: Callable[[int], None]) -> None:
         """Write and read once."""
-        layout, nbytes = measured.layout, measured.nbytes
-        plan = Plan(0, 0, nbytes, layout.piece_bytes)
+        way, nbytes = measured.way, measured.nbytes
+        plan = Plan(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
         # What another has written is not in one's own caches.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
-        self._do("create a file", lambda: self._create(plan, layout))
+        self._do("create a file", lambda: self._create(plan, way))
+        # All are done with a step before one begins the next, and fail together: the
+        # files go only when nobody has them open.
         try:
-            seconds = self._timed("write", lambda: self._write(plan, layout, part))
+            seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
-            self._do("open a file", lambda: self._forget(plan, layout, part))
-            held = self._timed("read", lambda: self._read(plan, layout, other))
+            self._do("open a file", lambda: self._forget(plan, way, part))
+            held = self._timed("read", lambda: self._read(plan, way, other))
             tick(nbytes)
         finally:
             if self.group.rank == 0:
                 self._unlink()
         measured.write_seconds.append(seconds[0])
         measured.read_seconds.append(held[0])
-        measured.refused |= layout.direct and not all(seconds[1:] + held[1:])
+        measured.refused |= way.direct and not all(seconds[1:] + held[1:])
 
     def _do(self, what: str, action: Callable[[], Any]) -> Any:
         return together(self.group, f"to {what} in {self.folder}", action)
 
     def _timed(self, what: str, action: Callable[[], bool]) -> list[Any]:
         """Return how long all took on rank 0, and what the action returned on each."""
+        # A barrier: none begins before the others are there.
         self.group.allgather(None)
         begin = time.perf_counter()
         result = self._do(what, action)
         seconds = time.perf_counter() - begin
         return [self.group.allgather(seconds)[0], *self.group.allgather(result)]
 
-    def _path(self, layout: Way, rank: int) -> str:
-        name = "shared" if layout.shared else f"part-{rank}"
+    def _path(self, way: Way, rank: int) -> str:
+        name = "shared" if way.shared else f"part-{rank}"
         return os.path.join(self.folder, name)
 
-    def _create(self, plan: Plan, layout: Way) -> None:
+    def _create(self, plan: Plan, way: Way) -> None:
         if self.group.rank:
             return
-        if layout.shared:
-            create(self._path(layout, 0), plan.data_end)
+        if way.shared:
+            create(self._path(way, 0), plan.data_end)
             return
         for rank in range(self.group.size):
             part = part_of(plan.num_blocks, rank, self.group.size)
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
-            create(self._path(layout, rank), stop - start)
+            create(self._path(way, rank), stop - start)
 
     def _unlink(self) -> None:
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
                 os.unlink(entry)
 
-    def _write(self, plan: Plan, layout: Way, part: range) -> bool:
-        shift = 0 if layout.shared else plan.span(part[0])[0]
-        path = self._path(layout, self.group.rank)
-        with _closed(open_to_write(path, layout.direct)) as file:
+    def _write(self, plan: Plan, way: Way, part: range) -> bool:
+        shift = 0 if way.shared else plan.span(part[0])[0]
+        path = self._path(way, self.group.rank)
+        with _closed(open_to_write(path, way.direct)) as file:
 
             def write(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
+                # Each block differs, so that none is found again in place of another.
                 slot[:8].view(np.int64)[0] = block
                 write_all(file, slot[: stop - start].data, start - shift)
 
             self._each(part, write)
+            # A save has ended when its data are on the disk.
             flush(file)
             return is_direct(file)
 
-    def _forget(self, plan: Plan, layout: Way, part: range) -> None:
-        path = self._path(layout, self.group.rank)
+    def _forget(self, plan: Plan, way: Way, part: range) -> None:
+        path = self._path(way, self.group.rank)
         with _closed(open_to_read(path, False)) as file:
-            shift = 0 if layout.shared else plan.span(part[0])[0]
+            shift = 0 if way.shared else plan.span(part[0])[0]
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
+            # Or a reader on this host would measure memory, not the file system.
             forget_pages(file, start - shift, stop - shift)
 
-    def _read(self, plan: Plan, layout: Way, part: range) -> bool:
-        shift = 0 if layout.shared else plan.span(part[0])[0]
-        path = self._path(layout, (self.group.rank + 1) % self.group.size)
-        with _closed(open_to_read(path, layout.direct)) as file:
+    def _read(self, plan: Plan, way: Way, part: range) -> bool:
+        shift = 0 if way.shared else plan.span(part[0])[0]
+        path = self._path(way, (self.group.rank + 1) % self.group.size)
+        with _closed(open_to_read(path, way.direct)) as file:
 
             def read(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)

@@ -27,42 +27,14 @@ class Writers(Protocol):
         """Return what each has given, in order.
 
         Collective over the group.
-
-        Parameters
-        ----------
-        sendobj : object
-            What this one gives.
-
-        Returns
-        -------
-        list of object
-            The same for all.
         """
 
 
 def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
     """Run an action on all; raise the first error of any of them on all.
 
-    Collective over ``group``.
-
-    Parameters
-    ----------
-    group : Writers
-        All.
-    what : str
-        The action, for messages.
-    action : callable
-        Makes no collective call.
-
-    Returns
-    -------
-    object
-        What it returned on this one.
-
-    Raises
-    ------
-    CheckpointError
-        What the action raised, or with its text; on all of them.
+    Collective over ``group``; the action makes no collective call. Raises
+    CheckpointError: the action's own, or what explains another error.
     """
     text, result = "", None
     try:
@@ -77,7 +49,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
     return result
 
 
-class _Member:
+class _WritingThread:
     """One of several threads that stand for ranks."""
 
     def __init__(
@@ -91,38 +63,29 @@ class _Member:
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)
+        # None gives its next value before all have taken these.
         self._barrier.wait()
         return values
 
 
 def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
-    """Run an action in threads that stand for ranks.
+    """Run an action in threads that stand for ranks; return the first one's result.
 
-    Not collective.
-
-    Parameters
-    ----------
-    size : int
-        How many there are; the first is this thread.
-    action : callable
-        Gets the group, as seen by its thread. It raises on all of them, or on none.
-
-    Returns
-    -------
-    object
-        What it returned in this thread.
+    The first is this thread. Each gets the group as it sees it; the action raises on
+    all of them, or on none.
     """
     values: list[Any] = [None] * size
     barrier = threading.Barrier(size)
-    members = [_Member(rank, values, barrier) for rank in range(size)]
+    members = [_WritingThread(rank, values, barrier) for rank in range(size)]
 
-    def _run(member: _Member) -> None:
+    def _run(member: _WritingThread) -> None:
         # Each thread says the same; what this one says is shown.
         try:
             action(member)
         except (CheckpointError, threading.BrokenBarrierError):
             return
         except BaseException:
+            # The others would wait for this one.
             barrier.abort()
             raise
 

@@ -44,6 +44,7 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# By one call, Linux writes at most a page less than 2 GiB.
 _MOST_BYTES = 1 << 30
 # Shared memory takes one, or 6 where MPI gives it; connections to other hosts, some.
 _SPARE_DESCRIPTORS = 32
@@ -52,19 +53,8 @@ _SPARE_DESCRIPTORS = 32
 def create(path: str, nbytes: int) -> None:
     """Make a file and reserve its space, so that a full disk is found at once.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    path : str
-        Must not exist.
-    nbytes : int
-        Size of the file.
-
-    Raises
-    ------
-    OSError
-        If there is no room, or no such folder; no file is left then.
+    One rank calls it; the file must not exist. Raises OSError where there is no room,
+    or no such folder; no file is left then.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
@@ -82,6 +72,7 @@ def _reserve_with_patience(file: int, nbytes: int) -> None:
     try:
         _reserve(file, nbytes)
     except OSError as error:
+        # A checkpoint that was just removed may still hold the room.
         if error.errno not in _NO_ROOM or not wait_for_room():
             raise
         _reserve(file, nbytes)
@@ -113,52 +104,15 @@ def _allocate(file: int, nbytes: int) -> None:
 
 
 def open_to_write(path: str, direct: bool) -> int:
-    """Open an existing file for writing.
+    """Return the descriptor of a file that exists, for the caller to close.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    direct : bool
-        Whether to go past the page cache, if the file system does so.
-
-    Returns
-    -------
-    int
-        Descriptor, to be closed by the caller.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
+    ``direct`` goes past the page cache, if the file system does so.
     """
     return _open(path, os.O_RDWR, direct)
 
 
 def open_to_read(path: str, direct: bool) -> int:
-    """Open a file for reading.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    direct : bool
-        Whether to go past the page cache, if the file system does so.
-
-    Returns
-    -------
-    int
-        Descriptor, to be closed by the caller.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    """
+    """Return the descriptor of a file, as `open_to_write` does, for reading."""
     return _open(path, os.O_RDONLY, direct)
 
 
@@ -168,21 +122,14 @@ def _open(path: str, flags: int, direct: bool) -> int:
         try:
             return os.open(path, flags | _DIRECT)
         except OSError as error:
+            # What file systems without it say, such as tmpfs of older kernels.
             if error.errno != errno.EINVAL:
                 raise
     return os.open(path, flags)
 
 
 def require_descriptors() -> None:
-    """Make sure that MPI can open files: where it cannot, it ends the process.
-
-    Not collective.
-
-    Raises
-    ------
-    OSError
-        If the process has no more descriptors.
-    """
+    """Raise OSError where MPI could not open files: it would end the process."""
     held: list[int] = []
     try:
         for _ in range(_SPARE_DESCRIPTORS):
@@ -195,21 +142,8 @@ def require_descriptors() -> None:
 def write_all(file: int, data: memoryview, offset: int) -> None:
     """Write a buffer at a place of a file, in as many calls as it takes.
 
-    Not collective. Lets other threads run meanwhile.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-    data : memoryview of bytes
-        Contiguous; for O_DIRECT, its address, length and place are multiples of a page.
-    offset : int
-        Where in the file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
+    Other threads run meanwhile. The buffer is contiguous; for O_DIRECT, its address,
+    length and place are multiples of a page.
     """
     done = 0
     while done < data.nbytes:
@@ -232,23 +166,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 def read_into(file: int, buffer: memoryview, offset: int) -> None:
     """Fill a buffer from a place of a file, in as many calls as it takes.
 
-    Not collective. Lets other threads run meanwhile.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-    buffer : memoryview of bytes
-        Contiguous; for O_DIRECT, its address, length and place are multiples of a page.
-    offset : int
-        Where in the file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    EOFError
-        If the file ends before.
+    As `write_all`. Raises EOFError where the file ends before.
     """
     done = 0
     while done < buffer.nbytes:
@@ -264,24 +182,12 @@ def read_into(file: int, buffer: memoryview, offset: int) -> None:
             raise EOFError(f"the file ends at {offset + done}")
         done += count
         if count % PAGE_BYTES and done < buffer.nbytes:
+            # As in `write_all`.
             _stop_direct(file)
 
 
 def is_direct(file: int) -> bool:
-    """Whether a file goes past the page cache.
-
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-
-    Returns
-    -------
-    bool
-        False also where the system has refused to.
-    """
+    """Whether a file goes past the page cache; not where the system has refused to."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
@@ -292,48 +198,14 @@ def _stop_direct(file: int) -> None:
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
-    """Return a part of a file.
-
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor, without O_DIRECT.
-    offset : int
-        Where.
-    nbytes : int
-        How much.
-
-    Returns
-    -------
-    bytes
-        All of it.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    EOFError
-        If the file ends before.
-    """
+    """Return a part of a file, open without O_DIRECT; EOFError if it ends before."""
     data = bytearray(nbytes)
     read_into(file, memoryview(data), offset)
     return bytes(data)
 
 
 def forget_pages(file: int, start: int, stop: int) -> None:
-    """Give back the page cache of what was written and flushed.
-
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-    start, stop : int
-        Which part.
-    """
+    """Give back the page cache of what was written and flushed."""
     # Advice only: whoever does not take it has written as well.
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
@@ -342,16 +214,7 @@ def forget_pages(file: int, start: int, stop: int) -> None:
 def flush(file: int) -> None:
     """Bring a file's content to the disk.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-
-    Raises
-    ------
-    OSError
-        If it cannot be. It is not tried again: the kernel may have dropped the pages.
+    An OSError is final: to try again could succeed, but the kernel may have dropped the
+    pages.
     """
     os.fsync(file)

@@ -16,24 +16,12 @@ __all__ = ["flush_folder", "publish", "remove", "wait_for_room"]
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
+# Of the process, not of a manager: the next save may be another one's.
 _freeing: list[threading.Thread] = []
 
 
 def flush_folder(path: str) -> None:
-    """Bring the names in a folder to the disk.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The folder.
-
-    Raises
-    ------
-    OSError
-        If it cannot be.
-    """
+    """Bring the names in a folder to the disk."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -44,17 +32,7 @@ def flush_folder(path: str) -> None:
 def remove(path: str) -> None:
     """Remove a file; a thread gives back its blocks, which takes long for large ones.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    path : str
-        The file; its name is gone on return.
-
-    Raises
-    ------
-    OSError
-        If it cannot be removed.
+    One rank calls it. The name is gone on return.
     """
     with _freed_later(path):
         os.unlink(path)
@@ -89,28 +67,12 @@ def _close_later(file: int) -> None:
 
 
 def gives_back() -> bool:
-    """Whether blocks of removed files are being given back.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        By a thread of this process.
-    """
+    """Whether a thread of this process still gives back blocks of removed files."""
     return any(thread.is_alive() for thread in _freeing)
 
 
 def wait_for_room() -> bool:
-    """Wait for blocks that are being given back.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        Whether there were any.
-    """
+    """Wait for blocks that are being given back; return whether there were any."""
     threads = list(_freeing)
     for thread in threads:
         thread.join()
@@ -118,25 +80,10 @@ def wait_for_room() -> bool:
 
 
 def publish(temporary: str, path: str, replaces: bool) -> None:
-    """Give a finished file its name.
+    """Give a finished file its name, and take its temporary one away.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    temporary : str
-        Its name so far, which goes.
-    path : str
-        Its name from now on.
-    replaces : bool
-        Whether a file of that name is replaced.
-
-    Raises
-    ------
-    FileExistsError
-        If there is a file of that name, which is not to be replaced.
-    OSError
-        If the folder cannot be written.
+    One rank calls it. Raises FileExistsError where there is a file of that name, unless
+    it ``replaces`` it.
     """
     if replaces:
         with _freed_later(path):

@@ -41,20 +41,9 @@ def _type(path: str) -> int | None:
 
 
 def file_system_name(path: str) -> str:
-    """Return the name of the type of a file system.
+    """Return the name of the type of a path's file system, such as ``Lustre``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Of a file or folder on it.
-
-    Returns
-    -------
-    str
-        Such as ``Lustre``; for others the number of statfs(2). ``ext4`` is also said of
-        ext2 and ext3.
+    For others the number of statfs(2). ``ext4`` is also said of ext2 and ext3.
     """
     number = _type(path)
     if number is None:
@@ -65,16 +54,6 @@ def file_system_name(path: str) -> str:
 def is_local(path: str) -> bool:
     """Whether a path is on a file system of this machine, known to write directly well.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Of a file or folder.
-
-    Returns
-    -------
-    bool
-        True for ext2 to ext4 and XFS; False where the type cannot be found out.
+    True for ext2 to ext4 and XFS; False where the type cannot be found out.
     """
     return _type(path) in _LOCAL_TYPES

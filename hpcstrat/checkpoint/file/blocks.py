@@ -18,53 +18,24 @@ __all__ = ["Blocks"]
 
 
 class Blocks:
-    """The data of a file.
+    """The data of a file, read past the page cache where ``direct`` asks for it.
 
-    Parameters
-    ----------
-    path : str
-        The file.
-    vouched : Vouched
-        What its commit record vouches for.
-    direct : bool
-        Whether to read past the page cache.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
+    Several threads may call `read` at a time, each with a slot of its own; not `part`.
     """
 
     def __init__(self, path: str, vouched: Vouched, direct: bool) -> None:
         self.path = path
         self.vouched = vouched
         self._file = open_to_read(path, direct)
+        # For `part`: small parts lie side by side, mostly in the block read before.
         self._image: Image | None = None
         self._kept = -1
 
     def read(self, block: int, slot: Array) -> Array:
-        """Read a block, and check it.
+        """Read a block into a slot that is long enough, and return it, checked.
 
-        Not collective. May be called by several threads, with slots of their own.
-
-        Parameters
-        ----------
-        block : int
-            Its number.
-        slot : ndarray of uint8
-            On a page of its own, and long enough.
-
-        Returns
-        -------
-        ndarray of uint8
-            The block, in the slot.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If a bit is not as it was written.
-        OSError
-            If it cannot be read now, which says nothing of the file.
+        A CorruptCheckpointError says that the file is damaged; an OSError, which says
+        nothing of the file, that it cannot be read now.
         """
         start, stop = self.vouched.plan.span(block)
         data = slot[: stop - start]
@@ -72,6 +43,7 @@ class Blocks:
             read_into(self._file, data.data, start)
         except (OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
+                # Not damage: the file may be whole, and another try may succeed.
                 raise
             raise CorruptCheckpointError(
                 f"expected readable data in {self.path}, found: {error}; restore an "
@@ -85,25 +57,7 @@ class Blocks:
         return data
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return a part of the file; for small ones.
-
-        Not collective.
-
-        Parameters
-        ----------
-        start, stop : int
-            Within the data.
-
-        Returns
-        -------
-        bytes
-            Checked.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            If a block of it is damaged.
-        """
+        """Return a part of the data, checked; for small ones: it reads whole blocks."""
         plan, found = self.vouched.plan, bytearray()
         if self._image is None:
             self._image = Image(1, plan.block_bytes)
@@ -111,6 +65,7 @@ class Blocks:
         for block in plan.blocks_of(start, stop):
             begin, end = plan.span(block)
             if self._kept != block:
+                # A read that fails may have written over the slot.
                 self._kept = -1
                 self.read(block, slot)
                 self._kept = block
@@ -118,16 +73,11 @@ class Blocks:
         return bytes(found)
 
     def close(self) -> None:
-        """Close the file.
-
-        Not collective.
-        """
-        # All that was read is there.
+        # All that was read is there; what is wrong with the file was raised before.
         with contextlib.suppress(OSError):
             os.close(self._file)
 
     def __enter__(self) -> Self:
-        """Return this."""
         return self
 
     def __exit__(
@@ -136,5 +86,4 @@ class Blocks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the file."""
         self.close()

@@ -31,27 +31,19 @@ _VERSION = 1
 # of blocks, hash of the prefix.
 _FIELDS = struct.Struct(f"<16s8Q{ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
+# So much of the prefix is in memory at a time: it may be large in a forged file.
 _PART_BYTES = 16 << 20
+# Twice what `Skeleton` lets structures take; and what rounding to stripes may add.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
 class Vouched:
-    """What the commit record of a file vouches for.
+    """What the commit record of a file vouches for; ``plan`` is without extents.
 
-    Parameters
-    ----------
-    step : int
-        Training step.
-    num_replicas : int
-        How many saved it.
-    plan : Plan
-        The layout; without extents.
-    hashes : ndarray of uint64 of shape (num_blocks,)
-        Of the blocks.
-    root : bytes
-        Hash of the prefix.
+    ``hashes`` are the blocks', uint64, in the machine's order; ``root`` is the
+    prefix's.
     """
 
     step: int
@@ -62,29 +54,17 @@ class Vouched:
 
 
 def pack_record(plan: Plan, prefix: bytes, step: int, num_replicas: int) -> bytes:
-    """Return the commit record of a file.
-
-    Not collective.
-
-    Parameters
-    ----------
-    plan : Plan
-        The layout.
-    prefix : bytes
-        All that comes before the data.
-    step : int
-        Training step.
-    num_replicas : int
-        How many saved it.
-
-    Returns
-    -------
-    bytes of length 4096
-        Its last 8 bytes are the hash of the others.
-    """
-    places = plan.table_start, plan.data_start, plan.data_end, plan.block_bytes
+    """Return the commit record: a page, whose last 8 bytes are the hash of the rest."""
     fields = _FIELDS.pack(
-        *(_MAGIC, _VERSION, step, num_replicas, *places, plan.num_blocks),
+        _MAGIC,
+        _VERSION,
+        step,
+        num_replicas,
+        plan.table_start,
+        plan.data_start,
+        plan.data_end,
+        plan.block_bytes,
+        plan.num_blocks,
         root_hash(prefix),
     )
     body = fields.ljust(RECORD_BYTES - _SELF.size, b"\0")
@@ -94,46 +74,18 @@ def pack_record(plan: Plan, prefix: bytes, step: int, num_replicas: int) -> byte
 def has_record(file: int) -> bool:
     """Whether a file ends with something that looks like a commit record.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor.
-
-    Returns
-    -------
-    bool
-        Where not, it may be a file of format version 1.
+    Where not, it may be a file of format version 1.
     """
     start = os.fstat(file).st_size - RECORD_BYTES
     return start > 0 and os.pread(file, len(_MAGIC), start) == _MAGIC
 
 
 def read_vouched(file: int, path: str) -> Vouched:
-    """Check all of a file but the data.
+    """Check all of a file but the data, and return what these are checked with.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : int
-        Descriptor, open for reading without O_DIRECT.
-    path : str
-        For messages.
-
-    Returns
-    -------
-    Vouched
-        What is needed to check the data while they are read.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If a bit of the record, the structures or the hashes is not as it was written,
-        or the file is not as long as it was.
-    OSError
-        If it cannot be read.
+    The descriptor is open without O_DIRECT. Raises CorruptCheckpointError where a bit
+    of the record, the structures or the hashes is not as it was written, or where the
+    file is not as long as it was.
     """
     size = os.fstat(file).st_size
     if size <= RECORD_BYTES:
@@ -148,6 +100,8 @@ def read_vouched(file: int, path: str) -> Vouched:
         record
     )
     plan = Plan(*places)
+    # The record's own hash is no proof against forgery: whatever these numbers lead to
+    # is bounded here, before anything is read or allocated by them.
     sound = (
         version == _VERSION
         and 0 < plan.table_start <= plan.data_start <= plan.data_end
@@ -168,6 +122,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         part = read_exactly(file, start, min(_PART_BYTES, plan.data_start - start))
         hasher.update(part)
         table += memoryview(part)[max(plan.table_start - start, 0) :]
+        # Behind the hashes in use there are zeros up to the end of a page.
         del table[8 * num_blocks :]
     if hasher.digest() != root:
         raise _damaged(path, "names, types or hashes that are not as they were written")

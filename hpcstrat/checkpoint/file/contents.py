@@ -41,21 +41,9 @@ _Read = Callable[[h5py.Dataset], bytes]
 
 
 def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
-    """Return what the root of a file says, and its metrics.
+    """Return what the root of a file says, and its metrics; no entries and no states.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : h5py.File
-        Open.
-    vouched : Vouched or None
-        What its hashes vouch for; None without hashes.
-
-    Returns
-    -------
-    Header
-        Without entries and states.
+    ``vouched`` is None for a file without hashes, as of format version 1.
     """
     kind = _text(attribute(file, "hpcstrat_format"))
     if kind != FORMAT:
@@ -67,6 +55,8 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
             f"version {version} in {file.filename}; use a newer hpcstrat"
         )
     about = member(file, "hpcstrat")
+    # Without a record only version 1 is taken, or a file that was cut could pass as one
+    # that never had hashes.
     if vouched is None and (version > 1 or about is not None):
         raise ValueError("it has no commit record")
     step, replicas = attribute(file, "step"), attribute(file, "num_replicas")
@@ -85,28 +75,16 @@ def read_contents(
 ) -> dict[str, Extent]:
     """Add to a header all but the values of variables; return where these are.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : h5py.File
-        Open.
-    header : Header
-        From `header_of`; added to.
-    vouched : Vouched or None
-        What its hashes vouch for; None without hashes.
-
-    Returns
-    -------
-    dict of str to Extent
-        By path; none for values without bytes.
+    By path; values without bytes are not among them.
     """
     start, stop = 0, os.path.getsize(file.filename)
     if vouched is not None:
+        # Values elsewhere would not be among what the hashes of blocks vouch for.
         start, stop = vouched.plan.data_start, vouched.plan.data_end
     extents: dict[str, Extent] = {}
 
     for name, dataset in datasets(file):
+        # Only variables are combined over replicas; the table of hashes is not.
         is_value = h5a.exists(dataset.id, b"aggregation")
         if is_value or name.startswith(("python/", "rng/")):
             extents[name] = Extent(name, *place_of(dataset, start, stop))
@@ -127,6 +105,7 @@ def _reading(
     """Yield what returns the bytes of a dataset, checked where there are hashes."""
     for section in ("python/", "rng/"):
         sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
+        # Extents of a forged file may overlap: the length of the file is no bound.
         if sum(sizes) > MOST_STATE_BYTES:
             raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
     with contextlib.ExitStack() as stack:

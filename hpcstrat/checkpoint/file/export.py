@@ -14,22 +14,10 @@ __all__ = ["export_values"]
 
 
 def export_values(output: str, values: Iterable[tuple[str, Array]]) -> None:
-    """Write values to a file that does not exist yet.
+    """Write values, by name, to a file that must not exist: .npz, or else plain HDF5.
 
-    Not collective.
-
-    Parameters
-    ----------
-    output : str
-        Ends in ``.npz``, or else is written as HDF5, with a dataset for each value.
-    values : iterable of (str, ndarray)
-        Names, with groups separated by ``/``, and values. HDF5 takes bfloat16 as
-        float32.
-
-    Raises
-    ------
-    OSError
-        If the file exists, or cannot be written. Nothing is left behind then.
+    Groups in names are separated by ``/``. HDF5 takes bfloat16 as float32. On an error
+    nothing is left behind.
     """
     # Exclusively: never a file that somebody else has just made.
     os.close(os.open(output, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))

@@ -31,23 +31,16 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
+# So that each thread of a save has several, and replicas differ by a small one.
 _BLOCKS_PER_REPLICA = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The place of a dataset's values.
+    """The place of a dataset's values, of which there is at least one byte.
 
-    Parameters
-    ----------
-    path : str
-        Of the dataset.
-    offset : int
-        Where in the file it begins.
-    nbytes : int
-        How long it is; at least 1.
-    num_rows : int
-        One for each replica, which alone has it; 0 where all have all values.
+    ``num_rows`` is one for each replica, which alone has it; 0 where all have all
+    values.
     """
 
     path: str
@@ -57,7 +50,6 @@ class Extent:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
         return self.offset + self.nbytes
 
     @property
@@ -70,14 +62,7 @@ class Extent:
 class Piece:
     """The part of a dataset that lies in a block.
 
-    Parameters
-    ----------
-    path : str
-        Of the dataset.
-    source : slice
-        Which of its bytes.
-    place : slice
-        Where they are in the block.
+    ``source`` says which of the dataset's bytes, ``place`` where they are in the block.
     """
 
     path: str
@@ -87,20 +72,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a checkpoint file.
+    """Where everything is in a checkpoint file.
 
-    Parameters
-    ----------
-    table_start : int
-        Where the table of hashes begins; it ends at ``data_start``.
-    data_start : int
-        Where the data begin; a multiple of a page, as ``data_end`` is.
-    data_end : int
-        Where they end, and the commit record begins.
-    block_bytes : int
-        Size of a block; the last one may be shorter.
-    extents : tuple of Extent
-        In the order of the file, without overlap.
+    The table of hashes ends, and the data begin, at ``data_start``; the commit record
+    begins at ``data_end``. Both are multiples of a page. The last block may be shorter
+    than ``block_bytes``. Extents are in the order of the file, and do not overlap.
     """
 
     table_start: int
@@ -111,12 +87,10 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the file."""
         return self.data_end + RECORD_BYTES
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
         return -(-(self.data_end - self.data_start) // self.block_bytes)
 
     @cached_property
@@ -124,64 +98,29 @@ class Plan:
         """Whether a replica has values that the others do not have."""
         return any(extent.num_rows for extent in self.extents)
 
+    # A plan is made once and used by many saves, which ask for the same parts.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
         return {}
 
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
-        """Return which blocks each replica writes.
+        """Return which blocks each replica writes, ascending; each is in one part.
 
-        Not collective. A block more than half of which is one replica's row is that
-        replica's. All others are dealt out so that all have equally many, as far as
-        that goes.
-
-        Parameters
-        ----------
-        size : int
-            Number of replicas; that of the rows where there are any.
-
-        Returns
-        -------
-        tuple of sequence of int
-            By replica; ascending. Each block is in one of them.
+        A block more than half of which is one replica's row is that replica's. All
+        others are dealt out so that all have equally many, as far as that goes.
+        ``size`` is that of the rows where there are any.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
         return self._parts[size]
 
     def span(self, block: int) -> tuple[int, int]:
-        """Return where a block is in the file.
-
-        Not collective.
-
-        Parameters
-        ----------
-        block : int
-            Its number, from 0.
-
-        Returns
-        -------
-        start, stop : int
-            Multiples of a page.
-        """
+        """Return where a block is in the file: two multiples of a page."""
         start = self.data_start + block * self.block_bytes
         return start, min(start + self.block_bytes, self.data_end)
 
     def blocks_of(self, start: int, stop: int) -> range:
-        """Return the blocks in which a part of the file lies.
-
-        Not collective.
-
-        Parameters
-        ----------
-        start, stop : int
-            Within the data.
-
-        Returns
-        -------
-        range
-            Numbers of blocks; empty where ``start == stop``.
-        """
+        """Return the blocks in which a part of the file lies; none of an empty one."""
         if start == stop:
             return range(0)
         first = (start - self.data_start) // self.block_bytes
@@ -192,20 +131,7 @@ class Plan:
         return [extent.stop for extent in self.extents]
 
     def pieces(self, block: int) -> Iterator[Piece]:
-        """Yield what lies in a block, in the order of the file.
-
-        Not collective.
-
-        Parameters
-        ----------
-        block : int
-            Its number.
-
-        Yields
-        ------
-        Piece
-            A part of a dataset; what is between them is zero.
-        """
+        """Yield what lies in a block, in the order of the file; zeros are between."""
         start, stop = self.span(block)
         first = bisect.bisect_right(self._ends, start)
         for extent in self.extents[first:]:
@@ -222,20 +148,8 @@ class Plan:
 def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
     """Return the size of blocks with which all replicas have about as much to do.
 
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of all values.
-    num_replicas : int
-        How many write.
-
-    Returns
-    -------
-    int
-        A power of two from 1 MiB, so that blocks are stripes of parallel file systems,
-        to 16 MiB, with which disks are as fast as they get.
+    A power of two from 1 MiB, so that blocks are stripes of parallel file systems, to
+    16 MiB, with which disks are as fast as they get.
     """
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
@@ -243,20 +157,7 @@ def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
 
 
 def is_block_size(nbytes: int) -> bool:
-    """Whether `choose_block_bytes` may have returned a number.
-
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Which.
-
-    Returns
-    -------
-    bool
-        For sizes of blocks.
-    """
+    """Whether `choose_block_bytes` may have returned a number."""
     within = _LEAST_BLOCK_BYTES <= nbytes <= _MOST_BLOCK_BYTES
     return within and nbytes.bit_count() == 1
 
@@ -264,21 +165,7 @@ def is_block_size(nbytes: int) -> bool:
 def part_of(count: int, rank: int, size: int) -> range:
     """Return one rank's run of equal things, as long as the others' or one longer.
 
-    Not collective.
-
-    Parameters
-    ----------
-    count : int
-        Number of things.
-    rank : int
-        Whose.
-    size : int
-        Number of ranks.
-
-    Returns
-    -------
-    range
-        The first ranks have one more; all runs together are ``range(count)``.
+    The first ranks have one more; all runs together are ``range(count)``.
     """
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
@@ -305,6 +192,7 @@ def _row_owners(plan: Plan) -> dict[int, int]:
     """Return the replica of each block of which one row fills more than half."""
     owners = {}
     for extent in plan.extents:
+        # Smaller rows fill no block by half; they are sent to whoever writes the block.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for rank in range(extent.num_rows):
@@ -324,6 +212,7 @@ def _shares(parts: list[list[int]], count: int) -> list[int]:
     def needed(level: int) -> int:
         return sum(max(level - each, 0) for each in has)
 
+    # The least level at which all things have found a taker.
     level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
     takes = [max(level - each, 0) for each in has]
     for rank in reversed(range(len(takes))):

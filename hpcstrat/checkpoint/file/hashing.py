@@ -18,74 +18,29 @@ __all__ = [
     "root_hasher",
 ]
 
+# Not cryptographic: against bit rot, torn writes and lost blocks, not against forgery.
 ALGORITHM = "xxh3_64"
 ROOT_BYTES = 16
 
 
 def block_hash(data: memoryview) -> int:
-    """Return the hash of a block of a file.
-
-    Not collective. Lets other threads run meanwhile.
-
-    Parameters
-    ----------
-    data : memoryview of bytes
-        Contiguous.
-
-    Returns
-    -------
-    int
-        XXH3 of 64 bits, seed 0.
-    """
+    """Return XXH3 of 64 bits, seed 0, of contiguous bytes; other threads may run."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def root_hasher() -> Any:
-    """Return what makes a `root_hash` of many parts, by ``update`` and ``digest``.
-
-    Not collective.
-
-    Returns
-    -------
-    object
-        Of the library of hashes.
-    """
+    """Return what makes a `root_hash` of many parts, by ``update`` and ``digest``."""
     return xxhash.xxh3_128()
 
 
 def root_hash(data: bytes | memoryview) -> bytes:
     """Return the hash over names, types, places and the hashes of all blocks.
 
-    Not collective.
-
-    Parameters
-    ----------
-    data : bytes or memoryview
-        All that comes before the values in the file.
-
-    Returns
-    -------
-    bytes of length 16
-        XXH3 of 128 bits, seed 0, big-endian (its canonical form).
+    XXH3 of 128 bits, seed 0, big-endian, which is its canonical form.
     """
     return xxhash.xxh3_128_digest(data)
 
 
 def hashes_from(table: bytes | memoryview, num_blocks: int) -> Array:
-    """Return the hashes that a table holds.
-
-    Not collective.
-
-    Parameters
-    ----------
-    table : bytes or memoryview
-        Little-endian words; longer than needed.
-    num_blocks : int
-        How many are in use.
-
-    Returns
-    -------
-    ndarray of uint64 of shape (num_blocks,)
-        A copy.
-    """
+    """Return the hashes that a table of little-endian words begins with; a copy."""
     return np.frombuffer(table, "<u8", num_blocks).astype(np.uint64)

@@ -31,20 +31,7 @@ class Source(Protocol):
     """What has the bytes of a dataset that this replica writes; an array has all."""
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return the bytes of a piece.
-
-        Not collective.
-
-        Parameters
-        ----------
-        source : slice
-            That of a `Piece`.
-
-        Returns
-        -------
-        ndarray of uint8
-            As many.
-        """
+        """Return the bytes of the `Piece` that has this ``source``."""
 
 
 class ImageMemory:
@@ -60,22 +47,7 @@ class ImageMemory:
         self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
-        """Return an image; the one before is not valid any more.
-
-        Not collective.
-
-        Parameters
-        ----------
-        num_slots : int
-            How many blocks it holds; at least 1.
-        slot_bytes : int
-            Size of each; a multiple of a page.
-
-        Returns
-        -------
-        Image
-            With any content.
-        """
+        """Return an image with any content; the one before is not valid any more."""
         nbytes = num_slots * slot_bytes
         if self._region is None or self._region.bytes.size < nbytes:
             self.release()
@@ -87,13 +59,8 @@ class ImageMemory:
     def lock(self) -> bool:
         """Lock the pages of the image, if the system lets them be, for a GPU's copies.
 
-        Not collective. They stay locked until the memory is given back: to lock them
-        can take longer than to copy.
-
-        Returns
-        -------
-        bool
-            Whether they are locked.
+        They stay locked until the memory is given back: to lock them can take longer
+        than to copy. Returns whether they are locked.
         """
         region = self._region
         if region is None:
@@ -114,8 +81,8 @@ class ImageMemory:
     def lend(self) -> None:
         """Let the system take pages away if it needs them; no image is valid.
 
-        Not collective. Those that it has not taken are used again. It cannot take pages
-        that are locked: what a GPU writes to them would not keep them, either.
+        Those that it has not taken are used again. It cannot take pages that are
+        locked: what a GPU writes to them would not keep them, either.
         """
         region = self._region
         if region is not None and not region.locked and hasattr(mmap, "MADV_FREE"):
@@ -124,12 +91,10 @@ class ImageMemory:
                 self._lent_from = 0
 
     def release(self) -> None:
-        """Give the memory back, in a thread, as that takes long; no image is valid.
-
-        Not collective.
-        """
+        """Give the memory back, in a thread, as that takes long; no image is valid."""
         if self._region is not None:
             self._region.unlock()
+        # The thread drops the last reference, unless an image still has one.
         held = [self._region]
         self.leave()
         with contextlib.suppress(RuntimeError):
@@ -137,10 +102,7 @@ class ImageMemory:
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:
-        """Leave the memory to an image that may still be used.
-
-        Not collective.
-        """
+        """Leave the memory to an image that may still be used."""
         self._region, self._lent_from = None, 0
 
 
@@ -171,19 +133,13 @@ class _Region:
         return self._unlock is not None
 
     def lock(self) -> None:
-        """Lock the pages, unless they are, or the system has refused it.
-
-        Not collective.
-        """
+        """Lock the pages, unless they are, or the system has refused it."""
         if not self.locked and not self._refused:
             self._unlock = lock_pages(self, self.bytes)
             self._refused = not self.locked
 
     def unlock(self) -> None:
-        """Unlock the pages, if they are locked.
-
-        Not collective. Memory must not go back to the system before.
-        """
+        """Unlock the pages: memory must not go back to the system before."""
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
@@ -192,14 +148,7 @@ class _Region:
 class Image:
     """Places for blocks, each on a page of its own, as direct reads and writes ask.
 
-    Parameters
-    ----------
-    num_slots : int
-        How many blocks it holds; at least 1.
-    slot_bytes : int
-        Size of each; a multiple of a page.
-    region : _Region, optional
-        Where; default: memory of its own.
+    ``slot_bytes`` is a multiple of a page. Without a region it has memory of its own.
     """
 
     def __init__(
@@ -209,38 +158,15 @@ class Image:
         self._region = _Region(num_slots * slot_bytes) if region is None else region
 
     def slot(self, index: int) -> Array:
-        """Return a place.
-
-        Not collective.
-
-        Parameters
-        ----------
-        index : int
-            From 0.
-
-        Returns
-        -------
-        ndarray of uint8 of shape (slot_bytes,)
-            A view.
-        """
+        """Return a view of a place, of ``slot_bytes`` bytes."""
         start = index * self.slot_bytes
         return self._region.bytes[start : start + self.slot_bytes]
 
 
 def as_bytes(value: Array) -> Array:
-    """Return a value as it is stored: little-endian, in C order.
+    """Return a value as it is stored: its bytes, little-endian, in C order.
 
-    Not collective.
-
-    Parameters
-    ----------
-    value : ndarray
-        Of any shape; of either library.
-
-    Returns
-    -------
-    ndarray of uint8 of shape (nbytes,)
-        A view where the value is stored that way already; of the same library.
+    A view where the value is stored that way already; on the device where it is.
     """
     if is_device(value):
         # GPUs are little-endian.
@@ -256,28 +182,14 @@ def as_bytes(value: Array) -> Array:
 def fill(
     slot: Array, plan: Plan, block: int, values: Mapping[str, Source]
 ) -> list[tuple[Array, Array]]:
-    """Put a block together: the values that lie in it, and zeros between them.
+    """Put a block together: the values that lie in it, by path, and zeros between them.
 
-    Not collective.
-
-    Parameters
-    ----------
-    slot : ndarray of uint8
-        At least as long as the block; overwritten.
-    plan : Plan
-        The layout.
-    block : int
-        Its number.
-    values : mapping of str to Source
-        Such as from `as_bytes`, by path.
-
-    Returns
-    -------
-    list of (cupy.ndarray, ndarray), each of uint8 of shape (n,)
-        What is in the memory of a GPU, and where in the slot it is still to be copied.
+    ``slot`` may be longer than the block. Returns the parts that are in the memory of a
+    GPU, each with the view of the slot into which the caller is still to copy it.
     """
     done, missing = 0, []
     for piece in plan.pieces(block):
+        # Zeros, as the format says, and nothing of an earlier block.
         slot[done : piece.place.start] = 0
         part = values[piece.path][piece.source]
         if is_device(part):

@@ -17,16 +17,13 @@ __all__ = ["Maker"]
 class Maker:
     """Makes datasets and attributes by HDF5's own functions; h5py's are slower.
 
-    Parameters
-    ----------
-    path : str
-        The file, which is made anew.
-    room : int
-        Bytes in front that HDF5's structures may take; a multiple of a page.
+    The file is made anew. ``room`` is how many bytes in front HDF5's structures may
+    take; a multiple of a page.
     """
 
     def __init__(self, path: str, room: int) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
+        # Whichever HDF5 writes it, all since 1.10 can read it.
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         # Structures in front, large values on pages.
         access.set_meta_block_size(room)
@@ -42,48 +39,26 @@ class Maker:
         self._link.set_create_intermediate_group(True)
         self._link.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
-        self._objects: dict[str, Any] = {"": _root(self._file)}
+        # Kept open, for their attributes: none is looked up by its path again.
+        self._objects: dict[str, Any] = {"": h5py.h5g.open(self._file, b"/")}
 
     def dataset(
         self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> int | None:
-        """Make a dataset, and the groups that it is in.
+        """Make a dataset, and the groups that it is in; return where its values go.
 
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Its name.
-        shape : tuple of int
-            Of its values.
-        dtype : dtype
-            Of its values.
-
-        Returns
-        -------
-        int or None
-            Where in the file its values are to be; None if it has none.
+        None if it has none.
         """
         space = h5s.create_simple(shape) if shape else self._scalar
         kind = h5t.py_create(dtype, logical=True)
         made = h5d.create(
-            *(self._file, path.encode(), kind, space), dcpl=self._made, lcpl=self._link
+            self._file, path.encode(), kind, space, dcpl=self._made, lcpl=self._link
         )
         self._objects[path] = made
         offset: int | None = made.get_offset()
         return offset
 
     def group(self, path: str) -> None:
-        """Make a group, if it is not there.
-
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Its name.
-        """
         if path not in self._objects:
             name = path.encode()
             there = name in self._file
@@ -94,20 +69,9 @@ class Maker:
             )
 
     def attribute(self, path: str, name: str, value: Any) -> None:
-        """Give an object an attribute.
-
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Of the object, which has been made here; empty for the root.
-        name : str
-            Of the attribute.
-        value : str or number
-            Text gets a fixed length: HDF5 keeps other text in a heap between the data.
-        """
+        """Give an object that was made here an attribute; the root has no path."""
         if isinstance(value, str):
+            # Of fixed length: HDF5 keeps other text in a heap, between the data.
             value = np.array(value.encode("ascii", "replace") or b" ")
         value = np.asarray(value)
         kind = h5t.py_create(value.dtype)
@@ -115,14 +79,7 @@ class Maker:
         made.write(value)
 
     def close(self) -> None:
-        """Write what HDF5 still holds, and close the file.
-
-        Not collective.
-        """
+        """Write what HDF5 still holds, and close the file."""
+        # Before the file, which CLOSE_STRONG would close under them.
         self._objects.clear()
         self._file.close()
-
-
-def _root(file: Any) -> Any:
-    """Return the root group of a file, as HDF5's functions take it."""
-    return h5py.h5g.open(file, b"/")

@@ -37,20 +37,11 @@ class NoCheckpointError(CorruptCheckpointError):
 def other_file(path: str) -> str:
     """Return what a file is that cannot be read as a checkpoint.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-
-    Returns
-    -------
-    str
-        Empty for what may be a checkpoint that is damaged, and what cannot be read.
+    Empty for what may be a checkpoint that is damaged, and for what cannot be read.
     """
     named = step_of(path) is not None
     try:
+        # Without O_NONBLOCK, a pipe would wait for somebody who writes.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return ""

@@ -36,22 +36,7 @@ def _stride(plan: Plan, num_replicas: int) -> int:
 
 
 def room_bytes(plan: Plan, num_replicas: int) -> int:
-    """Return how much longer the file is until all verdicts are in.
-
-    Not collective.
-
-    Parameters
-    ----------
-    plan : Plan
-        The layout.
-    num_replicas : int
-        How many write.
-
-    Returns
-    -------
-    int
-        Bytes behind the end.
-    """
+    """Return how many bytes the file is longer until all verdicts are in."""
     return _stride(plan, num_replicas) * num_replicas
 
 
@@ -60,25 +45,8 @@ def write_verdict(
 ) -> None:
     """Say that this replica's part is on the disk, or why it is not.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    plan : Plan
-        The layout.
-    place : tuple of int
-        This replica, and the number of replicas.
-    nonce : bytes of length 16
-        Which save.
-    part : int or ndarray of uint64
-        Error number, or the hashes of its blocks.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
+    ``place`` is this replica, and how many there are; ``nonce`` says which save;
+    ``part`` is the number of an error, or the hashes of the replica's blocks.
     """
     failed = isinstance(part, int)
     hashes = b"" if failed else np.asarray(part).astype("<u8").tobytes()
@@ -99,31 +67,7 @@ def write_verdict(
 def read_verdict(
     path: str, plan: Plan, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return what a replica has said.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    plan : Plan
-        The layout.
-    place : tuple of int
-        The replica, and the number of replicas.
-    nonce : bytes of length 16
-        Which save.
-
-    Returns
-    -------
-    int or ndarray of uint64 or None
-        Error number; hashes of its blocks; None where it has not said anything yet.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    """
+    """Return what a replica has said, as `write_verdict` took it; None before that."""
     rank, size = place
     count = len(plan.parts(size)[rank])
     # Opened anew, network file systems look at the server.
@@ -136,11 +80,13 @@ def read_verdict(
     if len(said) < _HEAD.size + _TAIL.size:
         return None
     magic, which, whose, code, found = _HEAD.unpack_from(said)
+    # What another save has left there says nothing of this one.
     if (magic, which, whose) != (_MAGIC, nonce, rank) or found > count:
         return None
     end = _HEAD.size + 8 * found
     tail = said[end : end + _TAIL.size]
     if tail != _TAIL.pack(block_hash(memoryview(said)[:end])):
+        # Half of it has arrived; the rest comes with one of the next looks.
         return None
     if code:
         return int(code)

@@ -54,23 +54,12 @@ class _UnkeptError(Exception):
 
 
 def as_text(name: str, state: Any) -> bytes:
-    """Return the state of an object as JSON; ValueError where it would not come back.
+    """Return the state of an object as JSON in ASCII; the name is for messages.
 
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        The object's, for messages.
-    state : object
-        What its ``state_dict`` returned; not modified.
-
-    Returns
-    -------
-    bytes
-        ASCII.
+    Raises ValueError where it would come back as another value.
     """
     try:
+        # NaN and infinities as Python's JSON has them, which comes back.
         return json.dumps(_plain(state, 0)).encode()
     except _UnkeptError as error:
         place = "".join(error.place[: -_MOST_SHOWN - 1 : -1])
@@ -82,20 +71,7 @@ def as_text(name: str, state: Any) -> bytes:
 
 
 def is_typed(text: bytes) -> bool:
-    """Whether a text has more types than JSON itself.
-
-    Not collective.
-
-    Parameters
-    ----------
-    text : bytes
-        From `as_text`.
-
-    Returns
-    -------
-    bool
-        As `from_text` wants to know.
-    """
+    """Whether a text from `as_text` has more types than JSON itself."""
     # Within strings the quotation mark would have a backslash in front.
     return b'{"$' in text
 
@@ -103,26 +79,15 @@ def is_typed(text: bytes) -> bool:
 def from_text(text: bytes, *, typed: bool = True) -> Any:
     """Return the state that a text holds; whatever is wrong with it raises.
 
-    Not collective.
-
-    Parameters
-    ----------
-    text : bytes
-        JSON.
-    typed : bool
-        Whether it may have more types than JSON itself: not in files of a format
-        version below 3, in which what stands for a value is an object.
-
-    Returns
-    -------
-    object
-        Equal to what was saved, in type and value.
+    Not ``typed`` are files of a format version below 3, in which what stands for a
+    value is an object of the program's own.
     """
     return json.loads(text, object_hook=_built if typed else None)
 
 
 def _plain(value: Any, depth: int) -> Any:
     """Return what JSON has in place of a value."""
+    # Exactly: a subclass, such as of an enumeration, would come back as its base.
     kind = type(value)
     if kind in _UNCHANGED or (kind is int and -_MOST_INT < value < _MOST_INT):
         return value
@@ -174,6 +139,7 @@ def _plain_pairs(values: Mapping[Any, Any], kind: type, depth: int) -> Any:
         except _UnkeptError as error:
             error.place.append(f"[{key!r}]")
             raise
+    # JSON's own objects have keys of text only, and those with "$" stand for values.
     if kind is dict and all(type(key) is str and key[:1] != "$" for key, _ in found):
         return dict(found)
     return {_PAIRS[kind]: found}

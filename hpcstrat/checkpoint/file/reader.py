@@ -32,6 +32,7 @@ __all__ = [
     "read_values",
 ]
 
+# What h5py and this package raise in damaged files, as seen by tests that change bytes.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
@@ -39,20 +40,7 @@ _UNREADABLE = (
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether a file could not be read now, and may be whole.
-
-    Not collective.
-
-    Parameters
-    ----------
-    error : Exception
-        From a function of this module.
-
-    Returns
-    -------
-    bool
-        False also for files that are not there.
-    """
+    """Whether a file could not be read now, and may be whole; not if there is none."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in PASSING
 
@@ -61,16 +49,8 @@ def is_passing(error: Exception) -> bool:
 class CheckpointFile:
     """A checkpoint that was found to be whole, apart from its data.
 
-    Parameters
-    ----------
-    path : str
-        Its name.
-    header : Header
-        What it holds.
-    vouched : Vouched or None
-        What the data are checked with; None for format version 1, which has no hashes.
-    extents : dict of str to Extent
-        Where the values are, by path; none for those without bytes.
+    ``vouched``, with which the data are checked, is None for format version 1, which
+    has no hashes. Values without bytes have no extents.
     """
 
     path: str
@@ -82,26 +62,9 @@ class CheckpointFile:
 def open_checkpoint(path: str) -> CheckpointFile:
     """Check a file, and read everything but the values of variables.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        A checkpoint.
-
-    Returns
-    -------
-    CheckpointFile
-        For reading the values.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file is no whole checkpoint.
-    CheckpointError
-        If a newer library wrote it.
-    FileNotFoundError
-        If there is no such file.
+    Raises FileNotFoundError where there is none, CorruptCheckpointError where it is no
+    whole checkpoint, and CheckpointError where it cannot be read now, or a newer
+    library wrote it.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -112,55 +75,15 @@ def open_checkpoint(path: str) -> CheckpointFile:
 
 
 def read_header(path: str) -> Header:
-    """Read everything but the values of variables.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        A checkpoint.
-
-    Returns
-    -------
-    Header
-        Its contents.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file is no whole checkpoint.
-    CheckpointError
-        If a newer library wrote it.
-    FileNotFoundError
-        If there is no such file.
-    """
+    """Return the header of an `open_checkpoint`; raises as that."""
     return open_checkpoint(path).header
 
 
 def read_root(path: str) -> Header:
-    """Check a file as `check` does, and read its own attributes and metrics.
+    """Check a file as `check` does, and return its step, attributes and metrics alone.
 
-    Not collective. The time that it takes hardly depends on how much is in the file.
-
-    Parameters
-    ----------
-    path : str
-        A checkpoint.
-
-    Returns
-    -------
-    Header
-        Without entries and states.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file is no whole checkpoint.
-    CheckpointError
-        If a newer library wrote it.
-    FileNotFoundError
-        If there is no such file.
+    The time that it takes hardly depends on how much is in the file. Raises as
+    `open_checkpoint`.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -171,25 +94,12 @@ def read_root(path: str) -> Header:
 def check(path: str) -> None:
     """Check a file as far as that takes next to no time: all but the data.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        A checkpoint.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file is no whole checkpoint.
-    CheckpointError
-        If a newer library wrote it.
-    FileNotFoundError
-        If there is no such file.
+    Raises as `open_checkpoint`.
     """
     with _readable(path):
         vouched = _vouched(path)
     if vouched is None:
+        # Without hashes, to read all of the structures is the only check.
         read_header(path)
 
 
@@ -205,6 +115,7 @@ def _readable(path: str) -> Iterator[None]:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error
+        # Only now: a mistyped name is rare, and to look costs another open.
         other = other_file(path)
         if other:
             raise NoCheckpointError(
@@ -236,26 +147,10 @@ def _vouched(path: str) -> Vouched | None:
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
-    """Read the data of some entries of a file without hashes: of format version 1.
+    """Read some entries' data without checking hashes, as of format version 1.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        A checkpoint.
-    wanted : dict of str to dtype
-        Type of each entry wanted, by path; it is the type that was saved.
-
-    Returns
-    -------
-    dict of str to ndarray
-        Fresh arrays, in native byte order.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        If the file cannot be read.
+    ``wanted`` are the types that were saved, by path. Returns fresh arrays in native
+    byte order. Raises CorruptCheckpointError where the file cannot be read.
     """
     values = {}
     try:
@@ -263,6 +158,7 @@ def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]
         with h5py.File(path, "r", locking=False) as file:
             for name, dtype in wanted.items():
                 dataset = file[name]
+                # A shape that the file has no bytes for must not allocate memory.
                 place_of(dataset, 0, nbytes)
                 value = np.empty(dataset.shape, saved_dtype(dtype))
                 if value.size:

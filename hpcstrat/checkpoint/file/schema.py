@@ -30,7 +30,10 @@ __all__ = [
 FORMAT = "hpcstrat-checkpoint"
 FORMAT_VERSION = 3
 UNTYPED_VERSION = 2
-"""Of files whose plain state has no types but those of JSON."""
+"""Of files whose plain state has no types but those of JSON; still written for it.
+
+Older libraries can then read what a newer one has saved.
+"""
 
 TABLE = "hpcstrat/block_xxh3_64"
 """Dataset with the hash of each block of the data."""
@@ -52,20 +55,9 @@ _NAME = re.compile(r"ckpt-(\d{1,18})\.h5")
 class Entry:
     """A dataset of a checkpoint, and how its variable is combined over replicas.
 
-    Parameters
-    ----------
-    path : str
-        Where, such as ``variables/weights``.
-    shape : tuple of int
-        Of the dataset; with a leading replica axis for aggregation ``none``.
-    dtype : str
-        NumPy's name of the type.
-    synchronization, aggregation : str
-        In lower case.
-    trainable : bool
-        As the variable's.
-    per_replica : bool
-        Whether the first axis counts replicas.
+    ``dtype`` is NumPy's name of the variable's type, not of the stored one;
+    synchronization and aggregation are in lower case. With ``per_replica``, as of
+    aggregation ``none``, the first axis counts replicas.
     """
 
     path: str
@@ -81,23 +73,9 @@ class Entry:
 class Header:
     """What a checkpoint holds, apart from the data.
 
-    Parameters
-    ----------
-    step : int
-        Training step.
-    num_replicas : int
-        Number of replicas that saved it.
-    entries : dict of str to Entry
-        By path.
-    iterators : dict of str to dict
-        Positions in data sets, and states of random streams, by name; `section_of`
-        tells them apart.
-    python : dict of str to object
-        Plain state, by name; as text from `as_text` in what is to be saved.
-    metrics : dict of str to float
-        What was given to ``save``, by name.
-    created_unix_ns : int
-        When the save began; 0 before it has.
+    ``iterators`` are positions in data sets and states of random streams, which
+    `section_of` tells apart. In a header that is to be saved, ``python`` holds text
+    from `as_text`. ``created_unix_ns`` is when the save began; 0 before it has.
     """
 
     step: int
@@ -110,24 +88,9 @@ class Header:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the file name of a step.
+    """Return the file name of a step, such as ``ckpt-0000001200.h5``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    step : int
-        At least 0, below 10**18.
-
-    Returns
-    -------
-    str
-        Such as ``ckpt-0000001200.h5``.
-
-    Raises
-    ------
-    ValueError
-        For another step.
+    Raises ValueError for a step that is negative, or has more than 18 digits.
     """
     if not 0 <= step < _MOST_STEPS:
         raise ValueError(f"expected 0 <= step < 10**18, found {step}; count from 0")
@@ -135,83 +98,33 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """Return the step that a file name says.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Any path.
-
-    Returns
-    -------
-    int or None
-        None for names of another form.
-    """
+    """Return the step that the name of a path says; None for names of another form."""
     match = _NAME.fullmatch(os.path.basename(path))
     return None if match is None else int(match.group(1))
 
 
 def list_checkpoints(directory: str) -> list[str]:
-    """Return the checkpoints of a folder, oldest step first.
-
-    Not collective.
-
-    Parameters
-    ----------
-    directory : str
-        Need not exist.
-
-    Returns
-    -------
-    list of str
-        Paths.
-    """
+    """Return the checkpoints of a folder, which need not exist, oldest step first."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     steps = {name: step for name in names if (step := step_of(name)) is not None}
+    # By number: steps of more than ten digits would be sorted wrongly by name.
     return [
         os.path.join(directory, name) for name in sorted(steps, key=steps.__getitem__)
     ]
 
 
 def section_of(state: dict[str, Any]) -> str:
-    """Return the group of the file to which a state belongs.
-
-    Not collective.
-
-    Parameters
-    ----------
-    state : dict of str to object
-        Of `Header`'s ``iterators``.
-
-    Returns
-    -------
-    str
-        ``rng`` for random streams, ``iterators`` for data sets.
-    """
+    """Return the group of the file to which one of a header's ``iterators`` belongs."""
     return "rng" if "bit_generator" in state else "iterators"
 
 
 def named_dtype(name: str) -> np.dtype[Any]:
-    """Return the type of a name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        NumPy's, or ``bfloat16``.
-
-    Returns
-    -------
-    dtype
-        In native byte order.
-    """
+    """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
     if name == "bfloat16":
+        # An optional library: whoever has a variable of the type has it.
         import ml_dtypes
 
         half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -220,19 +133,9 @@ def named_dtype(name: str) -> np.dtype[Any]:
 
 
 def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which values are stored.
+    """Return the type in which values are stored: little-endian.
 
-    Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        A variable's.
-
-    Returns
-    -------
-    dtype
-        Little-endian; bfloat16, which HDF5 does not name, as its 16 bits.
+    bfloat16, which HDF5 does not name, is stored as its 16 bits.
     """
     if dtype.name == "bfloat16":
         return np.dtype("<u2")

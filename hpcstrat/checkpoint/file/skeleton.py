@@ -52,29 +52,16 @@ _LEAST_TEXT_BYTES = 256
 _FIRST_BYTES = 1 << 14
 _BYTES_PER_DATASET = 1 << 10
 _MOST_BYTES = 1 << 32
+# Smaller files are not worth up to a stripe of nothing in front.
 _STRIPE_BYTES = 1 << 20
 _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state with blanks behind it for what may come to it.
+    """Return plain state, by name, with blanks behind it for what may come to it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    header : Header
-        Whose ``python`` is taken.
-
-    Returns
-    -------
-    dict of str to bytes
-        By name; each as long as a power of two, so that most saves need as much.
-
-    Raises
-    ------
-    CheckpointError
-        If it is more than readers take.
+    Each is as long as a power of two, so that most saves need as much, and a skeleton
+    fits again. Raises CheckpointError where it is more than readers take.
     """
     packed = {}
     for name, text in header.python.items():
@@ -92,22 +79,7 @@ def packed_python(header: Header) -> dict[str, bytes]:
 
 
 def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
-    """Return what is stored of generators and plain state.
-
-    Not collective.
-
-    Parameters
-    ----------
-    header : Header
-        Whose generators are taken.
-    python : mapping of str to bytes
-        From `packed_python`.
-
-    Returns
-    -------
-    dict of str to ndarray of uint8
-        By path.
-    """
+    """Return the bytes that are stored of generators and `packed_python`, by path."""
     found = {
         f"rng/{name}/{key}": as_bytes(value)
         for name, state in header.iterators.items()
@@ -120,32 +92,17 @@ def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]
 
 
 class Skeleton:
-    """What HDF5 writes for one set of names, types and shapes.
+    """What HDF5 writes for one set of names, types and shapes, placed by its ``plan``.
 
-    Parameters
-    ----------
-    header : Header
-        What is saved.
-    python : mapping of str to bytes
-        From `packed_python`.
-
-    Attributes
-    ----------
-    plan : Plan
-        Where everything lies.
-
-    Raises
-    ------
-    CheckpointError
-        If HDF5 does not place things as it is asked to.
-    OSError
-        If there is no room for the structures in memory.
+    Raises CheckpointError where HDF5 does not place things as it is asked to, and
+    OSError where there is no room for the structures in memory.
     """
 
     def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
         self._key = _key(header, python)
         count = len(header.entries) + len(python) + len(header.metrics)
         count += 2 * len(header.iterators)
+        # A guess that is nearly always enough: each try makes all datasets again.
         room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
@@ -162,44 +119,18 @@ class Skeleton:
         # A save under way at the end of the program still needs it.
         self._closer.atexit = False
         os.pwrite(self._scratch, prefix, 0)
+        # Sparse, and as long as HDF5 expects, or it refuses to open it.
         os.truncate(self._scratch, self.plan.size)
 
     def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
-        """Whether this is the skeleton of a file.
-
-        Not collective.
-
-        Parameters
-        ----------
-        header : Header
-            What is saved.
-        python : mapping of str to bytes
-            From `packed_python`.
-
-        Returns
-        -------
-        bool
-            Where not, another one is needed.
-        """
+        """Whether this is the skeleton of a file; where not, another one is needed."""
         same: bool = _key(header, python) == self._key
         return same
 
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
-        """Return what comes before the data, for one save.
+        """Return what comes before the data, for one save of a header that fits.
 
-        Not collective.
-
-        Parameters
-        ----------
-        header : Header
-            Which must fit.
-        created_unix_ns : int
-            When.
-
-        Returns
-        -------
-        bytearray
-            With an empty table of hashes.
+        The table of hashes in it is empty.
         """
         raw = os.fdopen(self._scratch, "r+b", buffering=0, closefd=False)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -215,10 +146,6 @@ class Skeleton:
         return bytearray(os.pread(self._scratch, self.plan.data_start, 0))
 
     def close(self) -> None:
-        """Give back the memory.
-
-        Not collective.
-        """
         self._closer()
 
 
@@ -242,6 +169,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
+    # The job and the version are in attributes that `prefix` does not write again.
     about = header.num_replicas, _job(), _version(python)
     return about, entries, rows, states, sizes, metrics
 
@@ -301,6 +229,8 @@ def _make(
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
+    # Whole pages, so that the data begin on one; from a bound, as the extents are not
+    # known before the table has its place in front of them.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     if most >= _STRIPED_BYTES:
         # Blocks are then whole stripes of parallel file systems.
@@ -323,8 +253,13 @@ def _make(
             data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
             extents.sort(key=lambda extent: extent.offset)
             data_start = (table_start or 0) + 8 * words
-            places = table_start or 0, data_start, data_end or 0, block_bytes
-            plan = Plan(*places, tuple(extents))
+            plan = Plan(
+                table_start=table_start or 0,
+                data_start=data_start,
+                data_end=data_end or 0,
+                block_bytes=block_bytes,
+                extents=tuple(extents),
+            )
             _describe(maker, header, plan, _version(python))
         finally:
             maker.close()

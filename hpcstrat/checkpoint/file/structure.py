@@ -32,19 +32,9 @@ _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 
 
 def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yield all datasets, by name, once the way to them was seen.
+    """Yield all datasets, with their paths, once the way to them was seen.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : h5py.File
-        Open.
-
-    Yields
-    ------
-    str, Dataset
-        Path, and dataset.
+    It leads through hard links and groups that are not in themselves.
     """
     seen: set[int] = set()
     todo: list[tuple[str, Any, bytes]] = [("", file["/"].id, b".")]
@@ -82,22 +72,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return what is in a group under a name, not elsewhere; None for nothing.
-
-    Not collective.
-
-    Parameters
-    ----------
-    group : h5py.Group
-        Or file.
-    name : str
-        Without a slash.
-
-    Returns
-    -------
-    object or None
-        Of h5py.
-    """
+    """Return what is in a group under a name, not elsewhere; None for nothing."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -105,41 +80,13 @@ def member(group: Any, name: str) -> Any:
 
 
 def attribute(item: Any, name: str) -> Any:
-    """Return a number or text of fixed length; KeyError where there is none.
-
-    Not collective.
-
-    Parameters
-    ----------
-    item : h5py object
-        Whose.
-    name : str
-        Of the attribute.
-
-    Returns
-    -------
-    scalar
-        Of NumPy.
-    """
+    """Return a number or text of fixed length; KeyError where there is none."""
     place = item["/"] if isinstance(item, h5py.File) else item
     return _read(h5a.open(place.id, name.encode()), name)
 
 
 def attributes(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all attributes, by name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    item : h5py object
-        Whose.
-
-    Yields
-    ------
-    str, scalar
-        Name, and value.
-    """
+    """Yield all attributes of an object of h5py, by name."""
     for index in range(h5a.get_num_attrs(item.id)):
         found = h5a.open(item.id, index=index)
         name = found.name
@@ -157,27 +104,16 @@ def _read(found: Any, name: str) -> Any:
         or found.get_space().get_simple_extent_type() != h5s.SCALAR
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")
+    # Into memory of the size that was checked.
     value = np.empty((), kind.dtype)
     found.read(value)
     return value[()]
 
 
 def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
-    """Return where a dataset's values are: between two places, as they are.
+    """Return the offset and the number of bytes of a dataset's values.
 
-    Not collective.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Which.
-    start, stop : int
-        Places in the file.
-
-    Returns
-    -------
-    int, int
-        Offset, and number of bytes.
+    They must be as they are, in one piece, between two places in the file.
     """
     made = dataset.id.get_create_plist()
     if (
@@ -193,6 +129,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
         raise ValueError(f"{dataset.name} has no shape")
     nbytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()
     offset = dataset.id.get_offset()
+    # HDF5 gives values without bytes no place.
     if not nbytes:
         return start, 0
     if offset is None or not start <= offset <= stop - nbytes:
@@ -203,17 +140,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 def require_stored_as(dataset: Any, name: str) -> None:
-    """Refuse values that are not stored in the way that the name of their type says.
-
-    Not collective.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Which.
-    name : str
-        As of `named_dtype`.
-    """
+    """Refuse values that are not stored in the way that the name of their type says."""
     found, stored = dataset.dtype, _stored_as(name, dataset.dtype.itemsize)
     if stored is None or found != stored:
         raise ValueError(f"{dataset.name} is {found}, not {name}")
