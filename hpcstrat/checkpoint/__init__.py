@@ -2,6 +2,6 @@
 
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager
-from hpcstrat.checkpoint.reports import RestoreReport, SaveStatistics
+from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 
 __all__ = ["CheckpointManager", "KeepBest", "RestoreReport", "SaveStatistics"]

@@ -17,17 +17,8 @@ _MOST_NAMES = 3
 def strategy_of(things: Any) -> Any:
     """Return the strategy of what may be faulty arguments; else the current one.
 
-    Not collective.
-
-    Parameters
-    ----------
-    things : object
-        Arguments in any structure.
-
-    Returns
-    -------
-    Strategy
-        To tell the other ranks.
+    To tell the other ranks: so it must be found in any structure, and by no means
+    raise.
     """
     todo = [things]
     while todo:
@@ -45,22 +36,7 @@ def strategy_of(things: Any) -> Any:
 
 
 def refuse_torch(name: str, thing: Any) -> None:
-    """Refuse what has tensors in its state, before a program has run for long.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        Of the object.
-    thing : object
-        With ``state_dict`` and ``load_state_dict``.
-
-    Raises
-    ------
-    ValueError
-        For a model or an optimizer of torch.
-    """
+    """Refuse what has tensors in its state, before a program has run for long."""
     kinds = {
         kind.__name__
         for kind in type(thing).__mro__
@@ -79,22 +55,7 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
-    """Refuse objects of which each rank of a job would write the same files.
-
-    Not collective.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas save.
-    names : collection of str
-        Of variables, or of objects where there are none.
-
-    Raises
-    ------
-    RuntimeError
-        For a strategy of one replica in a job of several ranks.
-    """
+    """Refuse objects of which each rank of a job would write the same files."""
     size = launch_from_environment().size
     if size == 1 or strategy.distributes:
         return

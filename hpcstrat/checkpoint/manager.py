@@ -12,17 +12,17 @@ from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
-from hpcstrat.checkpoint.common_verdict import on_first
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.reports import SaveStatistics
+from hpcstrat.checkpoint.on_first import on_first
+from hpcstrat.checkpoint.outcomes import SaveStatistics
 from hpcstrat.checkpoint.restore_methods import RestoreMethods
-from hpcstrat.checkpoint.save.background import Order, checked_bandwidth
-from hpcstrat.checkpoint.save.saving import Saver
+from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
+from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.errors import CheckpointError
 from hpcstrat.observe.recording import measure
 from hpcstrat.observe.timeline import traced

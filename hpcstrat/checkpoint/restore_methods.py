@@ -10,7 +10,7 @@ from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.reports import RestoreReport
+from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.search_methods import SearchMethods
 from hpcstrat.errors import CheckpointError

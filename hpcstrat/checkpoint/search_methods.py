@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import partial
 
-from hpcstrat.checkpoint.common_verdict import on_first
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.keep.retention import best_path
 from hpcstrat.checkpoint.keep.search import newest_path
+from hpcstrat.checkpoint.on_first import on_first
 from hpcstrat.typing import Replicas
 
 __all__ = ["SearchMethods"]

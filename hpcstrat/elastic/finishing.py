@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from hpcstrat.checkpoint.save.background import finish_all
+from hpcstrat.checkpoint.save.pending_save import finish_all
 from hpcstrat.elastic.pool import Pool
 from hpcstrat.topology.starting import abandon_mpi
 

@@ -11,7 +11,7 @@ from hpcstrat.arrays.casting import quietly
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.restore.matching import Match, match_entries
+from hpcstrat.checkpoint.restore.entry_matching import Match, match_entries
 from hpcstrat.elastic.snapshots import Key, Snapshot
 from hpcstrat.gpu.transfers import store
 from hpcstrat.logs import get_logger

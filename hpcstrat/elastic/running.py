@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.channel.call import describe_call
-from hpcstrat.checkpoint.save.background import give_up_all
+from hpcstrat.checkpoint.save.pending_save import give_up_all
 from hpcstrat.elastic.finishing import (
     end_without_finalize_after_loss,
     remove_marker,

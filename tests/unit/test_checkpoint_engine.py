@@ -35,7 +35,7 @@ from hpcstrat.checkpoint.file.reader import CheckpointFile, check, open_checkpoi
 from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
-from hpcstrat.checkpoint.save import background, rows, writing
+from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.topology import process_stat
 
@@ -217,18 +217,18 @@ def test_rows_come_to_where_they_are_written(
     plan, values = _rowed_plan(datasets, block, size)
     shares: list[dict[str, Any]] = [dict(values) for _ in range(size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_ROUND_BYTES", at_a_time)
+        patch.setattr(row_exchange, "_ROUND_BYTES", at_a_time)
         rounds = []
         for rank, share in enumerate(shares):
             own = {
-                extent.path: rows.Rows(
+                extent.path: row_exchange.Rows(
                     *(extent, rank, np.split(values[extent.path], size)[rank])
                 )
                 for extent in plan.extents
                 if extent.num_rows
             }
             share.update(own)
-            rounds.append(rows._rounds(plan, own, (rank, size)))
+            rounds.append(row_exchange._rounds(plan, own, (rank, size)))
     # As MPI would do it.
     for together in zip(*rounds, strict=True):
         for source, target in itertools.product(range(size), repeat=2):
@@ -238,7 +238,7 @@ def test_rows_come_to_where_they_are_written(
                 there[:], moved = moved[: there.size], moved[there.size :]
             assert not moved.size
             assert not (source == target and len(sent) > 1)
-        received = [sum(map(rows._size, [each.received])) for each in together]
+        received = [sum(map(row_exchange._size, [each.received])) for each in together]
         assert max(received) <= max(at_a_time, block)
     wanted, found = np.empty(block, np.uint8), np.empty(block, np.uint8)
     for rank, part in enumerate(plan.parts(size)):
@@ -387,19 +387,19 @@ def test_children_do_not_share_memory() -> None:
 def test_children_do_not_end_saves_of_their_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, write = threading.Event(), writing.write_all
+    goes_on, write = threading.Event(), part_writer.write_all
 
     def late(*args: Any) -> None:
         goes_on.wait(60)
         write(*args)
 
-    monkeypatch.setattr(writing, "write_all", late)
+    monkeypatch.setattr(part_writer, "write_all", late)
     manager = hs.CheckpointManager(tmp_path, x=hs.Variable(np.ones(1000)))
     manager.save(1, asynchronous=True)
     child = os.fork()
     if child == 0:
-        background.finish_all()
-        background.give_up_all(RuntimeError("the child fails"))
+        pending_save.finish_all()
+        pending_save.give_up_all(RuntimeError("the child fails"))
         os._exit(0)
     os.waitpid(child, 0)
     goes_on.set()
@@ -638,7 +638,7 @@ def test_a_lost_record_makes_no_file_of_version_1(copied: Path) -> None:
 def test_file_of_another_job_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcstrat.checkpoint.save import commit
+    from hpcstrat.checkpoint.save import publication
 
     managers = [
         hs.CheckpointManager(tmp_path, x=hs.Variable(float(number)))
@@ -646,14 +646,14 @@ def test_file_of_another_job_is_not_replaced(
     ]
     managers[0].save(5)
     # Between a look and a rename nothing can be excluded; before the look, it is.
-    replaces = commit.Commit._replaces
+    replaces = publication.Publication._replaces
 
     def looked(self: Any) -> bool:
-        monkeypatch.setattr(commit.Commit, "_replaces", replaces)
+        monkeypatch.setattr(publication.Publication, "_replaces", replaces)
         managers[1].save(5, overwrite=True)
         return replaces(self)
 
-    monkeypatch.setattr(commit.Commit, "_replaces", looked)
+    monkeypatch.setattr(publication.Publication, "_replaces", looked)
     with pytest.raises(CheckpointError, match="another job"):
         managers[0].save(5, overwrite=True)
     assert len(os.listdir(tmp_path)) == 1

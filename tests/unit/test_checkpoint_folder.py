@@ -17,7 +17,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.keep import folder
-from hpcstrat.checkpoint.save import writing
+from hpcstrat.checkpoint.save import part_writer
 from hpcstrat.testing.launcher import clean_environment
 
 _SAVE = """
@@ -43,13 +43,13 @@ def test_manager_in_a_container_leaves_files_of_living_jobs(
     shows_proc: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = _unshare()[: 4 if shows_proc else 3]
-    goes_on, write = threading.Event(), writing.write_all
+    goes_on, write = threading.Event(), part_writer.write_all
 
     def late(*args: Any) -> None:
         goes_on.wait(100)
         write(*args)
 
-    monkeypatch.setattr(writing, "write_all", late)
+    monkeypatch.setattr(part_writer, "write_all", late)
     manager = hs.CheckpointManager(tmp_path, x=hs.Variable(np.ones(1000)))
     manager.save(1, asynchronous=True)
     (temporary,) = tmp_path.iterdir()

@@ -432,7 +432,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(
         remove(which)
 
     monkeypatch.setattr(retention, "remove", noted)
-    monkeypatch.setattr("hpcstrat.checkpoint.save.commit.publish", _full)
+    monkeypatch.setattr("hpcstrat.checkpoint.save.publication.publish", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         manager.save(2)
     assert manager.checkpoints == [path]

@@ -33,7 +33,7 @@ from hpcstrat.checkpoint.disk.disk import (
 )
 from hpcstrat.checkpoint.file.extents import Plan, choose_block_bytes, part_of
 from hpcstrat.checkpoint.file.image import Image
-from hpcstrat.checkpoint.save.writing import NUM_THREADS
+from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
 from hpcstrat.errors import CheckpointError
 from hpcstrat.typing import Array
 

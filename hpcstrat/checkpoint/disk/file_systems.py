@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["file_system_name", "is_local"]
+__all__ = ["file_system_name", "goes_direct", "is_local"]
 
 _NAMES = {
     0xEF53: "ext4",
@@ -57,3 +57,11 @@ def is_local(path: str) -> bool:
     True for ext2 to ext4 and XFS; False where the type cannot be found out.
     """
     return _type(path) in _LOCAL_TYPES
+
+
+def goes_direct(choice: str | None, path: str) -> bool:
+    """Whether files at a path are read and written past the page cache.
+
+    ``choice`` is the setting ``direct_io``.
+    """
+    return choice == "on" or (choice == "auto" and is_local(path))

@@ -8,6 +8,7 @@ import platform
 import secrets
 import time
 from contextlib import suppress
+from typing import TypeAlias
 
 from hpcstrat.checkpoint.disk.file_names import flush_folder
 from hpcstrat.checkpoint.file.hashing import block_hash
@@ -16,6 +17,7 @@ from hpcstrat.topology.process_stat import FLAGS, STATE, process_stat
 __all__ = [
     "NO_FILE",
     "Folder",
+    "Identity",
     "identity_of",
     "remove_abandoned",
     "temporary_name",
@@ -27,15 +29,12 @@ _STALE_SECONDS = 7 * 86400.0
 # A name whose links lead to nothing: what is there is the link.
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
+Identity: TypeAlias = tuple[int, int, int]
+"""What tells a file from another of its name: device, inode, time of change in ns."""
+
 
 class Folder:
-    """A folder of checkpoints, which is made by the first save.
-
-    Parameters
-    ----------
-    path : str
-        Absolute.
-    """
+    """A folder of checkpoints, by its absolute path; the first save makes it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -44,12 +43,7 @@ class Folder:
     def prepare(self) -> None:
         """Refuse what can be no folder, and remove what dead jobs left in it.
 
-        Not collective: one rank calls it.
-
-        Raises
-        ------
-        OSError
-            If something else is in its place.
+        One rank calls it.
         """
         place = self.path
         while not os.path.lexists(place):
@@ -61,41 +55,23 @@ class Folder:
             remove_abandoned(self.path)
 
     def make(self) -> None:
-        """Make it, unless it was there: what has vanished since is not made again.
-
-        Not collective: one rank calls it.
-
-        Raises
-        ------
-        OSError
-            If it cannot be made.
-        """
+        """Make it, unless it was there; one rank calls it."""
         if self._is_known:
+            # What has vanished since is not made again: its file system may be away,
+            # and the files would go to the disk below its mount point.
             return
         missing = [self.path]
         while not os.path.isdir(above := os.path.dirname(missing[-1])):
             missing.append(above)
         os.makedirs(self.path, exist_ok=True)
+        # Else a folder may be gone after a loss of power, with what is durable in it.
         for place in missing:
             flush_folder(os.path.dirname(place))
         self._is_known = True
 
 
 def temporary_name(name: str) -> str:
-    """Return a name under which a checkpoint is written.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        That of the checkpoint.
-
-    Returns
-    -------
-    str
-        Says whose it is; used once.
-    """
+    """Return a name under which a checkpoint is written: whose it is; used once."""
     job = os.environ.get("SLURM_JOB_ID", "0")
     owner = f"{platform.node()}-{_namespace()}-{os.getpid()}"
     return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
@@ -117,13 +93,8 @@ def _namespace() -> str:
 def remove_abandoned(directory: str) -> None:
     """Remove temporary files of processes that have ended, as far as one can know.
 
-    Not collective: one rank calls it. Those are the processes that this one can see;
-    of others, what was written a week ago.
-
-    Parameters
-    ----------
-    directory : str
-        Need not exist.
+    One rank calls it. Those are the processes that this one can see; of others, what
+    was written a week ago. The folder need not exist.
     """
     own = f"{platform.node()}-{_namespace()}"
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
@@ -164,21 +135,8 @@ def _lives(pid: int) -> bool:
     )
 
 
-def identity_of(path: str) -> tuple[int, int, int] | None:
-    """Return what tells a file from another of the same name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Its name.
-
-    Returns
-    -------
-    tuple of int or None
-        None where there is none.
-    """
+def identity_of(path: str) -> Identity | None:
+    """Return what tells a file from another of its name; None where there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -187,4 +145,5 @@ def identity_of(path: str) -> tuple[int, int, int] | None:
         if error.errno not in NO_FILE:
             raise
         found = os.lstat(path)
+    # With the time: file systems give the number of a file that is gone to a new one.
     return found.st_dev, found.st_ino, found.st_mtime_ns

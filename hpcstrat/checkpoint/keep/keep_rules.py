@@ -54,22 +54,7 @@ class KeepBest:
 class KeepRules:
     """Which checkpoints are kept: those that any of the rules asks for.
 
-    Parameters
-    ----------
-    max_to_keep : int or None
-        How many of the newest; None for all, whatever the other rules say.
-    keep_every : int, timedelta or None
-        Those whose step is a multiple of it, or those that are at least so far apart in
-        time, from the oldest one on.
-    keep_best : KeepBest or None
-        The best.
-    keep_for : float, timedelta or None
-        Those younger than that, in seconds if it is a number.
-
-    Raises
-    ------
-    ValueError
-        For other values.
+    As `CheckpointManager` takes them; ValueError for other values.
     """
 
     max_to_keep: int | None = None
@@ -138,25 +123,7 @@ def _metric_name(name: Any) -> str:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as plain numbers, by name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    metrics : mapping of str to number, or None
-        Numbers of Python or NumPy, or arrays of shape ().
-
-    Returns
-    -------
-    dict of str to float
-        In the order of the names.
-
-    Raises
-    ------
-    ValueError
-        If a name or a value is something else.
-    """
+    """Return metrics as plain numbers, by name, sorted; else ValueError."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -165,6 +132,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
             'such as {"val_loss": 0.25}'
         )
     found = {_metric_name(name): _number(name, v) for name, v in metrics.items()}
+    # All ranks say them in a header, where the order counts.
     return dict(sorted(found.items()))
 
 
@@ -182,43 +150,17 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the rules ask of a checkpoint.
-
-    Parameters
-    ----------
-    path : str
-        Its name.
-    step : int
-        Which its name says.
-    created_unix_ns : int
-        When its save began.
-    metrics : mapping of str to float
-        What was given to ``save``.
-    """
+    """What the rules ask of a checkpoint."""
 
     path: str
     step: int
+    # When its save began, as the file says; another host's clock may have said it.
     created_unix_ns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
-    """Return the checkpoints that have a metric, best first.
-
-    Not collective.
-
-    Parameters
-    ----------
-    found : sequence of Found
-        Checkpoints.
-    best : KeepBest
-        Which metric, and what is best.
-
-    Returns
-    -------
-    list of Found
-        Without those whose metric is NaN.
-    """
+    """Return the checkpoints that have a metric which is not NaN, best first."""
     sign = 1 if best.mode == "min" else -1
     values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
     numbers = [pair for pair in values if not math.isnan(pair[0])]
@@ -227,23 +169,9 @@ def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
 
 
 def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]:
-    """Return which of some checkpoints the rules keep.
+    """Return the paths that the rules keep, of all that are whole.
 
-    Not collective.
-
-    Parameters
-    ----------
-    found : sequence of Found
-        All that are whole.
-    rules : KeepRules
-        What to keep.
-    now_unix_ns : int
-        The time now.
-
-    Returns
-    -------
-    set of str
-        Their paths; that of the newest is among them.
+    That of the newest is always among them.
     """
     if rules.max_to_keep is None:
         return {one.path for one in found}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from hpcstrat.checkpoint.disk.file_names import remove
 from hpcstrat.checkpoint.file.reader import check, is_passing, read_root
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
-from hpcstrat.checkpoint.keep.folder import NO_FILE, identity_of
+from hpcstrat.checkpoint.keep.folder import NO_FILE, Identity, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
 from hpcstrat.checkpoint.keep.search import warn
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
@@ -19,32 +19,19 @@ __all__ = ["Retention", "best_path"]
 
 
 class Retention:
-    """Removes the checkpoints of a folder that need not stay, on replica 0.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-    rules : KeepRules
-        What stays.
-    """
+    """Removes the checkpoints of a folder that need not stay; on replica 0 only."""
 
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
         self._rules = rules
         # What has been read, and of which file of the name.
-        self._known: dict[str, tuple[tuple[int, int, int] | None, Found]] = {}
-        self._distrusted: set[tuple[str, tuple[int, int, int] | None]] = set()
+        self._known: dict[str, tuple[Identity | None, Found]] = {}
+        self._distrusted: set[tuple[str, Identity | None]] = set()
 
     def distrust(self, paths: Sequence[str]) -> None:
         """Take note of files that a restore found damaged, also if in their data only.
 
-        Not collective: one rank calls it.
-
-        Parameters
-        ----------
-        paths : sequence of str
-            Which. They are trusted again once they have been replaced.
+        They are trusted again once they have been replaced.
         """
         for path in paths:
             # The other ranks do not wait for an error of this.
@@ -54,22 +41,8 @@ class Retention:
     def is_damaged(self, path: str) -> bool:
         """Whether there is a file that no restore would take, as far as is known.
 
-        Not collective: one rank calls it. Data are not looked at.
-
-        Parameters
-        ----------
-        path : str
-            Its name.
-
-        Returns
-        -------
-        bool
-            False where there is no such file.
-
-        Raises
-        ------
-        OSError
-            If it cannot be looked at.
+        Data are not looked at. False where there is no such file; OSError if it cannot
+        be looked at.
         """
         try:
             if (path, identity_of(path)) in self._distrusted:
@@ -87,19 +60,10 @@ class Retention:
         return False
 
     def apply(self, new: Found) -> None:
-        """Remove what no rule keeps; damaged files do not count, and stay.
+        """Remove what no rule keeps, after a new checkpoint is durable.
 
-        Not collective: one rank calls it, after a new checkpoint is durable.
-
-        Parameters
-        ----------
-        new : Found
-            That one, which need not be opened by HDF5 then.
-
-        Raises
-        ------
-        OSError
-            If the folder or a file cannot be looked at; nothing is removed.
+        Damaged files do not count, and stay. The new one need not be opened by HDF5
+        then. OSError if the folder or a file cannot be looked at; nothing is removed.
         """
         if self._rules.max_to_keep is None:
             return
@@ -151,22 +115,7 @@ class Retention:
 
 
 def best_path(directory: str, best: KeepBest) -> str | None:
-    """Return the path of the best checkpoint that is whole.
-
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-    best : KeepBest
-        Which metric, and what is best.
-
-    Returns
-    -------
-    str or None
-        None where no checkpoint has the metric.
-    """
+    """Return the path of the best whole checkpoint; None where none has the metric."""
     found = []
     for path in list_checkpoints(directory):
         try:

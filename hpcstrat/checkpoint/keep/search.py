@@ -13,19 +13,8 @@ __all__ = ["find_newest", "find_restorable", "newest_path", "warn"]
 def find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
     """Return the newest checkpoint that is whole, as far as its data are not read.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-    passed_over : list of str
-        Paths not to look at; damaged ones are added, with a warning.
-
-    Returns
-    -------
-    CheckpointFile or None
-        None where there is none.
+    Damaged ones are added to ``passed_over``, whose paths are not looked at, and warned
+    of.
     """
     for path in reversed(list_checkpoints(directory)):
         if path in passed_over:
@@ -41,20 +30,7 @@ def find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None
 
 
 def newest_path(directory: str) -> str | None:
-    """Return the path of the newest checkpoint that is whole.
-
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-
-    Returns
-    -------
-    str or None
-        None where there is none.
-    """
+    """Return the path of the newest whole checkpoint; None where there is none."""
     found = find_newest(directory, [])
     return None if found is None else found.path
 
@@ -62,30 +38,10 @@ def newest_path(directory: str) -> str | None:
 def find_restorable(
     directory: str, path: str | None, passed_over: list[str]
 ) -> tuple[CheckpointFile | None, list[str]]:
-    """Return the checkpoint to restore, and what was passed over.
+    """Return the checkpoint to restore, if there is one, and paths of damaged ones.
 
-    Not collective: one rank calls it.
-
-    Parameters
-    ----------
-    directory : str
-        The folder.
-    path : str or None
-        The checkpoint; None for the newest.
-    passed_over : list of str
-        Paths not to look at.
-
-    Returns
-    -------
-    CheckpointFile or None
-        None where there is no checkpoint at all.
-    list of str
-        Paths of damaged ones.
-
-    Raises
-    ------
-    CheckpointError
-        If there are checkpoints, and none of them can be read.
+    That at ``path``, else the newest but those of ``passed_over``. CheckpointError if
+    there are some, and none of them can be read.
     """
     if path is not None:
         try:
@@ -105,13 +61,5 @@ def find_restorable(
 
 
 def warn(error: Exception) -> None:
-    """Say why a checkpoint is passed over.
-
-    Not collective.
-
-    Parameters
-    ----------
-    error : Exception
-        Why.
-    """
+    """Say why a checkpoint is passed over."""
     get_logger("checkpoint").warning("%s", error)

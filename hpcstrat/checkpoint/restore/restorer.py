@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hpcstrat.checkpoint.common_verdict import on_first
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.search import find_restorable, warn
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.reports import RestoreReport
-from hpcstrat.checkpoint.restore.matching import match_entries, renamed
-from hpcstrat.checkpoint.restore.reading_back import restore_values
+from hpcstrat.checkpoint.on_first import on_first
+from hpcstrat.checkpoint.outcomes import RestoreReport
+from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
+from hpcstrat.checkpoint.restore.parallel_read import restore_values
 from hpcstrat.errors import CorruptCheckpointError
 from hpcstrat.observe.timeline import traced
 from hpcstrat.typing import Replicas
@@ -24,26 +24,7 @@ __all__ = ["Restorer"]
 
 
 class Restorer:
-    """Restores of one manager.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas restore.
-    directory : str
-        The folder.
-    objects : Objects
-        What is restored.
-    retention : Retention
-        Is told of damaged files, on replica 0.
-    memory : ImageMemory
-        For what is read.
-
-    Attributes
-    ----------
-    last : RestoreReport or None
-        What the last one did.
-    """
+    """Restores of one manager."""
 
     def __init__(
         self,
@@ -64,28 +45,11 @@ class Restorer:
     def restore(
         self, path: str | None, rename: Mapping[str, str], **rules: Any
     ) -> int | None:
-        """Restore a checkpoint, or the newest that can be read.
+        """Restore a checkpoint, or the newest that can be read; return its step.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        path : str or None
-            The checkpoint; None for the newest.
-        rename : mapping of str to str
-            Saved paths to today's.
-        **rules : object
-            As `match_entries` takes them.
-
-        Returns
-        -------
-        int or None
-            Its step; None where there is none.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, before any variable changes.
+        Collective over the strategy's replicas. None where there is none. ``rename``
+        leads from saved paths to today's; ``rules`` are those of `match_entries`.
+        CheckpointError on every rank, before any variable changes.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:

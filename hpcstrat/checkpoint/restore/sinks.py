@@ -9,7 +9,7 @@ import numpy as np
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.schema import named_dtype, saved_dtype
-from hpcstrat.checkpoint.restore.matching import Match
+from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.gpu.transfers import Uploads
 from hpcstrat.typing import Array, Replicas
 
@@ -19,19 +19,7 @@ __all__ = ["Sink", "live_bytes", "value_of"]
 class Sink:
     """Where the bytes of a dataset go.
 
-    Parameters
-    ----------
-    match : Match
-        Which variable, and how.
-    extent : Extent
-        Where they are in the file.
-    live : ndarray of uint8, optional
-        The variable's own bytes; default: they are collected, and then assigned.
-
-    Attributes
-    ----------
-    on_device : bool
-        Whether the variable's own bytes are in the memory of a GPU.
+    To ``live``, the variable's own bytes, else to a buffer that is assigned when full.
     """
 
     def __init__(self, match: Match, extent: Extent, live: Array | None = None) -> None:
@@ -48,20 +36,9 @@ class Sink:
         strategy: Replicas,
         uploads: Uploads | None = None,
     ) -> None:
-        """Take bytes of the file.
+        """Take bytes that begin at ``start`` in the file, within the extent.
 
-        Not collective.
-
-        Parameters
-        ----------
-        start : int
-            Where in the file they begin.
-        data : ndarray of uint8
-            Within the extent.
-        strategy : Strategy
-            Whose replicas restore.
-        uploads : Uploads, optional
-            Copies to a GPU; needed if this is ``on_device``.
+        ``uploads`` copies to a GPU; needed if this is ``on_device``.
         """
         place = start - self.extent.offset
         if self._live is None and self._collected is None:
@@ -81,24 +58,7 @@ class Sink:
 
 
 def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return bytes as the value that was saved, or a row of it.
-
-    Not collective.
-
-    Parameters
-    ----------
-    match : Match
-        Of which entry.
-    data : ndarray of uint8 or None
-        None where there are none.
-    rows : bool
-        Whether it is one replica's row.
-
-    Returns
-    -------
-    ndarray
-        In native byte order.
-    """
+    """Return bytes as the saved value, or a row of it, in native byte order."""
     dtype = named_dtype(match.entry.dtype)
     stored = saved_dtype(dtype)
     raw = np.empty(0, np.uint8) if data is None else data
@@ -110,17 +70,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
 def live_bytes(match: Match) -> Array | None:
     """Return the bytes of a variable into which a value can be read as it is.
 
-    Not collective.
-
-    Parameters
-    ----------
-    match : Match
-        Of which variable.
-
-    Returns
-    -------
-    ndarray of uint8 or None
-        Of the variable's library; None where it has to be converted.
+    None where it has to be converted, or is not there yet.
     """
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":

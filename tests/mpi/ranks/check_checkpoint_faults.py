@@ -25,7 +25,7 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.file import image
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.keep.folder import temporary_name
-from hpcstrat.checkpoint.save import commit, saving, writing
+from hpcstrat.checkpoint.save import part_writer, publication, saver
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (
@@ -262,19 +262,19 @@ def test_read_only_folder_is_an_error_everywhere(
 
 
 PLACES = (
-    (saving, "create"),
+    (saver, "create"),
     (image, "_pages"),
-    (writing, "open_to_write"),
-    (writing, "fill"),
-    (writing, "block_hash"),
-    (writing, "write_all"),
-    (writing, "flush"),
-    (commit, "open_to_write"),
-    (commit, "pack_record"),
-    (commit, "write_all"),
-    (commit, "flush"),
-    (commit, "publish"),
-    (commit, "flush_folder"),
+    (part_writer, "open_to_write"),
+    (part_writer, "fill"),
+    (part_writer, "block_hash"),
+    (part_writer, "write_all"),
+    (part_writer, "flush"),
+    (publication, "open_to_write"),
+    (publication, "pack_record"),
+    (publication, "write_all"),
+    (publication, "flush"),
+    (publication, "publish"),
+    (publication, "flush_folder"),
 )
 
 
@@ -291,7 +291,7 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
     folder: Path,
     job: Any,
 ) -> None:
-    only_first = place[0] is commit or place[1] == "create"
+    only_first = place[0] is publication or place[1] == "create"
     if where == "last" and only_first:
         pytest.skip("done by replica 0 alone")
     strategy = strategies[job.size]

@@ -20,8 +20,8 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import blocks, image
 from hpcstrat.checkpoint.file.image import ImageMemory
-from hpcstrat.checkpoint.restore import reading_back
-from hpcstrat.checkpoint.save import background, writing
+from hpcstrat.checkpoint.restore import parallel_read
+from hpcstrat.checkpoint.save import part_writer, pending_save
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.effort import examples
@@ -93,7 +93,7 @@ def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
     # On all ranks, as the launcher does it.
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "read_into", late)
-        patch.setattr(reading_back.threading.Thread, "join", interrupt)
+        patch.setattr(parallel_read.threading.Thread, "join", interrupt)
         with pytest.raises(KeyboardInterrupt):
             manager.restore()
     x.assign(np.full(count, 2.0))
@@ -138,7 +138,7 @@ def test_errors_end_spread_writes(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "write_all", full)
+        patch.setattr(part_writer, "write_all", full)
         manager.save(1, asynchronous=True)
         # Nobody waits.
         with pytest.raises(CheckpointError, match="No space left"):
@@ -192,7 +192,7 @@ def test_skipping_ends_where_one_rank_cannot_tell_how_it_went(
     x = _variable(strategies[job.size], job)
     manager = hs.CheckpointManager(folder, x=x)
     with monkeypatch.context() as patch:
-        patch.setattr(background, "write_verdict", _broken)
+        patch.setattr(pending_save, "write_verdict", _broken)
         manager.save(1, asynchronous=True)
         _save_when_not_busy(manager, 2)
         manager.close()
@@ -222,7 +222,7 @@ def test_what_a_rank_lacks_is_not_the_fault_of_the_file(
             patch.setattr(
                 *{
                     "memory": (ImageMemory, "image", _broken),
-                    "threads": (reading_back.threading.Thread, "start", none),
+                    "threads": (parallel_read.threading.Thread, "start", none),
                     "data": (blocks, "read_into", _broken),
                 }[what]
             )
@@ -289,8 +289,8 @@ def test_saves_are_skipped_while_old_ones_are_freed(
 ) -> None:
     x = _variable(strategies[job.size], job)
     manager = hs.CheckpointManager(folder, x=x)
-    monkeypatch.setattr(background, "gives_back", lambda: True)
-    monkeypatch.setattr(background, "_FREEING_SECONDS", 3600.0)
+    monkeypatch.setattr(pending_save, "gives_back", lambda: True)
+    monkeypatch.setattr(pending_save, "_FREEING_SECONDS", 3600.0)
     path = Path(manager.save(1, asynchronous=True))
     assert wait_until(path.exists, _LIMIT_SECONDS)
     assert manager.save(2, asynchronous=True, on_busy="skip") is None

@@ -19,7 +19,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import skeleton
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
-from hpcstrat.checkpoint.save import background, rows, writing
+from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.saved import Counter, fill, make_variable
@@ -66,7 +66,7 @@ def _held_back(
 ) -> Iterator[threading.Event]:
     """Let nothing be written before an event; tell by another when a write begins."""
     goes_on = threading.Event()
-    write = writing.write_all
+    write = part_writer.write_all
 
     def late(*args: Any) -> None:
         if begun:
@@ -74,7 +74,7 @@ def _held_back(
         goes_on.wait(_LIMIT_SECONDS)
         write(*args)
 
-    patch.setattr(writing, "write_all", late)
+    patch.setattr(part_writer, "write_all", late)
     try:
         yield goes_on
     finally:
@@ -157,7 +157,7 @@ def test_what_one_rank_alone_cannot_write_is_raised_later_on_all(
     for later in ("wait", "save", "close", "restore"):
         with monkeypatch.context() as patch:
             if job.rank == last:
-                patch.setattr(writing, "write_all", fail)
+                patch.setattr(part_writer, "write_all", fail)
             manager.save(2, asynchronous=True)
             # Older ones can be restored before anybody has asked.
             if later == "restore":
@@ -348,7 +348,7 @@ def test_many_saves_keep_neither_files_nor_memory(
     assert wait_until(lambda: threading.active_count() <= threads, _LIMIT_SECONDS)
     # An image that was kept would be 60 MiB and more.
     assert _resident_bytes() < memory + (16 << 20)
-    assert not background._under_way
+    assert not pending_save._under_way
     manager.close()
 
 
@@ -394,13 +394,13 @@ def test_rows_of_replicas_are_found_in_the_file(
     for name in _ROW_SHAPES:
         fill(variables[name], _row(name, job.rank))
     manager = hs.CheckpointManager(folder, net=variables)
-    exchange, calls = rows._exchange, []
+    exchange, calls = row_exchange._exchange, []
 
     def counted(*args: Any) -> None:
         calls.append(args)
         exchange(*args)
 
-    monkeypatch.setattr(rows, "_exchange", counted)
+    monkeypatch.setattr(row_exchange, "_exchange", counted)
     path = manager.save(1, asynchronous=asynchronous)
     for name in _ROW_SHAPES:
         fill(variables[name], 0)
@@ -465,7 +465,7 @@ def test_rows_that_one_rank_cannot_send_are_an_error_on_all(
 
     with monkeypatch.context() as patch:
         if job.rank == job.size - 1:
-            patch.setattr(rows, "_rounds", fail)
+            patch.setattr(row_exchange, "_rounds", fail)
         with pytest.raises((MemoryError, ReplicaError), match="no memory for rows"):
             manager.save(2)
     job.Barrier()
@@ -482,7 +482,7 @@ def test_interrupted_saves_are_dropped(
     with strategy.scope():
         x = hs.Variable(np.zeros(job.size << 18))
     manager = hs.CheckpointManager(folder, x=x)
-    may_write, write = threading.Event(), writing.write_all
+    may_write, write = threading.Event(), part_writer.write_all
 
     def wait(*args: Any) -> None:
         assert may_write.wait(60)
@@ -492,8 +492,8 @@ def test_interrupted_saves_are_dropped(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "write_all", wait)
-    monkeypatch.setattr(writing.Writing, "join", interrupt)
+    monkeypatch.setattr(part_writer, "write_all", wait)
+    monkeypatch.setattr(part_writer.PartWriter, "join", interrupt)
     threading.Timer(0.2, may_write.set).start()
     # On all ranks, as the launcher does it.
     with pytest.raises(KeyboardInterrupt):

@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
-from hpcstrat.checkpoint.common_verdict import explained, on_first
 from hpcstrat.checkpoint.disk.disk import create
-from hpcstrat.checkpoint.disk.file_systems import is_local
+from hpcstrat.checkpoint.disk.file_systems import goes_direct
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.image import ImageMemory, Source, as_bytes
 from hpcstrat.checkpoint.file.part_verdicts import NONCE_BYTES, room_bytes
@@ -31,11 +29,12 @@ from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
-from hpcstrat.checkpoint.reports import SaveStatistics
-from hpcstrat.checkpoint.save.background import Order, Save, Start
-from hpcstrat.checkpoint.save.commit import Commit, Target
-from hpcstrat.checkpoint.save.rows import Rows, exchange_rows
-from hpcstrat.checkpoint.save.writing import KINDS_OF_WORK, RING_SLOTS
+from hpcstrat.checkpoint.on_first import explained, on_first
+from hpcstrat.checkpoint.outcomes import SaveStatistics
+from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
+from hpcstrat.checkpoint.save.pending_save import NewFile, Order, PendingSave
+from hpcstrat.checkpoint.save.publication import Publication, Target
+from hpcstrat.checkpoint.save.row_exchange import Rows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError
 from hpcstrat.gpu.transfers import Downloads
@@ -46,24 +45,7 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves of one manager, one at a time.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas save.
-    folder : Folder
-        Where.
-    retention : Retention
-        Removes what need not stay; replica 0's is used.
-    memory : ImageMemory
-        For copies.
-
-    Attributes
-    ----------
-    last : SaveStatistics or None
-        Of the last save that is done.
-    """
+    """Saves of one manager, one at a time; each is over before the next begins."""
 
     def __init__(
         self,
@@ -77,7 +59,7 @@ class Saver:
         self._num_cores = _num_cores(strategy)
         self._skeletons: list[Skeleton] = []
         self._plan: Plan | None = None
-        self._current: Save | None = None
+        self._current: PendingSave | None = None
         self._downloads: Downloads | None = None
         self.last: SaveStatistics | None = None
 
@@ -88,48 +70,39 @@ class Saver:
         values: Mapping[str, Array],
         compare: Callable[[], None],
     ) -> None:
-        """Save, or start to.
+        """Save, or start to; no save may be under way.
 
-        Collective over the strategy's replicas. No save may be under way.
-
-        Parameters
-        ----------
-        order : Order
-            How.
-        header : Header
-            What.
-        values : mapping of str to ndarray
-            Logical values, by path; of those with a row for each replica, the row of
-            this one. May change afterwards; in the memory of a GPU, by what its current
-            stream is then given.
-        compare : callable
-            What finds out whether the values may be saved, while the file is being made
-            or, where the caller waits for the end, written; collective, and raises on
-            every rank.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank.
+        Collective over the strategy's replicas; raises CheckpointError on every rank.
+        ``values`` are logical ones, but of values with a row for each replica this
+        one's row. They may change on return: those in the memory of a GPU by what its
+        current stream is given from then on. ``compare`` finds out whether they may be
+        saved, while the file is being made or, where the caller waits for the end,
+        written; it is collective, too.
         """
-        commits: list[Commit] = []
+        publications: list[Publication] = []
         try:
-            start = self._made(
+            file = self._made(
                 order,
-                partial(self._start, order, header, commits),
+                partial(self._make, order, header, publications),
                 compare if order.asynchronous else _nothing,
             )
         except BaseException as error:
-            for commit in commits:
-                commit.drop(error)
+            for publication in publications:
+                publication.drop(error)
             raise
-        if start.plan is not None:
-            self._plan = start.plan
+        if file.plan is not None:
+            self._plan = file.plan
         assert self._plan is not None
-        place = self._strategy.replica_id, self._strategy.num_replicas_in_sync
-        save = self._current = Save(*(order, start, self._plan, place), header.step)
-        save.commit = commits[0] if commits else None
-        blocks = save.plan.parts(place[1])[place[0]]
+        save = self._current = PendingSave(
+            order,
+            header.step,
+            file,
+            self._plan,
+            replica=self._strategy.replica_id,
+            num_replicas=self._strategy.num_replicas_in_sync,
+        )
+        save.publication = publications[0] if publications else None
+        blocks = save.plan.parts(save.num_replicas)[save.replica]
         rows = self._rows(save, values)
         try:
             data: dict[str, Source] = {
@@ -138,7 +111,7 @@ class Saver:
                 if path not in rows
             }
             data |= rows
-            data |= state_bytes(header, start.python)
+            data |= state_bytes(header, file.python)
             # All of this replica's blocks, or a few at a time.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
             downloads = self._from_device(values)
@@ -156,6 +129,7 @@ class Saver:
         if order.asynchronous:
             return
         try:
+            # While the threads write: nothing is published before all meet.
             compare()
         except BaseException as error:
             self._drop(save, error)
@@ -171,8 +145,11 @@ class Saver:
         return self._downloads
 
     def _made(
-        self, order: Order, make: Callable[[], Start], compare: Callable[[], None]
-    ) -> Start:
+        self,
+        order: Order,
+        make: Callable[[], NewFile],
+        compare: Callable[[], None],
+    ) -> NewFile:
         """Have replica 0 make the file, and compare meanwhile."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
@@ -180,10 +157,10 @@ class Saver:
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
-            start: Start = on_first(self._strategy, f"save of {order.path}", make)
-        return start
+            file: NewFile = on_first(self._strategy, f"save of {order.path}", make)
+        return file
 
-    def _rows(self, save: Save, values: Mapping[str, Array]) -> dict[str, Rows]:
+    def _rows(self, save: PendingSave, values: Mapping[str, Array]) -> dict[str, Rows]:
         """Return what this replica writes of values with a row for each replica."""
         if not save.plan.has_rows:
             return {}
@@ -193,17 +170,17 @@ class Saver:
                 downloads.begin(locked=False)
                 fetch = downloads.fetch
             return exchange_rows(
-                *(save.plan, values, self._strategy, save.order.path), fetch=fetch
+                save.plan, values, self._strategy, save.order.path, fetch=fetch
             )
         except BaseException as error:
             self._drop(save, error)
             raise
 
-    def _drop(self, save: Save, error: BaseException) -> None:
-        """Give up a save, which is not committed before all have met, on this rank."""
+    def _drop(self, save: PendingSave, error: BaseException) -> None:
+        """Give up a save, which is not published before all have met, on this rank."""
         self._current = None
-        if save.commit is not None:
-            save.commit.drop(error)
+        if save.publication is not None:
+            save.publication.drop(error)
         try:
             save.join()
         except BaseException:
@@ -211,8 +188,14 @@ class Saver:
             self._memory.leave()
             raise
 
-    def _start(self, order: Order, header: Header, commits: list[Commit]) -> Start:
-        """Make the file; on replica 0."""
+    def _make(
+        self, order: Order, header: Header, publications: list[Publication]
+    ) -> NewFile:
+        """Make the file; on replica 0, in a thread.
+
+        The publication goes to the list at once: if another replica fails, or the
+        caller is interrupted, nobody gets what this returns, and the file must go.
+        """
         path = order.path
         damaged = self._retention.is_damaged
         every = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
@@ -234,18 +217,26 @@ class Saver:
             self._directory, temporary_name(os.path.basename(path))
         )
         room = room_bytes(plan, header.num_replicas) if order.asynchronous else 0
-        abandoned = [(p, identity_of(p)) for p in every if order.abandons]
         target = Target(
-            *(path, temporary, replaces, identity_of(path), abandoned),
-            self._retention,
+            path=path,
+            temporary=temporary,
+            replaces=replaces,
+            found=identity_of(path),
+            abandoned=[(p, identity_of(p)) for p in every if order.abandons],
+            retention=self._retention,
         )
+        # Here, so that a save that is refused leaves no folder behind.
         self._folder.make()
         create(temporary, plan.size + room)
-        commits.append(Commit(target, header, skeleton, time.time_ns()))
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        # The others have it, unless an earlier save failed before they were told.
-        sent = None if plan is self._plan else plan
-        return Start(temporary, nonce, python, sent, self._goes_direct())
+        publications.append(Publication(target, header, skeleton, time.time_ns()))
+        return NewFile(
+            temporary,
+            secrets.token_bytes(NONCE_BYTES),
+            python,
+            # The others have it, unless an earlier save failed before they were told.
+            None if plan is self._plan else plan,
+            goes_direct(self._strategy.settings.direct_io, self._directory),
+        )
 
     def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
         """Return the structures: those of a save before, or new ones."""
@@ -260,24 +251,16 @@ class Saver:
         self._skeletons = [*others[-1:], *known]
         return known[0]
 
-    def _goes_direct(self) -> bool:
-        choice = self._strategy.settings.direct_io
-        return choice == "on" or (choice == "auto" and is_local(self._directory))
-
     def busy(self) -> bool:
-        """Whether a save is still being written, or old ones freed, on some replica.
+        """Whether a save is still being written, or old files freed, on some replica.
 
-        Collective over the strategy's replicas, if there is one.
-
-        Returns
-        -------
-        bool
-            The same everywhere.
+        Collective over the strategy's replicas if a save is under way; the same
+        everywhere.
         """
         save = self._current
         if save is None:
             return False
-        ended = save.writing is None or save.writing.ended()
+        ended = save.part is None or save.part.ended()
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
@@ -289,17 +272,13 @@ class Saver:
     def finish(self) -> None:
         """Wait until a save is durable, if there is one.
 
-        Collective over the strategy's replicas.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if it failed on any.
+        Collective over the strategy's replicas; raises CheckpointError on every rank,
+        if it failed on any.
         """
         save = self._current
         if save is None:
             return
-        writing = save.writing
+        part = save.part
         try:
             save.join()
         except BaseException as interrupt:
@@ -307,11 +286,11 @@ class Saver:
                 # What the threads still have to copy may change from here on.
                 self._drop(save, interrupt)
             raise
-        error = save.error or (writing.error if writing is not None else None)
+        error = save.error or (part.error if part is not None else None)
         what = f"save of {save.order.path}"
         mine: tuple[bytes, dict[str, float]] = b"", dict.fromkeys(KINDS_OF_WORK, 0.0)
-        if writing is not None:
-            mine = writing.hashes.tobytes(), writing.seconds
+        if part is not None:
+            mine = part.hashes.tobytes(), part.seconds
         try:
             parts = self._strategy.collectives.all_gather_object(
                 (None if error is None else explained(what, error), mine),
@@ -323,16 +302,19 @@ class Saver:
                 for rank, (text, _) in enumerate(parts)
                 if text is not None
             ]
-            conclude = partial(_conclude, save, parts, wrong)
+            hashes = [part[0] for _, part in parts]
+            conclude = partial(_conclude, save, hashes, wrong)
             total = on_first(self._strategy, what, conclude)
         except BaseException as problem:
             # A rank may have been lost: nobody would come back to this file.
             self._drop(save, problem)
             raise
-        self._account(save, [part for _, part in parts], total)
+        self._account(save, [part[1] for _, part in parts], total)
 
-    def _account(self, save: Save, parts: list[Any], total: float) -> None:
-        seconds = [part[1] for part in parts]
+    def _account(
+        self, save: PendingSave, seconds: list[dict[str, float]], total: float
+    ) -> None:
+        """Say what a save has cost; ``seconds`` are those of each replica's threads."""
         asynchronous = save.order.asynchronous
         self.last = SaveStatistics(
             path=save.order.path,
@@ -340,7 +322,7 @@ class Saver:
             nbytes=save.plan.size,
             asynchronous=asynchronous,
             blocking_seconds=save.blocking_seconds if asynchronous else total,
-            copy_seconds=seconds[save.place[0]]["copy"],
+            copy_seconds=seconds[save.replica]["copy"],
             total_seconds=total,
             hash_seconds=max(each["hash"] for each in seconds),
             write_seconds=max(each["write"] for each in seconds),
@@ -351,14 +333,9 @@ class Saver:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
-        """Wait for a save under way, and give back all memory.
+        """Finish, and give back all memory.
 
-        Collective over the strategy's replicas.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if the save failed.
+        Collective over the strategy's replicas; raises as `finish` does.
         """
         try:
             self.finish()
@@ -382,22 +359,22 @@ def _nothing() -> None:
     pass
 
 
-def _conclude(save: Save, parts: list[Any], wrong: list[str]) -> float:
-    """Commit, if the thread has not, on replica 0; return how long it all took."""
-    commit = save.commit
-    assert commit is not None
+def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float:
+    """Publish, if the thread has not, on replica 0; return how long it all took."""
+    publication = save.publication
+    assert publication is not None
     # Whose part is empty may fail without harm.
-    if wrong and not commit.ended:
+    if wrong and not publication.ended:
         error = CheckpointError("; ".join(wrong))
-        commit.drop(error)
+        publication.drop(error)
         raise error
-    hashes = np.zeros(save.plan.num_blocks, np.uint64)
-    for blocks, (_, part) in zip(save.plan.parts(len(parts)), parts, strict=True):
-        hashes[list(blocks)] = np.frombuffer(part[0], np.uint64)
-    commit.do(hashes)
-    if commit.error is not None:
-        raise commit.error
-    return commit.ended - save.order.began
+    every = np.zeros(save.plan.num_blocks, np.uint64)
+    for blocks, own in zip(save.plan.parts(len(hashes)), hashes, strict=True):
+        every[list(blocks)] = np.frombuffer(own, np.uint64)
+    publication.do(every)
+    if publication.error is not None:
+        raise publication.error
+    return publication.ended - save.order.began
 
 
 def _step(path: str) -> int:

@@ -22,113 +22,55 @@ _PIECE_BYTES = 8 << 20
 
 
 class Deal:
-    """Which replica reads which blocks; the same on every replica.
+    """Which replica reads which blocks, and how many it keeps.
 
-    Parameters
-    ----------
-    blocks : list of int
-        All that are needed.
-    most_kept : int
-        How many a replica keeps.
-    strategy : Strategy
-        Whose replicas.
-
-    Attributes
-    ----------
-    own : list of int
-        This replica's blocks.
-    column : int
-        This replica's position in its worker.
-    columns : int
-        Number of positions that all workers have; other replicas read nothing.
+    The same on every replica. ``own`` are this replica's blocks, ``column`` is its
+    position in its worker. ``columns`` is the number of positions that all workers
+    have; other replicas read nothing. An owner is a number from `rounds`.
     """
 
     def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
         self._blocks = blocks
         self.most_kept = most_kept
         self.size = strategy.num_replicas_in_sync
-        self.column, self.columns, self._node, self._nodes = 0, 1, 0, 1
+        self.column, self.columns, self._worker, self._workers = 0, 1, 0, 1
         if self.size > 1:
             topology = strategy.topology
             self.column = topology.worker_comm.rank
             self.columns = topology.smallest_worker
-            self._node, self._nodes = topology.worker_id, topology.num_workers
-        self._owner = self.column * self._nodes + self._node
+            self._worker, self._workers = topology.worker_id, topology.num_workers
+        self._owner = self.column * self._workers + self._worker
         mine = self._part(self._owner) if self.column < self.columns else ()
         self.own = [blocks[index] for index in mine]
 
     def _part(self, owner: int) -> range:
-        return part_of(len(self._blocks), owner, self.columns * self._nodes)
+        return part_of(len(self._blocks), owner, self.columns * self._workers)
 
     def owns(self, owner: int) -> bool:
-        """Whether this replica is an owner.
-
-        Not collective.
-
-        Parameters
-        ----------
-        owner : int
-            From `rounds`.
-
-        Returns
-        -------
-        bool
-            True on one replica.
-        """
+        """Whether this replica is an owner; so on one replica only."""
         return owner == self._owner and self.column < self.columns
 
-    def node_of(self, owner: int) -> int:
-        """Return an owner's worker.
-
-        Not collective.
-
-        Parameters
-        ----------
-        owner : int
-            From `rounds`.
-
-        Returns
-        -------
-        int
-            Its number.
-        """
-        return owner % self._nodes
+    def worker_of(self, owner: int) -> int:
+        """Return the number of an owner's worker."""
+        return owner % self._workers
 
     def kept(self, owner: int) -> set[int]:
-        """Return the blocks that an owner keeps.
-
-        Not collective.
-
-        Parameters
-        ----------
-        owner : int
-            From `rounds`.
-
-        Returns
-        -------
-        set of int
-            It reads its others twice.
-        """
+        """Return the blocks that an owner keeps; it reads its others twice."""
         indices = self._part(owner)[: self.most_kept]
         return {self._blocks[index] for index in indices}
 
     def rounds(self) -> Iterator[list[tuple[int, int]]]:
         """Yield blocks that are passed on at the same time.
 
-        Not collective.
-
-        Yields
-        ------
-        list of (int, int)
-            A block and its owner for each of the first columns.
+        Each is a list with a block and its owner for each of the first columns.
         """
         columns = [
             [
                 (self._blocks[index], owner)
-                for owner in range(first, first + self._nodes)
+                for owner in range(first, first + self._workers)
                 for index in self._part(owner)
             ]
-            for first in range(0, self.columns * self._nodes, self._nodes)
+            for first in range(0, self.columns * self._workers, self._workers)
         ]
         # The first owners have as many blocks as the others or one more, so that no
         # column has more than the one before.
@@ -139,17 +81,8 @@ class Deal:
 class Shared:
     """Memory of a worker, through which pieces of blocks go.
 
-    Collective over the channel's replicas.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of the replicas; inside of its ``moving``.
-
-    Attributes
-    ----------
-    piece_bytes : int
-        The most that one replica puts there at a time.
+    Collective over the channel's replicas, inside of its ``moving``. ``piece_bytes`` is
+    the most that one replica puts there at a time.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -171,25 +104,13 @@ class Shared:
         return np.frombuffer(segment.buffer, np.uint8, nbytes, start)
 
     def exchange(
-        self, own: Array | None, pieces: Sequence[range], nodes: Sequence[int]
+        self, own: Array | None, pieces: Sequence[range], workers: Sequence[int]
     ) -> list[Array]:
         """Show a piece of each column to all replicas.
 
-        Collective over the channel's replicas.
-
-        Parameters
-        ----------
-        own : ndarray of uint8 or None
-            The piece, on the replicas that have one.
-        pieces : sequence of range
-            Whose lengths are those of the pieces.
-        nodes : sequence of int
-            Which worker has the piece of each column.
-
-        Returns
-        -------
-        list of ndarray of uint8
-            Valid until the next but one call.
+        Collective over the channel's replicas. The lengths of ``pieces`` are those of
+        the pieces, ``workers`` the workers that have them; ``own`` is that of a replica
+        that has one. What is returned is valid until the next but one call.
         """
         column = self._worker.rank
         # While some still copy from one half, the next pieces go into the other: who
@@ -200,7 +121,7 @@ class Shared:
             if own is not None:
                 mine[:] = own
             if self._several:
-                self._across.Bcast(mine, root=nodes[column])
+                self._across.Bcast(mine, root=workers[column])
         self._worker.Barrier()
         return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
 
@@ -212,8 +133,5 @@ class Shared:
         self._segment.close()
 
     def release(self) -> None:
-        """Let go of the memory where an error has ended all calls.
-
-        Not collective.
-        """
+        """Let go of the memory alone, where an error has ended all calls."""
         self._segment.release()

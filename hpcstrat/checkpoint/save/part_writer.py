@@ -23,7 +23,7 @@ from hpcstrat.checkpoint.file.image import Image, Source, fill
 from hpcstrat.gpu.transfers import Arrival, Downloads
 from hpcstrat.typing import Array
 
-__all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "Writing"]
+__all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "PartWriter"]
 
 KINDS_OF_WORK = ("copy", "hash", "write", "flush")
 
@@ -33,40 +33,12 @@ RING_SLOTS = 4
 """How many threads, and places for blocks, there are where the caller waits."""
 
 
-class Writing:
-    """A part that is being written.
+class PartWriter:
+    """Writes this replica's blocks of a file, which exists.
 
-    Parameters
-    ----------
-    path : str
-        The file, which exists.
-    plan : Plan
-        The layout.
-    blocks : sequence of int
-        This replica's blocks, ascending.
-    image : Image
-        Holds `RING_SLOTS` blocks, or all of them.
-    direct : bool
-        Whether to go past the page cache.
-    then : callable or None
-        Called at the end in a thread, with this object.
-    spread_seconds : float, optional
-        Over how long at least the writes are spread while nobody joins the threads.
-    num_cores : int, optional
-        How many threads may copy and hash at once.
-    downloads : Downloads, optional
-        Copies values that are in the memory of a GPU; it has begun.
-
-    Attributes
-    ----------
-    hashes : ndarray of uint64 of shape (len(blocks),)
-        Of the blocks; valid at the end.
-    error : BaseException or None
-        The first that came up.
-    done : threading.Event
-        Set when the part is on the disk, or has failed.
-    seconds : dict of str to float
-        Spent in each kind of work by all threads together.
+    ``image`` holds `RING_SLOTS` blocks, or all of them where they are copied ahead.
+    ``then`` is called at the end, by the last thread. The writes are spread over
+    ``spread_seconds`` while nobody joins the threads.
     """
 
     def __init__(
@@ -77,7 +49,7 @@ class Writing:
         image: Image,
         *,
         direct: bool,
-        then: Callable[[Writing], None] | None,
+        then: Callable[[PartWriter], None] | None,
         spread_seconds: float = 0.0,
         num_cores: int = 1,
         downloads: Downloads | None = None,
@@ -113,16 +85,9 @@ class Writing:
     def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
         """Have all blocks written.
 
-        Not collective.
-
-        Parameters
-        ----------
-        values : mapping of str to Source
-            By path.
-        ahead : bool
-            Whether all blocks are copied here, so that values may change on return:
-            those in the memory of a GPU by what its current stream is given from then
-            on. Otherwise they may not before `join` has returned.
+        If ``ahead``, all are copied here, so that values may change on return: those in
+        the memory of a GPU by what its current stream is given from then on. Otherwise
+        they may not before `join` has returned.
         """
         try:
             if self.blocks:
@@ -284,31 +249,13 @@ class Writing:
             self.seconds["flush"] = time.perf_counter() - begin
 
     def ended(self) -> bool:
-        """Whether the threads have ended.
-
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False also while they clean up.
-        """
+        """Whether the threads have ended; not yet while they clean up."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the threads, which write as fast as they can from now on.
+        """Wait for the threads, at most so long; return whether they have ended.
 
-        Not collective.
-
-        Parameters
-        ----------
-        seconds : float, optional
-            How long at most.
-
-        Returns
-        -------
-        bool
-            Whether they have ended.
+        They write as fast as they can from now on.
         """
         self._hurry.set()
         for thread in self._threads:

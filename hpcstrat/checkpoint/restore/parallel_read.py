@@ -15,24 +15,24 @@ from queue import SimpleQueue
 import numpy as np
 
 from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS, PASSING, require_descriptors
-from hpcstrat.checkpoint.disk.file_systems import is_local
+from hpcstrat.checkpoint.disk.file_systems import goes_direct
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.image import Image, ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.file.schema import named_dtype
-from hpcstrat.checkpoint.restore.matching import Match
-from hpcstrat.checkpoint.restore.sharing import Deal, Shared
+from hpcstrat.checkpoint.restore.block_sharing import Deal, Shared
+from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
-from hpcstrat.checkpoint.save.writing import NUM_THREADS
+from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.gpu.transfers import Uploads
 from hpcstrat.typing import Array, Replicas
 
 __all__ = ["restore_values"]
 
+# How many bytes a replica reads once only; of more, the rest is read twice.
 _KEPT_BYTES = 1 << 30
-"""How many bytes a replica reads once only; of more, the rest is read twice."""
 
 
 def restore_values(
@@ -41,53 +41,31 @@ def restore_values(
     strategy: Replicas,
     memory: ImageMemory,
 ) -> tuple[int, float]:
-    """Give all variables their values.
+    """Give all variables their values; return what this replica has read, and how long.
 
-    Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    file : CheckpointFile
-        The same on every replica.
-    matches : sequence of Match
-        What goes where, in the same order on every replica.
-    strategy : Strategy
-        Whose replicas.
-    memory : ImageMemory
-        For what is read before all is checked.
-
-    Returns
-    -------
-    nbytes : int
-        How many bytes this replica has read.
-    seconds : float
-        For how long, until what it read first had been checked.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        On every rank, if any part cannot be read or is damaged; nothing has changed.
-    CheckpointError
-        On every rank, if there is no memory, or a part cannot be read now; nothing has
-        changed.
+    Collective over the strategy's replicas, with the matches in the same order on each.
+    Returned are bytes, and the seconds until what was read first had been checked. On
+    every rank CorruptCheckpointError, if any part cannot be read or is damaged, or
+    CheckpointError, if there is no memory or a part cannot be read now: nothing has
+    changed then.
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
-    exchange = _Exchange(file, matches, strategy, memory)
+    parallel = _ParallelRead(file, matches, strategy, memory)
     error: Exception | None = None
     began = time.perf_counter()
     try:
         try:
-            exchange.read()
+            parallel.read()
         except CorruptCheckpointError as problem:
             error = problem
         except Exception as problem:
             error = _unreadable(file.path, problem)
         seconds = time.perf_counter() - began
         _raise_together(strategy, error, file.path)
-        return exchange.give_out(), seconds
+        return parallel.give_out(), seconds
     finally:
-        exchange.close()
+        parallel.close()
 
 
 def _unreadable(path: str, problem: Exception) -> CheckpointError:
@@ -132,7 +110,7 @@ def _restore_unchecked(
     return sum(value.nbytes for value in values.values()), seconds
 
 
-class _Exchange:
+class _ParallelRead:
     """One restore: which blocks this replica reads, and what it makes of all."""
 
     def __init__(
@@ -190,16 +168,11 @@ class _Exchange:
             self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
-        """Read and check this replica's part; nothing changes.
-
-        Not collective.
-        """
+        """Read and check this replica's part; nothing changes, nobody is waited for."""
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
-        direct = self._strategy.settings.direct_io == "on" or (
-            self._strategy.settings.direct_io == "auto" and is_local(self._file.path)
-        )
+        direct = goes_direct(self._strategy.settings.direct_io, self._file.path)
         self._blocks = Blocks(self._file.path, self._vouched, direct)
         todo: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         for index, block in enumerate(self._own):
@@ -230,6 +203,7 @@ class _Exchange:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
+            # For the memory that a worker shares: MPI ends the process without one.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
             # Memory runs out here, if it does.
@@ -319,9 +293,9 @@ class _Exchange:
                 block, piece = group[column][0], pieces[column]
                 begin = self._plan.span(block)[0]
                 own = self._kept[block][piece.start - begin : piece.stop - begin]
-            nodes = [self._deal.node_of(owner) for _, owner in group]
+            workers = [self._deal.worker_of(owner) for _, owner in group]
             for piece, data in zip(
-                pieces, shared.exchange(own, pieces, nodes), strict=True
+                pieces, shared.exchange(own, pieces, workers), strict=True
             ):
                 self._put(piece, data, piece.start)
 
@@ -365,10 +339,7 @@ class _Exchange:
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:
-        """Give back the file, and lend the memory.
-
-        Not collective.
-        """
+        """Give back the file, and lend the memory."""
         self._kept.clear()
         self._image = None
         if any(thread.is_alive() for thread in self._threads):

@@ -1,4 +1,8 @@
-"""The last steps of a save, on replica 0: from parts on the disk to a checkpoint."""
+"""The last steps of a save, on replica 0: from parts on the disk to a checkpoint.
+
+The file gets its name only when all of it is on the disk, and older checkpoints go only
+when that name is: at each moment, a loss of power leaves a whole one.
+"""
 
 from __future__ import annotations
 
@@ -13,64 +17,37 @@ from hpcstrat.checkpoint.disk.file_names import flush_folder, publish, remove
 from hpcstrat.checkpoint.file.commit_record import pack_record
 from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton
-from hpcstrat.checkpoint.keep.folder import identity_of
+from hpcstrat.checkpoint.keep.folder import Identity, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.errors import CheckpointError
 from hpcstrat.logs import get_logger
 from hpcstrat.typing import Array
 
-__all__ = ["Commit", "Target"]
+__all__ = ["Publication", "Target"]
 
 
 @dataclass(slots=True)
 class Target:
-    """Where a checkpoint is to be, and what was there when its save began.
-
-    Parameters
-    ----------
-    path : str
-        Its name.
-    temporary : str
-        Its name until then.
-    replaces : bool
-        Whether the file of its name is replaced.
-    found : tuple of int or None
-        Which file that is.
-    abandoned : list of (str, identity)
-        Later checkpoints, which go once this one is durable.
-    retention : Retention
-        Removes others then.
-    """
+    """Where a checkpoint is to be, and what was there when its save began."""
 
     path: str
+    # Its name until then, in the same folder.
     temporary: str
     replaces: bool
-    found: tuple[int, int, int] | None
-    abandoned: list[tuple[str, tuple[int, int, int] | None]]
+    # The file that is replaced: another one there at the end is another job's.
+    found: Identity | None
+    # Checkpoints of later steps, which go once this one is durable.
+    abandoned: list[tuple[str, Identity | None]]
+    # Removes older ones then.
     retention: Retention
 
 
-class Commit:
-    """Done once, by the thread that saves or by the caller, whoever is first.
+class Publication:
+    """From parts on the disk to a checkpoint, done or given up once.
 
-    Parameters
-    ----------
-    target : Target
-        Where.
-    header : Header
-        What is saved.
-    skeleton : Skeleton
-        Its structures.
-    created_unix_ns : int
-        When the save began.
-
-    Attributes
-    ----------
-    error : BaseException or None
-        Why there is no checkpoint.
-    ended : float
-        ``time.perf_counter()`` when it was durable; 0 before.
+    By the thread that saves or by the caller, whoever is first; what comes later
+    changes nothing.
     """
 
     def __init__(
@@ -78,6 +55,7 @@ class Commit:
     ) -> None:
         self.target = target
         self.error: BaseException | None = None
+        # time.perf_counter() when it was durable; 0 before.
         self.ended = 0.0
         self._header = header
         self._skeleton = skeleton
@@ -91,15 +69,7 @@ class Commit:
         return self.ended > 0 or self.error is not None
 
     def do(self, hashes: Array) -> None:
-        """Make the checkpoint, all parts of which are on the disk.
-
-        Not collective. What goes wrong is kept in ``error``.
-
-        Parameters
-        ----------
-        hashes : ndarray of uint64 of shape (num_blocks,)
-            Of all blocks.
-        """
+        """Make the checkpoint, all parts of which are on the disk; keep an error."""
         with self._lock:
             if self.over:
                 return
@@ -128,15 +98,7 @@ class Commit:
             self._tidy()
 
     def drop(self, error: BaseException) -> None:
-        """Give up, unless it is done.
-
-        Not collective.
-
-        Parameters
-        ----------
-        error : BaseException
-            Why.
-        """
+        """Give up, unless it is over."""
         with self._lock:
             if not self.over:
                 self.error = error
@@ -153,10 +115,12 @@ class Commit:
         table = hashes.astype("<u8").tobytes()
         prefix[plan.table_start : plan.table_start + len(table)] = table
         record = pack_record(plan, bytes(prefix), header.step, header.num_replicas)
+        # Not direct: these pieces are neither aligned nor large.
         file = open_to_write(self.target.temporary, False)
         try:
             write_all(file, memoryview(prefix), 0)
             write_all(file, memoryview(record), plan.data_end)
+            # Verdicts of a save in the background stand behind the record.
             os.ftruncate(file, plan.size)
             flush(file)
         finally:
@@ -205,5 +169,6 @@ class Commit:
             # The checkpoint is there all the same.
             get_logger("checkpoint").warning(
                 "old checkpoints in %s were not removed: %s",
-                *(os.path.dirname(self.target.path), error),
+                os.path.dirname(self.target.path),
+                error,
             )

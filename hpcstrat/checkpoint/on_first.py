@@ -1,4 +1,4 @@
-"""Verdicts of single replicas that become those of all."""
+"""What replica 0 does alone, with the outcome on all; and words for what goes wrong."""
 
 from __future__ import annotations
 
@@ -13,28 +13,10 @@ __all__ = ["explained", "on_first"]
 
 
 def on_first(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on replica 0; return its result, or raise its error, on all.
+    """Run an action on replica 0; return its result, which must pickle, on all.
 
-    Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    what : str
-        The action, for messages.
-    action : callable
-        Its result must pickle.
-
-    Returns
-    -------
-    object
-        The same everywhere.
-
-    Raises
-    ------
-    CheckpointError
-        What the action raised, or with its text.
+    Collective over the strategy's replicas. What it raises is a CheckpointError on all
+    of them: its own, or one with its text.
     """
     outcome: Any = None
     if strategy.replica_id == 0:
@@ -51,22 +33,7 @@ def on_first(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
 
 
 def explained(what: str, error: BaseException) -> str:
-    """Return the message of an error of the operating system.
-
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        What was tried.
-    error : BaseException
-        What came of it.
-
-    Returns
-    -------
-    str
-        One sentence with advice.
-    """
+    """Return the message, with advice, of an error of the operating system."""
     advice = "check the path, its permissions and the space on the file system"
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
         advice = "close files, or raise their number (ulimit -n)"

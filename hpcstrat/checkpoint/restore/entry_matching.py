@@ -24,39 +24,20 @@ _POLICIES = ("error", "first", "cycle", "init")
 
 @dataclass(slots=True)
 class Match:
-    """A saved value and where it goes.
-
-    Parameters
-    ----------
-    entry : Entry
-        What was saved.
-    variable : Variable or None
-        Where it goes; None when the variable does not exist yet.
-    owner : object
-        Then, what will make the variable.
-    name : str
-        And its name there.
-    per_replica : str
-        What to do with rows of another number of replicas.
-    """
+    """A saved value and where it goes."""
 
     entry: Entry
+    # None while it does not exist: ``owner`` then makes it, by ``name``, later on.
     variable: Variable | None
     owner: Any = None
     name: str = ""
+    # What to do with the rows of another number of replicas.
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:
-        """Put the value into this replica's component.
+        """Put the saved value into this replica's component.
 
-        Not collective: no replica needs another's.
-
-        Parameters
-        ----------
-        value : ndarray
-            As saved.
-        strategy : Strategy
-            Whose replicas.
+        No replica needs another's: each takes its part by rules that all know.
         """
         variable = self.variable
         if variable is None:
@@ -76,6 +57,7 @@ class Match:
     @property
     def divides(self) -> bool:
         """Whether this replica's part is not the saved value itself."""
+        # A total is divided, so that the sum over today's replicas is the total again.
         shared = (
             isinstance(self.variable, SyncOnReadVariable)
             and self.variable.aggregation is VariableAggregation.SUM
@@ -83,33 +65,12 @@ class Match:
         return shared or self.entry.per_replica
 
     def assign_row(self, row: Array) -> None:
-        """Put this replica's row into its component.
-
-        Not collective.
-
-        Parameters
-        ----------
-        row : ndarray
-            From the place that `row` says.
-        """
+        """Put one row, which `row` has chosen, into this replica's component."""
         assert self.variable is not None
         _store(self.variable.component, row)
 
     def row(self, strategy: Replicas) -> int | None:
-        """Return which of the saved rows this replica takes.
-
-        Not collective.
-
-        Parameters
-        ----------
-        strategy : Strategy
-            Whose replicas.
-
-        Returns
-        -------
-        int or None
-            None where the variable stays as it is.
-        """
+        """Return which of the saved rows this replica takes; None for none."""
         saved = self.entry.shape[0]
         replica = int(strategy.replica_id)
         if saved == strategy.num_replicas_in_sync:
@@ -118,6 +79,7 @@ class Match:
 
 
 def _store(component: Array, value: Array) -> None:
+    # In place: a program may hold views of the component.
     if is_device(component):
         store(component, value)
     else:
@@ -135,46 +97,18 @@ def match_entries(
     num_replicas: int,
     only: Collection[str] | None = None,
 ) -> list[Match]:
-    """Find for every variable its saved value.
+    """Find for every variable its saved value; the same on every rank.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    header : Header
-        Of the checkpoint.
-    variables : dict of str to Variable
-        By path.
-    objects : Objects
-        Takes values of variables that do not exist yet.
-    allow_cast : bool
-        Whether another dtype fits.
-    expect_partial : bool
-        Whether saved values that nothing takes are left alone.
-    per_replica : str
-        See ``CheckpointManager.restore``.
-    num_replicas : int
-        How many restore.
-    only : collection of str, optional
-        Names of the objects that are restored; default: all.
-
-    Returns
-    -------
-    list of Match
-        One for each variable, and for each value to be kept for later.
-
-    Raises
-    ------
-    ValueError
-        For an unknown ``per_replica``.
-    CheckpointMismatchError
-        If anything does not fit, naming all of it.
+    One match for each variable, and for each value that its owner keeps for later. The
+    rules are those of `CheckpointManager.restore`; ValueError for an unknown
+    ``per_replica``, CheckpointMismatchError if anything does not fit, naming all of it.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
             f"expected per_replica to be one of {', '.join(_POLICIES)}, found "
             f"{per_replica!r}; choose one"
         )
+    # All problems at once: a restore of a large job is not tried one mistake at a time.
     matches, problems, unused = [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
@@ -211,21 +145,10 @@ def match_entries(
 
 
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
-    """Whether a path belongs to one of some objects.
+    """Whether a path belongs to one of the objects ``only``; None means all.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        Of an entry, such as ``variables/net/w`` or ``optimizer/iterations``.
-    only : collection of str or None
-        Names of objects, such as ``net`` and ``optimizer``; None means all.
-
-    Returns
-    -------
-    bool
-        For ``variables``, the name is what follows.
+    The name is what comes first in ``optimizer/iterations``, but ``net`` in
+    ``variables/net/w``.
     """
     if only is None:
         return True
@@ -236,25 +159,8 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
     """Return what a checkpoint holds under the names that a program has today.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    header : Header
-        Of the checkpoint.
-    names : mapping of str to str
-        Path in the checkpoint, or its beginning up to a ``/``, to that of today:
-        ``{"variables/net": "variables/model", "iterators/train": "iterators/data"}``.
-
-    Returns
-    -------
-    Header
-        Entries keep the path that they have in the file.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        If a name is not in the checkpoint, or two things get one name.
+    The same on every rank. Entries keep the path that they have in the file.
+    CheckpointMismatchError if a name is not in the checkpoint, or two things get one.
     """
     used: set[str] = set()
 

@@ -19,85 +19,35 @@ from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Rows", "exchange_rows"]
 
+# Size of the blocks whose rows are sent at a time: no buffer is larger.
 _ROUND_BYTES = 256 << 20
-"""Size of the blocks whose rows are sent at a time: no buffer is larger."""
 
 
 class Rows:
-    """What a replica has of a dataset with a row for each replica.
-
-    Parameters
-    ----------
-    extent : Extent
-        Where the dataset is.
-    rank : int
-        The replica.
-    own : ndarray of uint8 of shape (extent.row_bytes,)
-        Its row, of either library.
-
-    Attributes
-    ----------
-    missing : list of (cupy.ndarray, ndarray)
-        What of a row in the memory of a GPU is needed here, and where it has to go.
-    """
+    """The bytes that a replica has, or is sent, of a dataset with a row for each."""
 
     def __init__(self, extent: Extent, rank: int, own: Array) -> None:
         self._each, self._rank, self._own = extent.row_bytes, rank, own
         # Pieces with bytes of other rows, by where they begin.
         self._mixed: dict[int, Array] = {}
+        # From the memory of a GPU, and where in host memory it has to go.
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return the bytes of a piece.
-
-        Not collective.
-
-        Parameters
-        ----------
-        source : slice
-            In this replica's row, or as given to `prepare`.
-
-        Returns
-        -------
-        ndarray of uint8
-            A view.
-        """
+        """Return a view of a piece of this replica's row, or that was `prepare`d."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 
     def own(self, source: slice) -> Array:
-        """Return the bytes of a piece that are this replica's.
-
-        Not collective.
-
-        Parameters
-        ----------
-        source : slice
-            Of a piece.
-
-        Returns
-        -------
-        ndarray of uint8
-            A view; may be empty.
-        """
+        """Return a view of what of a piece is in this replica's row; may be empty."""
         before = self._rank * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
 
     def sent(self, source: slice) -> Array:
-        """Return the bytes of a piece that are this replica's, for a message.
+        """Return what of a piece is this replica's, in host memory, for a message.
 
-        Not collective.
-
-        Parameters
-        ----------
-        source : slice
-            Of a piece.
-
-        Returns
-        -------
-        ndarray of uint8
-            In host memory; those of a GPU are there when what is missing is.
+        What comes from a GPU is not there before the pairs of ``missing`` are copied.
         """
         own = self.own(source)
         if not is_device(own):
@@ -107,19 +57,9 @@ class Rows:
         return there
 
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
-        """Make room for a piece, if it is not in this replica's row.
+        """Make room for a piece, if it is not in this replica's row alone.
 
-        Not collective.
-
-        Parameters
-        ----------
-        source : slice
-            Of the piece.
-
-        Yields
-        ------
-        int, ndarray of uint8
-            A replica, and where its bytes are to go.
+        Yields the other replicas of which it holds bytes, and where these are to go.
         """
         first, last = source.start // self._each, (source.stop - 1) // self._each
         if first == last == self._rank:
@@ -157,27 +97,11 @@ def exchange_rows(
 ) -> dict[str, Rows]:
     """Send bytes of rows to the replicas whose blocks they are in.
 
-    Collective over the strategy's replicas.
-
-    Parameters
-    ----------
-    plan : Plan
-        The layout.
-    values : mapping of str to ndarray
-        By path; of datasets with rows, this replica's row.
-    strategy : Strategy
-        Whose replicas.
-    name : str
-        Of the file, for messages.
-    fetch : callable, optional
-        Copies from the memory of a GPU, and waits for it: see `Downloads`. Messages
-        between replicas go through host memory.
-
-    Returns
-    -------
-    dict of str to Rows
-        What this replica writes, by path: the array itself, and copies of the pieces
-        in its blocks that are not in its row.
+    Collective over the strategy's replicas. ``values`` are this replica's rows;
+    returned is what this replica writes of each, which refers to these arrays.
+    ``fetch`` copies from the memory of a GPU and waits for it (`Downloads.fetch`):
+    messages between replicas go through host memory. Raises on every rank where one has
+    no memory.
     """
     collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
     place = strategy.replica_id, strategy.num_replicas_in_sync
@@ -227,6 +151,7 @@ def _rounds(
 ) -> list[_Round]:
     """Return what this replica sends and receives; as many rounds on every replica."""
     rank, size = place
+    # All replicas compute the same owners and blocks, so that no message says them.
     owners = np.zeros(plan.num_blocks, np.intp)
     for owner, part in enumerate(plan.parts(size)):
         owners[list(part)] = owner
