@@ -9,7 +9,7 @@ in size. Names, updates and weights follow ``tf.keras.metrics``; sums are float6
 from hpcstrat.metrics.averages import Mean, MeanMetricWrapper, Sum
 from hpcstrat.metrics.group import MetricGroup, results
 from hpcstrat.metrics.metric import Metric
-from hpcstrat.metrics.pairwise import (
+from hpcstrat.metrics.predictions import (
     Accuracy,
     BinaryAccuracy,
     CategoricalAccuracy,

@@ -5,14 +5,15 @@ the variable's aggregation; an assignment to a SyncOnRead variable touches the r
 own component only, and reading it in cross-replica context combines the components.
 """
 
-from hpcstrat.variables.distributed import (
+from hpcstrat.values import HostValue
+from hpcstrat.variables.replicated import (
     DistributedVariable,
     MirroredVariable,
     SyncOnReadVariable,
     read_all,
     share_of,
 )
-from hpcstrat.variables.plain import HostValue, Variable
+from hpcstrat.variables.variable import Variable
 
 __all__ = [
     "DistributedVariable",

@@ -21,8 +21,7 @@ from hpcstrat.values import (
     Mirrored,
     PerReplica,
 )
-from hpcstrat.variables.plain import Variable
-from hpcstrat.variables.scatter import NOT_SUMMABLE
+from hpcstrat.variables.variable import NOT_SUMMABLE, Variable
 
 __all__ = [
     "DistributedVariable",
@@ -62,12 +61,15 @@ class DistributedVariable(Variable, DistributedValues):
                 return own
             return collectives.broadcast(own, 0, what)
 
+        # An entry: Ctrl-C in a callable ends the calls of the other replicas, too. Of
+        # an error that is announced here `MadeTogether` tells nobody again.
         component: Array = collectives.call(what, shared)
         return component
 
     @property
     def collectives(self) -> ObjectCollectives:
         """The calls between replicas that a use of the variable makes here."""
+        # By this name `channel.entries` finds what an entry of any object calls.
         return self._strategy.collectives if self._communicates() else _ALONE
 
     def _communicates(self) -> bool:
@@ -83,6 +85,7 @@ class DistributedVariable(Variable, DistributedValues):
     def _local(self) -> Array:
         return self._view
 
+    # `DistributedValues` has a slot of that name.
     @_local.setter
     def _local(self, value: Any) -> None:
         raise AttributeError("the component of a variable is set by assign")
@@ -113,6 +116,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
+        # What AUTO means here.
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
@@ -144,6 +148,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return self._apply(method, self._converted(method, value), read_value)
         if mode is _UPDATE:
             return self._apply(method, self._one_value(method, value), read_value)
+        # A value that does not fit on one replica must not make the others' differ.
         with self._strategy.all_or_none(self, method):
             result = self._apply(method, self._one_value(method, value), read_value)
         return self._as_mirrored(result)
@@ -188,6 +193,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         if mode is _UPDATE:
             return self._scatter_own(method, rows)
         if mode is _CROSS:
+            # As in `_update`.
             with self._strategy.all_or_none(self, method):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
@@ -337,6 +343,7 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     SyncOnRead ones the aggregate, or with aggregation ``NONE`` all components, of shape
     (num_replicas, ...): with ``own_rows`` this replica's, no copy.
     """
+    # By the property of no variable: `value` would be a call for each.
     results: list[Any] = [variable._view for variable in variables]
     groups: dict[VariableAggregation, list[int]] = {}
     for index, variable in enumerate(variables):
