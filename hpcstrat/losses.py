@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_device
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
 from hpcstrat.typing import Array, ArrayLike
@@ -13,9 +14,7 @@ from hpcstrat.typing import Array, ArrayLike
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
-# An error for a number out of range, as np.seterr can ask for, would take one replica
-# out: so the library's own arithmetic is quiet, here and elsewhere.
-@np.errstate(all="ignore")
+@quiet
 def compute_average_loss(
     per_example_loss: ArrayLike,
     sample_weight: ArrayLike | None = None,
@@ -82,7 +81,7 @@ def compute_average_loss(
     return as_array(mean).astype(losses.dtype, copy=False)
 
 
-@np.errstate(all="ignore")
+@quiet
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     """Return this replica's part of a loss that does not depend on the examples.
 

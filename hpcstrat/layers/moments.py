@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
 from hpcstrat.context import current
 from hpcstrat.options import ReduceOp
@@ -25,7 +26,7 @@ __all__ = [
 _BACKWARD = "sync_batch_moments_backward"
 
 
-@np.errstate(all="ignore")
+@quiet
 def sync_batch_moments(
     x: ArrayLike, axis: int = -1, *, name: str = "sync_batch_moments"
 ) -> tuple[Array, Array, int]:
@@ -102,7 +103,7 @@ def _combined(
     return mean, variance, count if is_device(count) else round(float(count))
 
 
-@np.errstate(all="ignore")
+@quiet
 def sync_batch_moments_backward(
     x: ArrayLike,
     moments: tuple[Array, Array, int],

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import (
     array_module,
     as_array,
@@ -114,7 +115,7 @@ class SyncBatchNormalization(MadeTogether):
         """Gamma and beta, as far as there are any."""
         return [v for v in (self.gamma, self.beta) if v is not None]
 
-    @np.errstate(all="ignore")
+    @quiet
     def forward(self, x: ArrayLike, training: bool = False) -> Array:
         """Normalize this replica's part of the batch.
 
@@ -174,7 +175,7 @@ class SyncBatchNormalization(MadeTogether):
             scaled += self._spread(_beside(array, self.beta.component), array)
         return scaled.astype(dtype, copy=False)
 
-    @np.errstate(all="ignore")
+    @quiet
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
         """Return the gradients of the latest `forward`, which is forgotten then.
 

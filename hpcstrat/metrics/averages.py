@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet, rounded
 from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
 from hpcstrat.metrics.metric import Metric
 from hpcstrat.typing import Array, ArrayLike
@@ -43,7 +44,7 @@ class Sum(Metric):
     def __init__(self, name: str = "sum", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype, ("total",))
 
-    @np.errstate(all="ignore")
+    @quiet
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:
@@ -72,7 +73,7 @@ class Sum(Metric):
             array = array * weights
         self._add(total=array.sum())
 
-    @np.errstate(all="ignore")
+    @quiet
     def result_of(self, totals: Any) -> Any:
         """Return the total.
 
@@ -97,7 +98,7 @@ class _Average(Metric):
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
 
-    @np.errstate(all="ignore")
+    @quiet
     def _average(self, array: Array, sample_weight: ArrayLike | None) -> None:
         count: Any = array.size
         if sample_weight is not None:
@@ -106,7 +107,7 @@ class _Average(Metric):
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
-    @np.errstate(all="ignore")
+    @quiet
     def result_of(self, totals: Any) -> Any:
         """Return the quotient of total and count, 0 where the count is 0.
 
@@ -149,7 +150,6 @@ class Mean(_Average):
     def __init__(self, name: str = "mean", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype)
 
-    @np.errstate(all="ignore")
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:
@@ -228,10 +228,10 @@ class MeanMetricWrapper(_Average):
             In cross-replica context of a distributed metric.
         """
         self._require_own()
+        # The function may be the program's own: its warnings are given.
         self._average(as_float64(self._fn(y_true, y_pred)), sample_weight)
 
 
-@np.errstate(all="ignore")
 def as_float64(value: ArrayLike) -> Array:
     """Return real numbers as float64, possibly the value itself.
 
@@ -244,10 +244,9 @@ def as_float64(value: ArrayLike) -> Array:
             f"expected real numbers for a metric, found dtype {array.dtype}; convert "
             "them"
         )
-    return array.astype(np.float64, copy=False)
+    return rounded(array, np.dtype(np.float64))
 
 
-@np.errstate(all="ignore")
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
     """Return the mean over dimensions, 0 where they are empty."""
     total = _sum_over(array, axis)

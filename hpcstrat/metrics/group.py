@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from hpcstrat.metrics.metric import Metric, read_totals
 from hpcstrat.variables import Variable
 
 __all__ = ["MetricGroup", "results"]
 
 
-@np.errstate(all="ignore")
 def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     """Return the results of several metrics, with one reduction for all of them.
 

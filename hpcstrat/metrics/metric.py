@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.channel.entries import collective
 from hpcstrat.context import MadeTogether, current
@@ -129,7 +130,7 @@ class Metric(MadeTogether):
         self._settle()
         return dict(self._totals)
 
-    @np.errstate(all="ignore")
+    @quiet
     def _settle(self) -> None:
         """Add to the totals what was kept on the GPU."""
         kept, self._on_device = self._on_device, {}
@@ -147,7 +148,6 @@ class Metric(MadeTogether):
                 "runs"
             )
 
-    @np.errstate(all="ignore")
     def _add(self, **amounts: Any) -> None:
         for name, amount in amounts.items():
             total = self._totals[name]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import as_array
 from hpcstrat.metrics.averages import (
     MeanMetricWrapper,
@@ -75,7 +76,7 @@ class BinaryAccuracy(MeanMetricWrapper):
         super().__init__(self._matches, name, dtype)
         self.threshold = threshold
 
-    @np.errstate(all="ignore")
+    @quiet
     def _matches(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
         true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
         return _over_columns(true == (predicted > self.threshold))
@@ -131,7 +132,7 @@ class MeanSquaredError(MeanMetricWrapper):
     def __init__(
         self, name: str = "mean_squared_error", dtype: Any = np.float64
     ) -> None:
-        super().__init__(lambda y, p: _over_columns(_squared(y, p)), name, dtype)
+        super().__init__(_squared_of_columns, name, dtype)
 
 
 class MeanAbsoluteError(MeanMetricWrapper):
@@ -148,9 +149,7 @@ class MeanAbsoluteError(MeanMetricWrapper):
     def __init__(
         self, name: str = "mean_absolute_error", dtype: Any = np.float64
     ) -> None:
-        super().__init__(
-            lambda y, p: _over_columns(abs(_difference(y, p))), name, dtype
-        )
+        super().__init__(_absolute_of_columns, name, dtype)
 
 
 class RootMeanSquaredError(MeanMetricWrapper):
@@ -171,7 +170,7 @@ class RootMeanSquaredError(MeanMetricWrapper):
     ) -> None:
         super().__init__(_squared, name, dtype)
 
-    @np.errstate(all="ignore")
+    @quiet
     def result_of(self, totals: Any) -> Any:
         """Return the root of the quotient of total and count, 0 where that is 0.
 
@@ -206,7 +205,6 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
     return true, predicted
 
 
-@np.errstate(all="ignore")
 def _over_columns(values: Array) -> Array:
     """Average each example over the last dimension, where there is one."""
     array = values.astype(np.float64, copy=False)
@@ -215,7 +213,7 @@ def _over_columns(values: Array) -> Array:
     return mean_over(array, -1) if array.ndim > 1 else array
 
 
-@np.errstate(all="ignore")
+@quiet
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
     if true.dtype.kind == predicted.dtype.kind == "f":
@@ -223,7 +221,7 @@ def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true == predicted)
 
 
-@np.errstate(all="ignore")
+@quiet
 def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_float64(y_true), as_float64(y_pred))
     if true.ndim == 0 or true.shape != predicted.shape:
@@ -235,7 +233,7 @@ def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true.argmax(axis=-1) == predicted.argmax(axis=-1))
 
 
-@np.errstate(all="ignore")
+@quiet
 def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_array(y_true), as_float64(y_pred))
     if predicted.ndim == true.ndim and true.shape[-1:] == (1,):
@@ -249,13 +247,22 @@ def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true == predicted.argmax(axis=-1))
 
 
-@np.errstate(all="ignore")
 def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
     return predicted - true
 
 
-@np.errstate(all="ignore")
+@quiet
 def _squared(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     difference = _difference(y_true, y_pred)
     return as_array(difference * difference)
+
+
+@quiet
+def _squared_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    return _over_columns(_squared(y_true, y_pred))
+
+
+@quiet
+def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+    return _over_columns(abs(_difference(y_true, y_pred)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_half
 from hpcstrat.channel.entries import collective
@@ -317,6 +318,7 @@ class SyncOnReadVariable(DistributedVariable):
         )
 
 
+@quiet
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     """Return one replica's share of a total, so that the shares add up to it.
 
@@ -330,8 +332,7 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
         return (wide // num_replicas + remainder).astype(total.dtype)
     if total.dtype.kind == "b":
         return total if replica_id == 0 else array_module(total).zeros_like(total)
-    with np.errstate(all="ignore"):
-        return (total / num_replicas).astype(total.dtype, copy=False)
+    return (total / num_replicas).astype(total.dtype, copy=False)
 
 
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
