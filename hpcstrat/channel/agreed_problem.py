@@ -17,26 +17,8 @@ _TEXT_BYTES = 512
 def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Awaited, None, str]:
     """Find out whether any rank has a problem, and which.
 
-    Collective over ``comm``.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    comm : mpi4py.MPI.Intracomm
-        Of the ranks.
-    problem : str
-        This rank's; empty where there is none.
-
-    Returns
-    -------
-    str
-        The problem of the last rank that has one, the same on all; empty for none.
-
-    Yields
-    ------
-    Message
-        See `hpcstrat.collectives.work`.
+    Collective over ``comm``. ``problem`` is this rank's, empty where there is none;
+    returned is that of the last rank that has one, the same on all.
     """
     last = np.array([comm.rank if problem else -1], np.int64)
     yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpcstrat.channel.awaited import Awaited
 from hpcstrat.channel.call import Call
 from hpcstrat.channel.waiting import Waiter
 from hpcstrat.observe.arrival_report import (
@@ -62,31 +63,15 @@ class _Waits:
 class Arrivals:
     """The waiting of one channel's rank.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks.
-    comm : mpi4py.MPI.Intracomm
-        The channel's own.
-    count : callable
-        Returns the number of collective calls.
-
-    Attributes
-    ----------
-    topology, comm : Topology, mpi4py.MPI.Intracomm
-        As given.
-    number : int
-        Tells channels apart; the same on all ranks.
-    leads : bool
-        Whether this is the first replica of its worker.
+    Collective over ``topology.replica_comm``. ``count`` returns the number of
+    collective calls.
     """
 
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
         self.comm = comm
         self.topology = topology
-        # Ranks may have made different numbers of channels with others.
+        # Tells channels apart. The same on all ranks, which may have made different
+        # numbers of channels with others.
         self.number: int = comm.bcast(secrets.randbits(31))
         self._count = count
         self._replicas = topology.worker_replicas
@@ -97,6 +82,7 @@ class Arrivals:
         self._looks_early = self._looks and len(self._replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
         own = topology.worker_comm.rank
+        # Whether this is the first replica of its worker.
         self.leads = own == 0
         self._pages = [
             topology.status(index)[:ROW_BYTES] for index in range(len(self._replicas))
@@ -111,29 +97,13 @@ class Arrivals:
     def wait(
         self,
         waiter: Waiter,
-        awaited: Any,
+        awaited: Awaited,
         call: Call,
         timeout_seconds: float | None = None,
     ) -> bool:
         """Let a waiter wait for the headers of late ranks, and take the time.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        waiter : Waiter
-            What waits.
-        awaited : SegmentRecords or WireRecords
-            What is awaited.
-        call : Call
-            In which call.
-        timeout_seconds : float, optional
-            How long.
-
-        Returns
-        -------
-        bool
-            As `Waiter.wait`.
+        Collective over ``topology.replica_comm``; returns as `Waiter.wait`.
         """
         start, agreed = time.perf_counter(), awaited.agreed
         for _ in range(_FURTHER_LOOKS * waiter.quick_looks):
@@ -166,24 +136,11 @@ class Arrivals:
                 for replica in late:
                     self._awaited[replica] += share
 
-    def wait_data(self, waiter: Waiter, awaited: Any, call: Call) -> bool:
+    def wait_data(self, waiter: Waiter, awaited: Awaited, call: Call) -> bool:
         """Let a waiter wait for data, and take the time.
 
-        Collective over ``topology.replica_comm``, or what is awaited of it.
-
-        Parameters
-        ----------
-        waiter : Waiter
-            What waits.
-        awaited : SegmentRecords or Message
-            What is awaited.
-        call : Call
-            In which call.
-
-        Returns
-        -------
-        bool
-            As `Waiter.wait`.
+        Collective over ``topology.replica_comm``, or what is awaited of it; returns as
+        `Waiter.wait`.
         """
         start = time.perf_counter()
         try:
@@ -192,15 +149,7 @@ class Arrivals:
             self._data.add(time.perf_counter() - start, call)
 
     def own(self) -> ReplicaArrivals:
-        """Return this replica's numbers.
-
-        Not collective.
-
-        Returns
-        -------
-        ReplicaArrivals
-            Up to now: the seconds, and the longest wait, also of one that goes on.
-        """
+        """Return this replica's numbers up to now, also of a wait that goes on."""
         self._settle()
         header, data, now = self._header, self._data, time.perf_counter()
         waited, longest, text = header.seconds, header.longest, header.longest_call
@@ -238,13 +187,7 @@ class Arrivals:
     def of_worker(self) -> ArrivalReport:
         """Return what the worker's replicas have shown.
 
-        Not collective.
-
-        Returns
-        -------
-        ArrivalReport
-            Of those that can be read: a process that was killed while it wrote is left
-            out.
+        A process that was killed while it wrote is left out.
         """
         rows = []
         for page in self._pages:
@@ -256,16 +199,11 @@ class Arrivals:
         return ArrivalReport(tuple(rows))
 
     def at_end(self) -> ArrivalReport | None:
-        """Return the numbers of all replicas at the end of the program.
+        """Return the numbers of all replicas at the end of the program, on replica 0.
 
         Collective over ``topology.replica_comm``, once all ranks have said that they
-        leave. It gives up after some seconds: where a rank has died meanwhile, no
-        other waits here for ever.
-
-        Returns
-        -------
-        ArrivalReport or None
-            None on all but replica 0, and where there was no answer.
+        leave. It gives up after some seconds, and returns None: where a rank has died
+        meanwhile, no other waits here for ever.
         """
         first = self.topology.replica_id == 0
         data = self.own().packed()

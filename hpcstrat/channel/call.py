@@ -22,42 +22,22 @@ _SHOWN_ARRAYS = 8
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective call.
+    """A collective call."""
 
-    Parameters
-    ----------
-    text : str
-        For people: the operation, and shape and dtype of each array.
-    digest : int
-        63 bits of a hash of all that ranks must agree on; the same in every process.
-    nbytes : int
-        How much data this rank brings, where that is known; for timelines.
-    """
-
+    # For people: the operation, and shape and dtype of each array.
     text: str
+    # 63 bits of a hash of all that ranks must agree on; the same in every process.
     digest: int
+    # How much data this rank brings, where that is known; for timelines.
     nbytes: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
 def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
-    """Return the call for a text.
+    """Return the call for a text, equal on ranks that give equal texts.
 
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        The operation with its arguments.
-    details : str
-        More that ranks must agree on, shown shortened.
-    nbytes : int
-        How much data this rank brings; need not be the same on all.
-
-    Returns
-    -------
-    Call
-        Equal on ranks that give equal texts.
+    ``details`` are more that ranks must agree on, shown shortened; ``nbytes``, how much
+    data this rank brings, need not be the same on all.
     """
     digest = hashlib.blake2b(f"{what}\0{details}".encode(), digest_size=8).digest()
     text = f"{what} of {details}" if details else what
@@ -67,21 +47,9 @@ def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
-    """Describe arrays and the structure that holds them.
+    """Describe arrays, and what holds them, such as ``float32[4, 2] on a GPU``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    structure : optree.PyTreeSpec or None
-        None for a single array.
-    arrays : sequence of ndarray
-        The leaves.
-
-    Returns
-    -------
-    str
-        Such as ``float32[4, 2]``, or ``float32[4, 2] on a GPU``.
+    ``structure`` is None for a single array.
     """
     shapes = ", ".join(
         f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
@@ -100,12 +68,7 @@ def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
 def call_site() -> str:
     """Return file and line of the innermost frame outside the library.
 
-    Not collective.
-
-    Returns
-    -------
-    str
-        Such as ``train.py:41``; empty where there is no such frame.
+    Such as ``train.py:41``; empty where there is no such frame.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,121 +1,123 @@
-"""The channel of a topology: headers, calls that are started, and the end of a rank."""
+"""The channel of a topology: the header of every collective call, and what follows it.
+
+Before any data moves, each rank announces a header: its sequence number, the steps that
+it has made, the digest of the call, and flags. Only when the headers of all ranks are
+equal does any rank go on; a difference is an error on every rank, where MPI itself
+would give wrong numbers or wait for ever. A rank that has failed, or leaves the
+program, announces that in the same way.
+
+An error in the midst of a call leaves the other ranks there: this rank can make no
+further call, tells the others so (`hpcstrat.channel.breaks`), and they raise where
+they wait.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcstrat.channel.agreement import Agreement, EveryRankError
+from hpcstrat.channel.arrivals import Arrivals
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
-from hpcstrat.channel.call import Call, describe_call
-from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, announce_error
-from hpcstrat.channel.progress import ProgressThread, check_progress_thread
-from hpcstrat.channel.started import Started
-from hpcstrat.channel.waiting import Waiting
+from hpcstrat.channel.breaks import Breaks
+from hpcstrat.channel.call import Call, call_site, describe_call
+from hpcstrat.channel.deaths import Deaths
+from hpcstrat.channel.disagreement import (
+    FAILED,
+    LEFT,
+    Announcement,
+    announce_error,
+    explain,
+    only_marks_differ,
+)
+from hpcstrat.channel.headers import SegmentHeaders, WireHeaders
+from hpcstrat.channel.patient import PatientComm
+from hpcstrat.channel.places import Places
+from hpcstrat.channel.position import Position
+from hpcstrat.channel.progress import check_progress_thread
+from hpcstrat.channel.sections import Failure, Sections
+from hpcstrat.channel.started import StartedCalls
+from hpcstrat.channel.waiting import Waiter, Waiting
 from hpcstrat.errors import CollectiveError
 from hpcstrat.observe.timeline import active, recorded_wait
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["Channel", "EveryRankError"]
 
+_NO_CALL = describe_call("an exchange")
+_FAILING = describe_call("failure")
 _LEAVING = describe_call("leaving the program")
+_MEETING = describe_call("meeting after ranks had made different numbers of steps")
+_RESUMING = describe_call("going on after an interrupt of all ranks")
+_ANNOUNCED = "_hpcstrat_announced"
 
 # What MPI may write to after a death, as long as it has not given up these calls.
 _abandoned: list[Any] = []
 
 
-class Channel(Agreement):
-    """Carries one topology's calls.
+class EveryRankError(Exception):
+    """A ValueError in the exchange of data that every rank raises in the same place."""
 
-    Collective over ``topology.replica_comm``.
 
-    Parameters
-    ----------
-    topology : Topology
-        At least two replicas.
+class Channel:
+    """Carries one topology's calls, of at least two replicas.
+
+    Collective over ``topology.replica_comm``, as are its calls unless they say
+    otherwise.
     """
 
     def __init__(self, topology: Topology) -> None:
-        super().__init__(topology)
+        self.topology = topology
+        # Why no call can be made any more; empty while all is well.
+        self.broken = ""
+        self.closed = False
+        # Whether the rank was in no call when it broke, so that it can still announce
+        # its own end.
+        self.between_calls = False
+        # Whether it looks just now who has left the same call: then no look raises.
+        self._meets = False
+        # Number of headers so far; the same on all ranks at the same point.
+        self.num_calls = 0
+        # The last of them in which all ranks have learned of an error.
+        self.told_at = 0
+        # The thread that is in a call, see hpcstrat.channel.entries.
+        self.thread: int | None = None
+        # The last call to which all ranks have come, and the one whose data this rank
+        # moves now.
+        self.last_call: Call | None = None
+        self.exchanging: Call | None = None
+        self.position = Position()
+        # Ranks have told each other different numbers of steps.
+        self._apart = False
+        self.sections = Sections()
+        self.started = StartedCalls(self)
         # Made at the first call with arrays on GPUs, see device_group.
         self.device_group: Any = None
-        self._progress: ProgressThread | None = None
-        self._lock = threading.RLock()
+        self._comm = topology.duplicate()
+        self._rank: int = self._comm.rank
+        self._patient: dict[int, PatientComm] = {}
+        self.breaks = Breaks(topology, self._comm)
+        self.deaths = Deaths(topology, self._comm)
+        self._steps = SegmentHeaders(topology)
+        self.places = Places(topology)
+        self.waiter = Waiter(topology, self.look, self._steps)
+        self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
+        self._headers: Any = (
+            self._steps
+            if topology.num_workers == 1
+            else WireHeaders(topology, self._comm)
+        )
 
-    def post_leave(self) -> None:
-        """Announce that this rank ends the program; waits for started calls only.
-
-        Collective over ``topology.replica_comm`` where there are started calls.
-        """
-        with contextlib.suppress(Exception):
-            self.drain()
-        self.num_calls += 1
-        self._records.post(0, _LEAVING.digest, LEFT)
-        now, thread = time.monotonic(), threading.get_ident()
-        self._waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
-
-    def poll_leave(self) -> str | None:
-        """Look whether all ranks have answered `post_leave`.
-
-        Not collective until the ranks differ, then collective over ``replica_comm``.
-
-        Returns
-        -------
-        str or None
-            None while ranks are missing; empty when all are leaving; else what the
-            others did instead.
-
-        Raises
-        ------
-        CollectiveError
-            If they do not come in time.
-        """
-        late, waiting = self._records.missing(), self._waiter.waiting
-        if late:
-            self._waiter.late = late
-            self.breaks.look()
-            if waiting is not None:
-                self._waiter.check_limit(waiting)
-            return None
-        self._waiter.waiting = None
-        if self._records.agreed():
-            return ""
-        announcement = Announcement(self._rank, LEFT, "left the program")
-        try:
-            self._raise_disagreement(announcement)
-        except CollectiveError as error:
-            return str(error)
-        return ""
-
-    def step(self, call: Call) -> Awaited:
-        """Tell this worker's ranks that this one has come to the next step of a call.
-
-        Collective over ``topology.worker_comm``.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-
-        Returns
-        -------
-        SegmentRecords
-            For `wait`: to be done when all have come.
-        """
-        self._steps.post(0, call.digest ^ self.slots.next, 0)
-        self.topology.moves += 1
-        return self._steps
+    # Calls that wait: a header, then an exchange of data.
 
     def drive(
         self, steps: Awaits, call: Call, timeout_seconds: float | None = None
     ) -> None:
         """Make a call: what an algorithm does before the header, that, and the rest.
 
-        Collective over ``topology.replica_comm``. `Started` does the same without
-        waiting.
+        `Started` does the same without waiting.
         """
         header = next(steps)
         assert header is HEADER
@@ -124,156 +126,182 @@ class Channel(Agreement):
             for awaited in steps:
                 self.wait(awaited, call)
 
+    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
+        """Return once every rank has announced the same call.
+
+        ``timeout_seconds`` is how long to wait for late ranks. Raises CollectiveError
+        on every rank, if any announced something else or left the program; and
+        ReplicaError on every rank that did not fail, if another did.
+        """
+        if active.recorder is None:
+            agreed = self._announce(self.position.run_mark, call, 0, timeout_seconds)
+        else:
+            agreed = self._announce_recorded(call, timeout_seconds)
+        if not agreed:
+            self._settle(call, timeout_seconds)
+
+    def _announce(
+        self, run: int, call: Call, flags: int, timeout_seconds: float | None
+    ) -> bool:
+        if self.broken or self.closed or self.sections.failure is not None:
+            self.refuse_if_broken(call)
+        if self.started:
+            self.started.drain()
+            self.refuse_if_broken(call)
+        try:
+            self.num_calls += 1
+            headers = self._headers
+            mark = call.digest
+            if headers is self._steps:
+                mark ^= self.places.next
+            headers.post(run, mark, flags)
+            agreed = headers.agreed
+            for _ in range(self.waiter.quick_looks):
+                if agreed():
+                    self.last_call = call
+                    return True
+            came = self.arrivals.wait(self.waiter, headers, call, timeout_seconds)
+            self.last_call = call
+            return came
+        except BaseException as error:
+            self.interrupted(call, error)
+            raise
+
+    def _announce_recorded(self, call: Call, timeout_seconds: float | None) -> bool:
+        """Announce a call where a timeline is recorded."""
+        recorder: Any = active.recorder
+        start = recorder.enter(call.text)
+        try:
+            return self._announce(self.position.run_mark, call, 0, timeout_seconds)
+        finally:
+            about = {
+                "call": call.text,
+                "bytes": call.nbytes,
+                "sequence": self.num_calls,
+                "channel": self.arrivals.number,
+            }
+            recorder.agreed(call.text, about, start)
+
+    def _marked(self, call: Call) -> int:
+        """Return what ranks compare: the call, and the place of its data.
+
+        An interrupt before a header leaves a rank's ring a place ahead.
+        """
+        if self._headers is self._steps:
+            return call.digest ^ self.places.next
+        # Each worker has its own rings; its steps compare them.
+        return call.digest
+
+    def _settle(self, call: Call, timeout_seconds: float | None) -> None:
+        """Raise what the ranks' different headers mean.
+
+        Where only the marks of variables' copies differ, and the copies prove to be
+        equal, all ranks agree once more instead.
+        """
+        announcement = Announcement(self._rank, 0, call.text)
+        announcement.digest = self._marked(call)
+        announcement.run_mark = self.position.run_mark
+        announcements = self._gather(announcement)
+        error, check = None, self.position.copy_check
+        if check is not None and only_marks_differ(announcements):
+            with self.moving(call):
+                error = check.difference(self.patient(self._comm))
+            if error is None:
+                self.agree(call, timeout_seconds)
+                return
+        raise self._conclude(announcements, error or explain(announcements)).error
+
+    @contextlib.contextmanager
+    def moving(self, call: Call) -> Iterator[PatientComm]:
+        """Surround the exchange of data that follows `agree`; gives all replicas.
+
+        Not collective. An error in it leaves the other ranks in the call: no further
+        call can be made, and the end of this rank ends the job, unless it is an
+        EveryRankError, which becomes a ValueError.
+        """
+        recorder = active.recorder
+        if recorder is not None:
+            recorder.enter_data(call.text)
+        outer, self.exchanging = self.exchanging, call
+        # The watchdog sees by it that the rank is alive.
+        self.topology.moves += 1
+        try:
+            yield self.patient(self.topology.replica_comm)
+        except EveryRankError as error:
+            self.told_at = self.num_calls
+            raise ValueError(*error.args) from error.__cause__
+        except BaseException as error:
+            self.interrupted(call, error)
+            raise
+        finally:
+            self.exchanging = outer
+            if recorder is not None:
+                recorder.leave_data(call.text)
+
+    def patient(self, comm: Any) -> PatientComm:
+        """Return a communicator whose calls end where another rank ends all calls.
+
+        Not collective. The same one each time for the same ``comm``.
+        """
+        found = self._patient.get(comm.handle)
+        if found is None:
+            found = PatientComm(comm, self.topology, self._await)
+            self._patient[comm.handle] = found
+        return found
+
+    def _await(self, message: Awaited) -> None:
+        call = self.exchanging or self.last_call or _NO_CALL
+        self.arrivals.wait_data(self.waiter, message, call)
+
+    def step(self, call: Call) -> Awaited:
+        """Tell this worker's ranks that this one has come to the next step of a call.
+
+        Collective over ``topology.worker_comm``. For `wait`: to be done when all have
+        come.
+        """
+        self._steps.post(0, call.digest ^ self.places.next, 0)
+        self.topology.moves += 1
+        return self._steps
+
     def wait(self, awaited: Awaited, call: Call) -> None:
-        """Wait for a step, or a message.
+        """Wait for a step of a worker's ranks, or a message, in a call.
 
-        Collective over ``topology.replica_comm``; for a step, over its worker's ranks.
-
-        Parameters
-        ----------
-        awaited : SegmentRecords or Message
-            What is awaited.
-        call : Call
-            In which call, for messages.
-
-        Raises
-        ------
-        CollectiveError
-            If it does not come in time, or a process has died.
+        Raises CollectiveError if it does not come in time, or a process has died.
         """
         agreed = awaited.agreed
         self.topology.moves += 1
-        for _ in range(self._waiter.quick_looks):
+        for _ in range(self.waiter.quick_looks):
             if agreed():
                 return
-        if not self.arrivals.wait_data(self._waiter, awaited, call):
+        if not self.arrivals.wait_data(self.waiter, awaited, call):
             raise CollectiveError(
                 f"expected every rank in the same step of {call.text}, found "
                 "another call's; end the program on every rank"
             )
 
-    def start(self, started: Started) -> None:
-        """Take a call whose end is not awaited; it goes on in every later call.
-
-        Collective over ``topology.replica_comm``; does not wait.
-
-        Parameters
-        ----------
-        started : Started
-            The call.
-        """
-        self._refuse_if_broken(started.call)
-        if active.recorder is not None:
-            active.recorder.started(started)
-        with self._lock:
-            self.started.append(started)
-            self.progress()
-        if self._progress is not None:
-            self._progress.wake()
-
-    def forget_done(self) -> None:
-        """Let go of the arrays of started calls that GPUs have done.
-
-        Not collective.
-        """
-        if self.device_group is not None:
-            with self._lock:
-                self.device_group.lane.forget_done()
-
-    def progress(self) -> None:
-        """Do what can be done for the started calls without waiting.
-
-        Not collective.
-        """
-        with self._lock:
-            while self.started:
-                first = self.started[0]
-                if not first.advance(waits=False):
-                    return
-                self._forget(first)
-
-    def drain(self, last: Started | None = None) -> None:
-        """Wait for the end of started calls, whose handles keep their errors.
-
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        last : Started, optional
-            Up to which; default: all.
-        """
-        with self._lock:
-            while self.started:
-                first = self.started[0]
-                first.advance(waits=True)
-                self._forget(first)
-                if first is last:
-                    return
-
-    def _forget(self, ended: Started) -> None:
-        """Take an ended call off the queue, which an error may have emptied."""
-        if self.started and self.started[0] is ended:
-            self.started.popleft()
-            if active.recorder is not None:
-                active.recorder.ended(ended)
-
-    def use_progress_thread(self, enter: Callable[[], object]) -> None:
-        """Take started calls further in a thread, which calls ``enter`` first.
-
-        Collective over ``topology.replica_comm``. A second call does nothing. Raises
-        TopologyError on every rank if MPI was not started for threads, or a rank has no
-        second core.
-        """
-        self.agree(describe_call("use of a progress thread"))
-        check_progress_thread(self.topology)
-        if self._progress is None:
-            self._progress = ProgressThread(self, enter)
+    # Headers of started calls.
 
     def post_header(self, call: Call, run: int, *, failed: bool = False) -> None:
-        """Announce a started call; does not wait.
+        """Announce a started call, or that this rank cannot make it; does not wait.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-        run : int
-            ``step_mark`` when it was started.
-        failed : bool
-            Whether this rank cannot make it.
+        ``run`` is the position's ``step_mark`` when it was started.
         """
-        self._refuse_if_broken(call)
+        self.refuse_if_broken(call)
         self.num_calls += 1
-        self._records.post(run, self._marked(call), FAILED if failed else 0)
+        self._headers.post(run, self._marked(call), FAILED if failed else 0)
 
     def header_came(self, call: Call, error: Exception | None = None) -> bool:
         """Look whether all ranks have announced the call of `post_header`.
 
         Not collective until the ranks differ, then collective over ``replica_comm``.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-        error : Exception, optional
-            Why this rank has announced that it failed.
-
-        Returns
-        -------
-        bool
-            False while ranks are missing.
-
-        Raises
-        ------
-        CollectiveError
-            On every rank, if any announced something else, or left the program.
+        ``error`` is why this rank has announced that it failed. Raises CollectiveError
+        on every rank, if any announced something else, or left the program.
         """
-        records = self._records
-        if not records.agreed() and records.missing():
+        headers = self._headers
+        if not headers.agreed() and headers.missing():
             self.look()
             return False
-        self._end_header(call, records.agreed(), error)
+        self._end_header(call, headers.agreed(), error)
         return True
 
     def wait_header(
@@ -282,76 +310,294 @@ class Channel(Agreement):
         timeout_seconds: float | None,
         error: Exception | None = None,
     ) -> None:
-        """Wait until all ranks have announced the call of `post_header`.
-
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        call : Call
-            Which call.
-        timeout_seconds : float, optional
-            How long to wait for late ranks.
-        error : Exception, optional
-            Why this rank has announced that it failed.
-
-        Raises
-        ------
-        CollectiveError
-            On every rank, if any announced something else, or left the program.
-        """
+        """Wait for what `header_came` looks for; raises as that does."""
         with self.moving(call), recorded_wait(call.text):
             agreed = self.arrivals.wait(
-                self._waiter, self._records, call, timeout_seconds
+                self.waiter, self._headers, call, timeout_seconds
             )
         self._end_header(call, agreed, error)
 
     def _end_header(self, call: Call, agreed: bool, error: Exception | None) -> None:
         self.last_call = call
         if error is not None:
-            self._raise_disagreement(announce_error(self._rank, call.text, error))
+            raise self._exchange(announce_error(self._rank, call.text, error)).error
         if not agreed:
-            self._raise_disagreement(Announcement(self._rank, 0, call.text))
+            raise self._exchange(Announcement(self._rank, 0, call.text)).error
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not come to the current call.
+        """Return the ranks that have not come to the current call; not collective.
 
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            ``[-1]`` where it is not known which.
+        ``[-1]`` where it is not known which.
         """
-        missing: list[int] = self._records.missing()
+        missing: list[int] = self._headers.missing()
         return missing
 
     def dead(self) -> list[int]:
-        """Return the ranks of this node whose processes have died.
+        """Return the ranks of this node whose processes have died; not collective.
 
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty where they cannot be seen from here.
+        Empty where they cannot be seen from here.
         """
         return self._steps.dead()
 
-    def close(self) -> None:
-        """Free what the channel holds.
+    def forget_done(self) -> None:
+        """Let go of the arrays of started calls that GPUs have done; not collective."""
+        if self.device_group is not None:
+            with self.started.lock:
+                self.device_group.lane.forget_done()
 
-        Collective over ``topology.replica_comm``.
+    def use_progress_thread(self, enter: Callable[[], object]) -> None:
+        """Take started calls further in a thread, which calls ``enter`` first.
+
+        Raises TopologyError on every rank if MPI was not started for threads, or a rank
+        has no second core.
         """
+        self.agree(describe_call("use of a progress thread"))
+        check_progress_thread(self.topology)
+        self.started.use_thread(enter)
+
+    # What all ranks learn where one has failed, or ranks differ.
+
+    def meet(self) -> None:
+        """Let ranks that are apart count their steps from 0 again.
+
+        Collective after an error that told different numbers of steps, else not. For
+        restores and strategies that begin or end, which put all ranks at the same point
+        of the program.
+        """
+        if not self._apart:
+            return
+        position = self.position
+        found = position.run_index, position.next_index
+        position.set_steps(0, 0)
+        try:
+            self.agree(_MEETING)
+        except BaseException:
+            position.set_steps(*found)
+            raise
+        self._apart = False
+
+    def fail(
+        self, what: str, error: BaseException, *, leaves: bool = False
+    ) -> Failure | None:
+        """Tell the other ranks that this one failed; the caller then raises ``error``.
+
+        It is this rank's part of the next call of the others. ``leaves`` says whether
+        it leaves a section, not a call only. Returns what all ranks know; None where
+        nobody was told.
+        """
+        if self.broken or self.closed:
+            return None
+        told = id(self), self.num_calls
+        if not leaves and getattr(error, _ANNOUNCED, None) == told:
+            # On its way up from a call of which all ranks know.
+            return None
+        announcement = announce_error(self._rank, what, error)
+        agreed = self._announce(0, _FAILING, FAILED, None)
+        with contextlib.suppress(Exception):
+            setattr(error, _ANNOUNCED, (id(self), self.num_calls))
+        # Even where all have failed, that may be at different points.
+        failure = self._exchange(announcement)
+        if not agreed and not announcement.secondary:
+            error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
+        return failure
+
+    def _exchange(self, announcement: Announcement) -> Failure:
+        """Learn from all ranks what they announced."""
+        announcements = self._gather(announcement)
+        return self._conclude(announcements, explain(announcements))
+
+    def _gather(self, announcement: Announcement) -> list[Announcement]:
+        position = self.position
+        announcement.site = announcement.site or call_site()
+        announcement.run_index = position.run_index
+        announcement.next_index = position.next_index
+        announcement.depth = self.sections.depth
+        announcement.pending = len(self.started)
+        announcements: list[Announcement]
+        try:
+            announcements = self.patient(self._comm).allgather(announcement)
+        except BaseException as error:
+            self.interrupted(self.last_call or _FAILING, error)
+            raise
+        # Hashes begin anew. The steps stay what they are: ranks that have not made
+        # equally many are not at the same point, whatever the program catches.
+        self._apart = len({(a.run_index, a.next_index) for a in announcements}) > 1
+        position.run_mark = position.step_mark
+        return announcements
+
+    def _conclude(
+        self, announcements: list[Announcement], error: CollectiveError
+    ) -> Failure:
+        """Take note of what ends the call; no rank looks at its data any more."""
+        self.places.restart()
+        leavers = [a.rank for a in announcements if a.flags & LEFT]
+        if leavers:
+            self.broken = f"ranks {leavers} have left the program"
+        failure = Failure(error, announcements)
+        if self.sections.unwind(failure):
+            for started in self.started:
+                started.end(failure.error)
+            self.started.clear()
+        if failure.loses_calls and not self.broken:
+            # Nobody knows which of them the others have started, or will start.
+            self.broken = f"several started calls were under way when {failure.error}"
+        self.told_at = self.num_calls
+        setattr(failure.error, _ANNOUNCED, (id(self), self.num_calls))
+        return failure
+
+    # What becomes of a rank that cannot go on.
+
+    def refuse_if_broken(self, call: Call) -> None:
+        if self.broken or self.closed:
+            if self.deaths.error is not None:
+                raise self.deaths.again(call.text)
+            if not self.closed:
+                # Others may have to be told yet; an error of MPI tells of dead ones.
+                with contextlib.suppress(Exception):
+                    self.breaks.look()
+            if self.resume(call.text):
+                return
+            raise CollectiveError(
+                f"expected a working strategy for {call.text}, found that "
+                f"{self.broken or 'it is closed'}; end the program on every rank"
+            )
+        if self.sections.failure is not None:
+            raise self.sections.failure.error
+
+    def look_for_death(self, error: BaseException, what: str) -> None:
+        """Raise RankLostError where an error of MPI comes of the death of a rank.
+
+        Not collective. ``what`` is what this rank was doing.
+        """
+        loss = self.deaths.found(error, what)
+        if loss is not None:
+            self.broken = "a rank has died"
+            raise loss from error
+
+    def interrupted(self, call: Call, error: BaseException) -> None:
+        """End all calls: this rank has left one half-made.
+
+        Not collective. Raises RankLostError if another rank has died.
+        """
+        self.look_for_death(error, call.text)
+        self.between_calls = False
+        self.break_off(f"{call.text} was interrupted", error)
+
+    def look(self) -> None:
+        """Look whether another rank has ended all calls; drives MPI's progress.
+
+        Not collective. Raises CollectiveError if one has, or another thread of this
+        one.
+        """
+        for_data = self.exchanging is not None
+        told = self.breaks.look(self.num_calls, for_data=for_data)
+        if told and not self.broken:
+            self.broken = told
+        if self.broken and not self._meets and self.deaths.error is None:
+            raise CollectiveError(
+                f"expected every rank to go on, found that {self.broken}; end the "
+                "program on every rank"
+            )
+
+    def break_off(
+        self, what: str, error: BaseException, entered: int | None = None
+    ) -> None:
+        """End all calls of this rank, and tell the others; does not wait for them.
+
+        Not collective. ``entered`` is for a rank that is in no call any more: the
+        ``num_calls`` with which it entered the one that it has left.
+        """
+        if not self.broken:
+            self.between_calls = entered is not None
+            self.broken = f"{what} by {type(error).__name__} on rank {self._rank}"
+            if isinstance(error, CollectiveError):
+                # Such as of a rank that did not come, for which the others wait, too.
+                self.broken += f" ({error})"
+            if entered is None:
+                self.breaks.tell(self.broken)
+            else:
+                self.breaks.tell(self.broken, (entered, self.num_calls))
+
+    def resume(self, what: str) -> bool:
+        """Go on where all ranks have left the same call at the same point.
+
+        ``what`` is what this rank is about to do; no data are laid out for it yet.
+        """
+        if not self.between_calls or not self._met(describe_call(what)):
+            return False
+        # Until all have come, some may look at data that lie where the next ones go.
+        self.agree(_RESUMING)
+        return True
+
+    def _met(self, call: Call) -> bool:
+        """Whether all ranks have left the same call at the same point; then go on.
+
+        False where they have not: nobody goes on.
+        """
+        broken, self._meets = self.broken, True
+        try:
+            met = self.arrivals.wait(self.waiter, self.breaks, call, None)
+            # Where it has told once, it is not asked again.
+            self.between_calls = False
+            if met:
+                self.breaks.forget()
+                # An interrupt before a header may have taken a place.
+                self.places.restart()
+                self.broken = ""
+        except BaseException as error:
+            # The others may have gone on, and wait for this rank in the call.
+            self.between_calls, self.broken = False, broken
+            self.look_for_death(error, call.text)
+            self.breaks.tell(broken)
+            raise
+        finally:
+            self._meets = False
+        return met
+
+    # The end.
+
+    def post_leave(self) -> None:
+        """Announce that this rank ends the program; waits for started calls only."""
+        with contextlib.suppress(Exception):
+            self.started.drain()
+        self.num_calls += 1
+        self._headers.post(0, _LEAVING.digest, LEFT)
+        now, thread = time.monotonic(), threading.get_ident()
+        self.waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
+
+    def poll_leave(self) -> str | None:
+        """Look whether all ranks have answered `post_leave`.
+
+        Not collective until the ranks differ, then collective over ``replica_comm``.
+        Returns None while ranks are missing; empty when all are leaving; else what the
+        others did instead. Raises CollectiveError if they do not come in time.
+        """
+        late, waiting = self._headers.missing(), self.waiter.waiting
+        if late:
+            self.waiter.late = late
+            self.breaks.look()
+            if waiting is not None:
+                self.waiter.check_limit(waiting)
+            return None
+        self.waiter.waiting = None
+        if self._headers.agreed():
+            return ""
+        announcement = Announcement(self._rank, LEFT, "left the program")
+        try:
+            return str(self._exchange(announcement).error)
+        except CollectiveError as error:
+            return str(error)
+
+    def close(self) -> None:
+        """Free what the channel holds."""
         if not self.closed:
-            self.drain()
-            if self._progress is not None:
-                self._progress.end()
+            self.started.drain()
+            self.started.end_thread()
             self.closed = True
             if self.device_group is not None:
                 self.device_group.close()
             self.arrivals.close()
-            self.slots.close()
+            self.places.close()
             self._steps.close()
             self._comm.Free()
 
@@ -365,9 +611,9 @@ class Channel(Agreement):
             if self.device_group is not None:
                 self.device_group.abandon()
             self.deaths.wake()
-            kept = self._records, list(self.started), self._patient, self.breaks
+            kept = self._headers, list(self.started), self._patient, self.breaks
             _abandoned.append(kept)
             self.started.clear()
             self.arrivals.close()
-            self.slots.close()
+            self.places.close()
             self._steps.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from hpcstrat.channel.call import Call
-from hpcstrat.channel.places import Slots
-from hpcstrat.channel.started import Started
+from hpcstrat.channel.places import Places
+from hpcstrat.channel.position import Position
+from hpcstrat.channel.started import StartedCalls
 from hpcstrat.errors import CollectiveError
 from hpcstrat.topology.topology import Topology
 
@@ -14,107 +15,45 @@ __all__ = ["ClosedChannel"]
 
 
 class ClosedChannel:
-    """Stands for the channel of a strategy that is closed."""
+    """Refuses the calls of a channel by CollectiveError; nothing is collective."""
 
-    run_index = num_calls = 0
+    num_calls = told_at = 0
     thread: int | None = None
     broken, closed = "", True
     device_group = None
-    started: tuple[Started, ...] = ()
+
+    def __init__(self) -> None:
+        # ``run`` counts its steps also where nobody compares them.
+        self.position = Position()
+        self.started = StartedCalls(self)
 
     @property
     def topology(self) -> Topology:
-        """No topology."""
+        """Refuse: the communicators are gone."""
         raise self._error("a call")
 
     @property
-    def slots(self) -> Slots:
-        """No shared memory."""
+    def places(self) -> Places:
+        """Refuse: the shared memory is gone."""
         raise self._error("a call")
 
-    def start(self, started: Started) -> None:
-        """Refuse a call.
-
-        Not collective.
-
-        Parameters
-        ----------
-        started : Started
-            What was to be done.
-
-        Raises
-        ------
-        CollectiveError
-            Always.
-        """
-        raise self._error(started.call.text)
-
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
-        """Refuse a call.
+        """Refuse a call."""
+        raise self._error(call.text)
 
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            What was to be done.
-        timeout_seconds : float, optional
-            Not used.
-
-        Raises
-        ------
-        CollectiveError
-            Always.
-        """
+    def refuse_if_broken(self, call: Call) -> None:
+        """Refuse a call that is to be started."""
         raise self._error(call.text)
 
     def forget_done(self) -> None:
-        """Keep nothing.
-
-        Not collective.
-        """
-
-    def enter_run(self) -> None:
-        """Take note of nothing.
-
-        Not collective.
-        """
-
-    def enter_next(self) -> None:
-        """Take note of nothing.
-
-        Not collective.
-        """
+        """Keep nothing."""
 
     def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Surround nothing: there is no call.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Call
-            Not used.
-
-        Returns
-        -------
-        context manager
-            Does nothing.
-        """
+        """Surround nothing: there is no call."""
         return contextlib.nullcontext()
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Tell nobody: there is nobody left.
-
-        Not collective.
-
-        Parameters
-        ----------
-        what : str
-            Not used.
-        error : BaseException
-            Not used.
-        """
+        """Tell nobody: there is nobody left."""
 
     def _error(self, what: str) -> CollectiveError:
         return CollectiveError(

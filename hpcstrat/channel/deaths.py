@@ -17,42 +17,19 @@ _TOLD_SECONDS = 0.1
 
 
 class Deaths:
-    """What a channel knows of ranks that have died.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks.
-    comm : mpi4py.MPI.Intracomm
-        The channel's own.
-
-    Attributes
-    ----------
-    error : RankLostError or None
-        What every further call raises.
-    """
+    """What a channel knows of ranks that have died; ``comm`` is the channel's own."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._topology = topology
         self._comm = comm
+        # What every further call raises.
         self.error: RankLostError | None = None
 
     def found(self, error: BaseException, what: str) -> RankLostError | None:
-        """Look whether an error comes of the death of a rank; then wake the others.
+        """Return the error to raise where one comes of the death of a rank.
 
-        Not collective.
-
-        Parameters
-        ----------
-        error : BaseException
-            Of a call that moves data, or waits.
-        what : str
-            The call.
-
-        Returns
-        -------
-        RankLostError or None
-            None for other errors. Ranks are woken where the topology survives a loss.
+        None for other errors. Wakes the other ranks, where the topology survives a
+        loss. ``error`` is of a call that moves data, or waits: of ``what``.
         """
         topology = self._topology
         known: set[int] = set()
@@ -83,27 +60,14 @@ class Deaths:
     def wake(self) -> None:
         """Make all ranks of the topology raise an error in every call of MPI.
 
-        Not collective. Does nothing unless the loss of ranks is survived.
+        Does nothing unless the loss of ranks is survived.
         """
         if self._topology.survives:
             revoke([self._comm])
             self._topology.revoke()
 
     def again(self, what: str) -> RankLostError:
-        """Return an error for a call after the one that noticed.
-
-        Not collective.
-
-        Parameters
-        ----------
-        what : str
-            The call.
-
-        Returns
-        -------
-        RankLostError
-            With the same ranks.
-        """
+        """Return an error, with the same ranks, for a call after the one that noticed."""
         assert self.error is not None
         ranks = self.error.ranks
         return RankLostError(

@@ -40,71 +40,38 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(slots=True)
 class Announcement:
-    """What one rank announced.
-
-    Parameters
-    ----------
-    rank : int
-        Which rank.
-    flags : int
-        ``LEFT``, ``FAILED`` or 0.
-    text : str
-        The call, or what the rank was doing.
-    reason : str
-        The error of a rank that failed.
-    classes : tuple of str
-        Its class, and the bases of that, as of `class_names`.
-    secondary : bool
-        Whether the error only tells of another rank's.
-    site : str
-        File and line.
-    run_index : int
-        How often the rank has entered ``run``.
-    pending : int
-        How many of the rank's started calls have not ended.
-    depth : int
-        How many scopes the rank is in.
-    digest : int
-        Of the call; with `run_mark`, of a call that waits.
-    run_mark : int
-        What stands for its steps, and for the copies of variables, in the record.
-    next_index : int
-        How often the rank has asked for a batch.
-    """
+    """What one rank announced."""
 
     rank: int
+    # ``LEFT``, ``FAILED`` or 0.
     flags: int
+    # The call, or what the rank was doing.
     text: str
+    # The error of a rank that failed.
     reason: str = ""
+    # Its class, and the bases of that, as of `class_names`.
     classes: tuple[str, ...] = ()
+    # Whether the error only tells of another rank's.
     secondary: bool = False
     site: str = ""
+    # How often the rank has entered ``run``.
     run_index: int = 0
+    # How many of the rank's started calls have not ended.
     pending: int = 0
+    # How many sections the rank is in.
     depth: int = 0
+    # Of the call; with `run_mark`, of a call that waits.
     digest: int = 0
+    # What stands for its steps, and for the copies of variables, in the record.
     run_mark: int = 0
+    # How often the rank has asked for a batch.
     next_index: int = 0
 
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
     """Return what a rank that failed tells the others.
 
-    Not collective.
-
-    Parameters
-    ----------
-    rank : int
-        Which rank.
-    what : str
-        What it was doing.
-    error : BaseException
-        Why it cannot go on.
-
-    Returns
-    -------
-    Announcement
-        Only of text and numbers: the error's class may be unknown elsewhere.
+    Only text and numbers: the error's class may be unknown elsewhere.
     """
     try:
         reason = f"{type(error).__name__}: {error}"
@@ -121,17 +88,7 @@ def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
 def class_names(error: BaseException) -> tuple[str, ...]:
     """Return the names of an error's class and its bases, the nearest first.
 
-    Not collective.
-
-    Parameters
-    ----------
-    error : BaseException
-        Any.
-
-    Returns
-    -------
-    tuple of str
-        Module and qualified name, with a colon between them.
+    Module and qualified name, with a colon between them.
     """
     return tuple(
         f"{c.__module__}:{c.__qualname__}"
@@ -143,37 +100,14 @@ def class_names(error: BaseException) -> tuple[str, ...]:
 def origin(announcements: Sequence[Announcement]) -> Announcement | None:
     """Return the announcement of the first rank that failed by itself.
 
-    Not collective.
-
-    Parameters
-    ----------
-    announcements : sequence of Announcement
-        Of every rank, in order.
-
-    Returns
-    -------
-    Announcement or None
-        None where no rank failed.
+    Else of the first that failed at all; None where no rank did.
     """
     failed = [a for a in announcements if a.flags & FAILED]
     return next((a for a in failed if not a.secondary), failed[0] if failed else None)
 
 
 def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but may have other variables.
-
-    Not collective.
-
-    Parameters
-    ----------
-    announcements : sequence of Announcement
-        Of every rank.
-
-    Returns
-    -------
-    bool
-        False where the calls themselves differ.
-    """
+    """Return whether ranks are in the same call, but may have other variables."""
     calls = {
         (a.flags, a.text, a.digest, a.run_index, a.next_index) for a in announcements
     }
@@ -182,20 +116,7 @@ def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:
-    """Return the error that all ranks raise.
-
-    Not collective.
-
-    Parameters
-    ----------
-    announcements : sequence of Announcement
-        Of every rank, in order.
-
-    Returns
-    -------
-    CollectiveError
-        The same text on every rank.
-    """
+    """Return the error that all ranks raise; its text is the same on every rank."""
     failed = [a for a in announcements if a.flags & FAILED]
     failed = [a for a in failed if not a.secondary] or failed
     left = [a for a in announcements if a.flags & LEFT]
@@ -239,18 +160,8 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
 def common_class(names: Sequence[str]) -> Any:
     """Return the nearest class of an error that errors on other ranks can have, too.
 
-    Not collective.
-
-    Parameters
-    ----------
-    names : sequence of str
-        From `class_names`.
-
-    Returns
-    -------
-    type or None
-        A common built-in class, or a class of the program that adds no constructor to
-        one; None where there is none.
+    ``names`` are from `class_names`. A common built-in class, or a class of the program
+    that adds no constructor to one; None where there is none.
     """
     for name in names:
         module, _, path = name.partition(":")

@@ -62,9 +62,9 @@ def _leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
     """Let the other ranks know of an error that leaves an entry on this one."""
     if channel.broken or channel.closed:
         return
-    failure = channel.scopes.failure
+    failure = channel.sections.failure
     if failure is not None:
-        # Until the scope ends, every call raises what ends it.
+        # Until the section ends, every call raises what ends it.
         if isinstance(error, Exception) and error is not failure.error:
             raise failure.error
         return

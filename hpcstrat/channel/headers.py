@@ -30,21 +30,16 @@ import numpy as np
 from hpcstrat.topology.process_stat import START, STATE, process_stat
 from hpcstrat.topology.topology import RECORD_BYTES, Topology
 
-__all__ = ["SegmentRecords", "WireRecords"]
+__all__ = ["SegmentHeaders", "WireHeaders"]
 
 _RECORD = struct.Struct("=5q24x")
 assert _RECORD.size == RECORD_BYTES
 
 
-class SegmentRecords:
-    """The records of one worker's ranks, in its shared segment.
+class SegmentHeaders:
+    """The headers of one worker's ranks, in its shared segment.
 
-    Collective over ``topology.worker_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of one worker.
+    Collective over ``topology.worker_comm``, as is `close`.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -74,15 +69,7 @@ class SegmentRecords:
         self.tick = 0
 
     def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's record; does not wait.
-
-        Not collective.
-
-        Parameters
-        ----------
-        run, digest, flags : int
-            What ranks must agree on, beside the number of the step.
-        """
+        """Announce this rank's header; does not wait."""
         self.tick = tick = self.tick + 1
         check = hash((tick, run, digest, flags))
         record = _RECORD.pack(tick, run, digest, flags, check)
@@ -93,15 +80,7 @@ class SegmentRecords:
         self._owns[tick & 1][:] = record
 
     def agreed(self) -> bool:
-        """Whether all ranks have announced the same.
-
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False also while records are missing.
-        """
+        """Whether all ranks have announced the same; False while some are missing."""
         if self._read() != self._wanted:
             return False
         if self._barrier is not None:
@@ -109,15 +88,7 @@ class SegmentRecords:
         return True
 
     def missing(self) -> list[int]:
-        """Return the ranks whose records have not come.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            ``[-1]`` where it is not known which.
-        """
+        """Return the ranks whose headers have not come."""
         late = []
         records = _RECORD.iter_unpack(self._read())
         for rank, (tick, run, digest, flags, check) in enumerate(records):
@@ -129,12 +100,7 @@ class SegmentRecords:
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended without leaving.
 
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty where they cannot be seen from here.
+        Empty where they cannot be seen from here.
         """
         return [
             self._replicas[rank]
@@ -143,10 +109,7 @@ class SegmentRecords:
         ]
 
     def close(self) -> None:
-        """Let go of the memory.
-
-        Collective over ``topology.worker_comm``.
-        """
+        """Let go of the memory."""
         del self._reads, self._read
         for view in (*self._owns, *self._halves):
             view.release()
@@ -167,18 +130,8 @@ def _memory_barrier(
     return window, window.Sync
 
 
-class WireRecords:
-    """The records of ranks on several workers, compared by an all-reduce.
-
-    Not collective.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of several workers.
-    comm : mpi4py.MPI.Intracomm
-        All replicas; for this alone.
-    """
+class WireHeaders:
+    """The headers of ranks on several workers, compared by an all-reduce."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._mpi = topology.mpi
@@ -189,15 +142,7 @@ class WireRecords:
         self._sequence = 0
 
     def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's record; does not wait.
-
-        Not collective.
-
-        Parameters
-        ----------
-        run, digest, flags : int
-            What ranks must agree on, beside the number of the header.
-        """
+        """Announce this rank's header; does not wait."""
         self._sequence = sequence = self._sequence + 1
         # The largest value and the largest negative value meet where all are equal.
         self._sent[:] = (
@@ -208,49 +153,22 @@ class WireRecords:
         )
 
     def agreed(self) -> bool:
-        """Whether all ranks have announced the same.
-
-        Not collective.
-
-        Returns
-        -------
-        bool
-            False also while records are missing.
-        """
+        """Whether all ranks have announced the same; False while some are missing."""
         if not self._request.Test():
             return False
         values = self._received
         return not (values[::2] + values[1::2]).any()
 
     def missing(self) -> list[int]:
-        """Return the ranks whose records have not come.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            ``[-1]`` where it is not known which.
-        """
+        """Return ``[-1]`` while ranks are missing: it is not known which."""
         return [] if self._request.Test() else [-1]
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended without leaving.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty where they cannot be seen from here.
-        """
+        """Return nobody: processes of other nodes cannot be seen from here."""
         return []
 
     def close(self) -> None:
-        """Let go of the memory.
-
-        Not collective.
-        """
+        """Have nothing to let go of."""
 
 
 def _process_identity(pid: int) -> tuple[int, str]:

@@ -32,7 +32,7 @@ from hpcstrat.arrays.packing import Run
 from hpcstrat.topology.topology import SLOTS_IN_RING, Topology
 from hpcstrat.typing import Array
 
-__all__ = ["Slots"]
+__all__ = ["Places"]
 
 _MOST_ROWS = 512
 _MOST_KEPT = 1 << 15
@@ -45,30 +45,14 @@ _APART = 4.5
 _SMALLEST_PLACE_BYTES = 32 << 10
 
 
-class Slots:
-    """The rings of a worker's ranks.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose segment.
-
-    Attributes
-    ----------
-    slot_bytes : int
-        Size of the largest place.
-    ring_bytes : int
-        Size of a ring.
-    next : int
-        Where the next place may begin; the same on all ranks of a worker.
-    kept : dict
-        Views that callers have made, see `keep`.
-    """
+class Places:
+    """The rings of a worker's ranks, in the topology's segment."""
 
     def __init__(self, topology: Topology) -> None:
         segment, comm = topology.segment, topology.worker_comm
         parts = np.frombuffer(segment.buffer, np.uint8, offset=segment.common_bytes)
         parts = parts.reshape(comm.size, segment.room_bytes)
+        # Size of the largest place, and of a ring.
         self.slot_bytes = topology.slot_bytes
         self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
         if 1 < comm.size <= topology.num_cores:
@@ -76,7 +60,9 @@ class Slots:
             if max(comm.allgather(apart)) and segment.grow():
                 self.ring_bytes = segment.part_bytes
         self._bytes = parts[:, : self.ring_bytes]
+        # Where the next place may begin; the same on all ranks of a worker.
         self.next = 0
+        # Views that callers have made, see `keep`.
         self.kept: dict[Any, Any] = {}
         self._num_kept = 0
         self._typed: dict[np.dtype[Any], Array] = {}
@@ -86,35 +72,16 @@ class Slots:
     def place_bytes(self, nbytes: int) -> int:
         """Return the size of a place for some bytes: a power of two.
 
-        Not collective.
-
-        Parameters
-        ----------
-        nbytes : int
-            At most ``slot_bytes``.
-
-        Returns
-        -------
-        int
-            At least ``nbytes``, at most ``slot_bytes``.
+        At most ``slot_bytes``, as are the bytes.
         """
         wanted = max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
         return min(wanted, self.slot_bytes)
 
     def take(self, place_bytes: int) -> int:
-        """Return the next place of all ranks' rings.
+        """Return where the next place begins in each rank's ring, in bytes.
 
-        Logically collective over ``topology.worker_comm``.
-
-        Parameters
-        ----------
-        place_bytes : int
-            From `place_bytes`.
-
-        Returns
-        -------
-        int
-            Where it begins in each ring, in bytes; a multiple of its size.
+        Logically collective over ``topology.worker_comm``. ``place_bytes`` comes from
+        the method of that name; the place begins at a multiple of it.
         """
         start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
@@ -131,18 +98,9 @@ class Slots:
         self.next = 0
 
     def keep(self, key: Any, views: Any, count: int) -> None:
-        """Keep views for the next time, as long as there are not too many in all.
+        """Keep views under a key of ``kept``, as long as there are not too many in all.
 
-        Not collective.
-
-        Parameters
-        ----------
-        key : hashable
-            Under which they are found in ``kept``.
-        views : object
-            What to keep.
-        count : int
-            How many arrays that is.
+        ``count`` says how many arrays they are.
         """
         self._num_kept += count
         if self._num_kept > _MOST_KEPT:
@@ -161,19 +119,9 @@ class Slots:
         self._bytes = np.empty((0, 0), np.uint8)
 
     def of(self, dtype: np.dtype[Any]) -> Array:
-        """Return the rings as arrays of a type.
+        """Return the rings as arrays of a type, whose size divides 64 bytes.
 
-        Not collective.
-
-        Parameters
-        ----------
-        dtype : dtype
-            Whose size divides 64 bytes.
-
-        Returns
-        -------
-        ndarray of shape (ranks of the worker, elements of a ring)
-            Shared memory, writable.
+        Shared memory, writable, of shape (ranks of the worker, elements of a ring).
         """
         typed = self._typed.get(dtype)
         if typed is None:
@@ -181,21 +129,9 @@ class Slots:
         return typed
 
     def rows(self, run: Run, place: int) -> list[Array]:
-        """Return the memory of a run.
+        """Return the memory of a run of a piece, for each rank of the worker.
 
-        Not collective.
-
-        Parameters
-        ----------
-        run : Run
-            Of a piece.
-        place : int
-            Of the piece, from `take`.
-
-        Returns
-        -------
-        list of ndarray of shape (run.size,)
-            For each rank of the worker.
+        ``place`` is the piece's, from `take`.
         """
         key = run.dtype, place, run.start, run.size
         rows = self._rows.get(key)
@@ -210,17 +146,7 @@ class Slots:
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return memory of this rank alone, which the next caller overwrites.
 
-        Not collective.
-
-        Parameters
-        ----------
-        dtype : dtype
-            Of any size.
-
-        Returns
-        -------
-        ndarray of shape (slot_bytes // itemsize,)
-            Kept between calls.
+        As long as the largest place.
         """
         kept = self._scratch.get(dtype)
         if kept is None:

@@ -20,8 +20,8 @@ class ProgressThread:
     then makes none of its own: a call of the strategy first lets them end.
     """
 
-    def __init__(self, channel: Any, enter: Callable[[], object]) -> None:
-        self._channel = channel
+    def __init__(self, calls: Any, enter: Callable[[], object]) -> None:
+        self._calls = calls
         self._enter = enter
         self._work = threading.Event()
         self._ended = False
@@ -52,10 +52,10 @@ class ProgressThread:
             self._work.wait()
             self._work.clear()
             self._enter()
-            while self._channel.started:
+            while self._calls:
                 if self._ended:
                     return
-                self._channel.progress()
+                self._calls.progress()
                 pause.wait(_PAUSE_SECONDS)
             if self._ended:
                 return
@@ -64,17 +64,8 @@ class ProgressThread:
 def check_progress_thread(topology: Any) -> None:
     """Refuse a thread that would take the processor from the ranks, or from MPI.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks.
-
-    Raises
-    ------
-    TopologyError
-        If MPI was not started for threads, or a rank has no second core. On every rank.
+    Collective over ``topology.replica_comm``. TopologyError on every rank, if MPI was
+    not started for threads, or a rank has no second core.
     """
     mpi = topology.mpi
     problem = ""

@@ -1,10 +1,10 @@
 """Parts of a program that all ranks leave together, with or without an error.
 
-A strategy with ``on_error="raise"`` makes a scope of each ``run``, of each merged
+A strategy with ``on_error="raise"`` makes a section of each ``run``, of each merged
 function, and of other code of the program between two calls. At its end all ranks
-agree on whether it went well on every one of them. Scopes nest. A rank that fails tells
-how many scopes it is still in: the others leave as many more as they are in, whatever
-the program catches on the way, and then all ranks are at the same point again.
+agree on whether it went well on every one of them. Sections nest. A rank that fails
+tells how many sections it is still in: the others leave as many more as they are in,
+whatever the program catches on the way, and then all ranks are at the same point again.
 """
 
 from __future__ import annotations
@@ -22,24 +22,14 @@ from hpcstrat.channel.disagreement import (
 )
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["Failure", "Scope", "Scopes"]
+__all__ = ["Failure", "Section", "Sections"]
 
 
 class Failure:
     """What all ranks know of a failure, or of calls that differ.
 
-    Parameters
-    ----------
-    error : CollectiveError
-        What is raised on ranks that have no error of their own.
-    announcements : sequence of Announcement
-        Of every rank, in order.
-
-    Attributes
-    ----------
-    level : int
-        All ranks leave their scopes from this depth on; greater than the depth of any
-        where only the call failed, and the program may go on inside of its scope.
+    ``error`` is raised on ranks that have no error of their own; ``announcements`` are
+    of every rank, in order.
     """
 
     def __init__(
@@ -51,8 +41,10 @@ class Failure:
         self._kind = common_class(self._names)
         innermost = min(a.depth for a in announcements)
         # Started calls of which nobody knows whether the others have started them end
-        # with the scope that they belong to.
+        # with the section that they belong to.
         several = any(a.pending > 1 for a in announcements)
+        # All ranks leave their sections from this depth on. Where only the call failed,
+        # it is greater than any depth: the program may go on inside.
         self.level = innermost + (0 if several and innermost else 1)
         self.loses_calls = any(
             a.pending > 1 and a.depth < self.level for a in announcements
@@ -61,17 +53,7 @@ class Failure:
     def instead_of(self, error: BaseException | None) -> BaseException:
         """Return what a rank raises, so that one ``except`` decides alike on all.
 
-        Not collective.
-
-        Parameters
-        ----------
-        error : BaseException or None
-            The rank's own error.
-
-        Returns
-        -------
-        BaseException
-            The own error, if it is of the class of the first rank's.
+        The rank's own error, if it is of the class of the first rank's that failed.
         """
         if error is None:
             return self.error
@@ -87,56 +69,31 @@ class Failure:
         return self.error
 
 
-class Scopes:
-    """The scopes that this rank is in.
-
-    Attributes
-    ----------
-    depth : int
-        How many.
-    failure : Failure or None
-        Why this rank is leaving scopes; no call can be made meanwhile.
-    """
+class Sections:
+    """The sections that this rank is in."""
 
     def __init__(self) -> None:
+        # How many.
         self.depth = 0
+        # Why this rank is leaving them; no call can be made meanwhile.
         self.failure: Failure | None = None
 
     def unwind(self, failure: Failure) -> bool:
-        """Leave the scopes that a failure ends.
+        """Leave the sections that a failure ends; say whether this rank is in any.
 
         Logically collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        failure : Failure
-            What all ranks know.
-
-        Returns
-        -------
-        bool
-            Whether there are any on this rank.
         """
         leaves = failure.level <= self.depth
         self.failure = failure if leaves else None
         return leaves
 
 
-class Scope:
+class Section:
     """A context manager that all ranks leave together.
 
-    Leaving it is collective over ``topology.replica_comm``. An exception that is no
-    ``Exception``, such as KeyboardInterrupt, is not told to the others: it is meant to
-    end the program.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of the ranks.
-    what : str
-        For messages.
-    timeout_seconds : float, optional
-        How long its end waits for late ranks.
+    Leaving it is collective over ``topology.replica_comm``, and waits
+    ``timeout_seconds`` for late ranks. An exception that is no ``Exception``, such as
+    KeyboardInterrupt, is not told to the others: it is meant to end the program.
     """
 
     __slots__ = ("_channel", "_steps", "_timeout_seconds", "_what")
@@ -150,10 +107,11 @@ class Scope:
         self._steps = (0, 0)
 
     def __enter__(self) -> None:
-        """Go into the scope; not collective."""
+        """Go into the section; not collective."""
         channel = self._channel
-        channel.scopes.depth += 1
-        self._steps = channel.run_index, channel.next_index
+        channel.sections.depth += 1
+        position = channel.position
+        self._steps = position.run_index, position.next_index
 
     def __exit__(
         self,
@@ -162,21 +120,21 @@ class Scope:
         trace: TracebackType | None,
     ) -> None:
         """Raise the error of any rank on all of them."""
-        channel, scopes = self._channel, self._channel.scopes
+        channel, sections = self._channel, self._channel.sections
         tells = error is None or isinstance(error, Exception)
         try:
             if tells and channel.started and not channel.broken:
-                # Here, where a failure of other ranks still ends this scope.
-                channel.drain()
+                # Here, where a failure of other ranks still ends this section.
+                channel.started.drain()
         finally:
-            scopes.depth -= 1
-        failure: Failure | None = scopes.failure
-        if failure is not None and failure.level > scopes.depth:
-            scopes.failure = None
+            sections.depth -= 1
+        failure: Failure | None = sections.failure
+        if failure is not None and failure.level > sections.depth:
+            sections.failure = None
             # Steps made within count no longer: ranks leave from different points.
-            channel.set_steps(*self._steps)
+            channel.position.set_steps(*self._steps)
             # A call that was refused meanwhile may have taken a place.
-            channel.slots.restart()
+            channel.places.restart()
         if not tells:
             return
         if failure is None and error is None:
@@ -184,12 +142,12 @@ class Scope:
             try:
                 channel.agree(call, self._timeout_seconds)
             except CollectiveError:
-                channel.set_steps(*self._steps)
+                channel.position.set_steps(*self._steps)
                 raise
             return
         if failure is None:
             assert error is not None
-            channel.set_steps(*self._steps)
+            channel.position.set_steps(*self._steps)
             failure = channel.fail(self._what, error, leaves=True)
         if failure is None:
             return

@@ -1,38 +1,29 @@
-"""Calls that are started now and awaited later, and what they may wait for."""
+"""Calls that are started now and awaited later."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, exhaust
 from hpcstrat.channel.call import Call
+from hpcstrat.channel.progress import ProgressThread
 from hpcstrat.errors import HpcstratError, RankLostError
+from hpcstrat.observe.timeline import active
 
-__all__ = ["Started"]
+__all__ = ["Started", "StartedCalls"]
 
 
 class Started:
     """A reduction that goes on while the program computes.
 
-    Several may be under way. They end in the order in which they were started; every
+    Several may go on at a time. They end in the order in which they were started; every
     call of the strategy takes them further, and a call that waits lets them end first.
-
-    Parameters
-    ----------
-    channel : Channel or None
-        Carries the headers; None where nothing is to be awaited.
-    call : Call
-        The call.
-    steps : Awaits
-        The algorithm.
-    result : tree
-        What holds the result at the end.
-    timeout_seconds : float, optional
-        How long the header waits for late ranks.
-    join : callable, optional
-        Called in each thread that awaits the result, once it is known: lets the
-        thread's stream on a GPU wait for it.
+    ``channel`` is None where nothing is to be awaited. ``join`` is called in each
+    thread that awaits the result, once it is known: it lets the thread's stream on a
+    GPU wait for it.
     """
 
     def __init__(
@@ -53,7 +44,7 @@ class Started:
         self._steps = steps
         self._result = result
         self._timeout_seconds = timeout_seconds
-        self._run = 0 if channel is None else channel.step_mark
+        self._run = 0 if channel is None else channel.position.step_mark
         self._advance = self._post
         self._awaited: Awaited | None = None
         self._done = channel is None
@@ -64,7 +55,7 @@ class Started:
             exhaust(steps)
             return
         try:
-            channel.start(self)
+            channel.started.start(self)
         except BaseException as error:
             self._lose(error)
             raise
@@ -73,35 +64,21 @@ class Started:
         """Take the reduction further, and say whether it has ended.
 
         Logically collective over the strategy's replicas: when each rank calls it, and
-        how often, does not matter.
-
-        Returns
-        -------
-        bool
-            Whether `wait` returns, or raises, at once.
+        how often, does not matter. True where `wait` returns, or raises, at once.
         """
         if not self._done:
-            self._channel.progress()
+            self._channel.started.progress()
         return self._done
 
     def wait(self) -> Any:
         """Return the result, once all replicas have contributed to it.
 
-        Collective over the strategy's replicas. A second call returns the same.
-
-        Returns
-        -------
-        tree
-            As the call that waits would have returned.
-
-        Raises
-        ------
-        CollectiveError
-            If another replica made another call. On every replica.
+        Collective over the strategy's replicas. A second call returns the same. Raises
+        CollectiveError on every replica if another made another call.
         """
         while not self._done:
             try:
-                self._channel.drain(self)
+                self._channel.started.drain(self)
             except BaseException as error:
                 self._lose(error)
                 raise
@@ -112,19 +89,9 @@ class Started:
         return self._result
 
     def advance(self, waits: bool) -> bool:
-        """Take the reduction further; for the channel.
+        """Take the reduction further, and say whether it has ended; for the channel.
 
         Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        waits : bool
-            Whether to wait for its end.
-
-        Returns
-        -------
-        bool
-            Whether it has ended.
         """
         try:
             while not self._done:
@@ -150,18 +117,12 @@ class Started:
             channel.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
-        """Let `wait` raise an error; for the channel.
-
-        Not collective.
-
-        Parameters
-        ----------
-        error : BaseException
-            Why there will be no result.
-        """
+        """Let `wait` raise an error, for there will be no result; for the channel."""
         if not self._done:
             self._error = error
             self._done = True
+
+    # The three states of a call, each of which says whether it has been passed.
 
     def _post(self, waits: bool) -> bool:
         del waits
@@ -194,3 +155,74 @@ class Started:
             self._awaited = next(self._steps, None)
             self._done = self._awaited is None
         return True
+
+
+class StartedCalls(deque[Started]):
+    """The calls of a channel that have been started and have not ended, in order.
+
+    Every call of the channel asks whether there are any: a deque says it at once.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__()
+        self._channel = channel
+        self._thread: ProgressThread | None = None
+        # Held by whoever takes them further: the program's thread or the one of
+        # progress.
+        self.lock = threading.RLock()
+
+    def start(self, started: Started) -> None:
+        """Take a call whose end is not awaited; it goes on in every later call.
+
+        Collective over ``topology.replica_comm``; does not wait.
+        """
+        self._channel.refuse_if_broken(started.call)
+        if active.recorder is not None:
+            active.recorder.started(started)
+        with self.lock:
+            self.append(started)
+            self.progress()
+        if self._thread is not None:
+            self._thread.wake()
+
+    def progress(self) -> None:
+        """Do what can be done for them without waiting; not collective."""
+        with self.lock:
+            while self:
+                first = self[0]
+                if not first.advance(waits=False):
+                    return
+                self._forget(first)
+
+    def drain(self, last: Started | None = None) -> None:
+        """Wait for their end, up to ``last``; their handles keep their errors.
+
+        Collective over ``topology.replica_comm``.
+        """
+        with self.lock:
+            while self:
+                first = self[0]
+                first.advance(waits=True)
+                self._forget(first)
+                if first is last:
+                    return
+
+    def _forget(self, ended: Started) -> None:
+        """Take an ended call off the queue, which an error may have emptied."""
+        if self and self[0] is ended:
+            self.popleft()
+            if active.recorder is not None:
+                active.recorder.ended(ended)
+
+    def use_thread(self, enter: Callable[[], object]) -> None:
+        """Take them further in a thread, too, which calls ``enter`` first.
+
+        Not collective. A second call does nothing. See `check_progress_thread`.
+        """
+        if self._thread is None:
+            self._thread = ProgressThread(self, enter)
+
+    def end_thread(self) -> None:
+        """End the thread, where there is one."""
+        if self._thread is not None:
+            self._thread.end()

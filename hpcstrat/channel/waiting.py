@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from hpcstrat.channel.awaited import Awaited
 from hpcstrat.channel.call import Call
-from hpcstrat.channel.headers import SegmentRecords
+from hpcstrat.channel.headers import SegmentHeaders
 from hpcstrat.errors import CollectiveError, RankLostError
 from hpcstrat.topology.topology import Topology
 
@@ -52,15 +52,7 @@ class Spin:
         self.seconds = _MOST_SPIN_SECONDS
 
     def learn(self, waited_seconds: float) -> None:
-        """Take note of a wait that took longer than the spin.
-
-        Not collective.
-
-        Parameters
-        ----------
-        waited_seconds : float
-            The spin included.
-        """
+        """Take note of a wait that took longer than the spin, which it includes."""
         if waited_seconds < _MOST_SPIN_SECONDS:
             self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
         else:
@@ -69,74 +61,34 @@ class Spin:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """What a rank waits for; times are of the machine's monotonic clock.
-
-    Parameters
-    ----------
-    call : Call
-        In which call.
-    start : float
-        Since when.
-    thread : int
-        Which thread.
-    leaves : bool
-        Whether it has come to the end of the program.
-    timeout_seconds : float, optional
-        The call's own limit, where it has one.
-    looked_at : float
-        When the watchdog last found out who is late.
-    late : sequence of int
-        The ranks that it found.
-    patient_until : float
-        Until when one of them at least had said that it would be slow.
-    held_until : float
-        Until when a report may be on its way, which the wait must not cut off.
-    """
+    """What a rank waits for; times are of the machine's monotonic clock."""
 
     call: Call
     start: float
     thread: int
+    # Whether it has come to the end of the program.
     leaves: bool = False
+    # The call's own limit, where it has one.
     timeout_seconds: float | None = None
+    # When the watchdog last found out who is late.
     looked_at: float = -math.inf
+    # The ranks that it found.
     late: Sequence[int] = ()
+    # Until when one of them at least had said that it would be slow.
     patient_until: float = -math.inf
+    # Until when a report may be on its way, which the wait must not cut off.
     held_until: float = -math.inf
 
     def begin(self, slow_until: float = -math.inf) -> float:
         """Return from when on the seconds of warning and limit count.
 
-        Not collective.
-
-        Parameters
-        ----------
-        slow_until : float
-            Until when the waiting rank itself had said that it would be slow.
-
-        Returns
-        -------
-        float
-            Not before anybody's announced time is over.
+        Not before anybody's announced time is over; ``slow_until`` is the waiting
+        rank's own.
         """
         return max(self.start, self.patient_until, slow_until)
 
     def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
-        """Return when the watchdog looks once more, before the end.
-
-        Not collective.
-
-        Parameters
-        ----------
-        limit_seconds : float
-            Limit of the job.
-        slow_until : float
-            See `begin`.
-
-        Returns
-        -------
-        float
-            Some seconds before the limit.
-        """
+        """Return when the watchdog looks once more, some seconds before the end."""
         lead = min(_LEAD_SECONDS, limit_seconds / 2)
         return self.begin(slow_until) + limit_seconds - lead
 
@@ -144,72 +96,41 @@ class Waiting:
 class Waiter:
     """Waits for the other ranks of a channel.
 
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks.
-    look : callable
-        Drives MPI's progress, and raises where another rank has ended all calls.
-    steps : SegmentRecords
-        What knows the processes of this worker.
-
-    Attributes
-    ----------
-    quick_looks : int
-        How often a caller may look before it calls `wait`.
-    limit_seconds : float
-        How long this rank waits for others, where a call has no limit of its own.
-    waiting : Waiting or None
-        What it waits for, once that takes longer than a moment.
-    watched : bool
-        Whether a watchdog looks at it.
-    slow_until : float
-        Until when this rank had said that it would be slow.
+    ``look`` drives MPI's progress, and raises where another rank has ended all calls;
+    ``steps`` knows the processes of this worker.
     """
 
     def __init__(
-        self, topology: Topology, look: Callable[[], None], steps: SegmentRecords
+        self, topology: Topology, look: Callable[[], None], steps: SegmentHeaders
     ) -> None:
         self._look = look
         self._steps = steps
+        # How long this rank waits for others, where a call has no limit of its own.
         self.limit_seconds = _LIMIT_SECONDS
+        # What it waits for, once that takes longer than a moment.
         self.waiting: Waiting | None = None
+        # Whether a watchdog looks at it.
         self.watched = False
+        # Until when this rank had said that it would be slow.
         self.slow_until = -math.inf
-        # Who was missing at the last look; see collectives.arrivals.
+        # Who was missing at the last look; see hpcstrat.channel.arrivals.
         self.late: list[int] = []
         # How often to look for dead processes. Survivors are in a hurry.
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         # Where ranks share cores, one that looks keeps the awaited one from running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
+        # How often a caller may look before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
 
     def wait(
-        self, awaited: Any, call: Call, timeout_seconds: float | None = None
+        self, awaited: Awaited, call: Call, timeout_seconds: float | None = None
     ) -> bool:
-        """Wait for other ranks.
+        """Wait for other ranks; return whether all have announced the same.
 
-        Collective over ``topology.replica_comm``, or what is awaited of it.
-
-        Parameters
-        ----------
-        awaited : SegmentRecords, WireRecords or Message
-            What is awaited.
-        call : Call
-            In which call, for messages.
-        timeout_seconds : float, optional
-            How long; default: the job's own limit.
-
-        Returns
-        -------
-        bool
-            Whether all ranks have announced the same; False if something else.
-
-        Raises
-        ------
-        CollectiveError
-            If a rank does not come in time, or its process has died.
+        Collective over ``topology.replica_comm``, or what is awaited of it. The job's
+        own limit stands for ``timeout_seconds``. Raises CollectiveError if a rank does
+        not come in time, or its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
         while time.monotonic() < start + self._spin.seconds:
@@ -226,7 +147,7 @@ class Waiter:
             self.waiting = outer
             self._spin.learn(time.monotonic() - start)
 
-    def _nap(self, awaited: Any, waiting: Waiting) -> bool:
+    def _nap(self, awaited: Awaited, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""
         turns, look_at = 0, waiting.start + self._look_seconds
         while True:
@@ -245,20 +166,9 @@ class Waiter:
             turns += 1
 
     def check_limit(self, waiting: Waiting) -> None:
-        """End a wait that has taken too long.
+        """End a wait that has taken longer than its limit, by CollectiveError.
 
-        Not collective.
-
-        Parameters
-        ----------
-        waiting : Waiting
-            Which has taken longer than the limit; late ranks may have been slow in
-            agreement.
-
-        Raises
-        ------
-        CollectiveError
-            If that is over, too.
+        Late ranks may have been slow in agreement: then not before that is over, too.
         """
         now, limit = time.monotonic(), self.limit_seconds
         advice = "see what they do, or raise "

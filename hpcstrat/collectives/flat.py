@@ -25,18 +25,6 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
     """Sum by the all-reduce of the MPI library, one message for each run of a piece.
 
     Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce.
-    channel : Channel
-        Of the replicas.
-
-    Yields
-    ------
-    Message or None
-        See `hpcstrat.collectives.work`.
     """
     mpi, comm = channel.topology.mpi, channel.topology.replica_comm
     scratch: dict[Any, Array] = {}

@@ -41,22 +41,8 @@ def reduce_hierarchically(
 ) -> Awaits:
     """Sum inside each worker, then over the workers.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce.
-    channel : Channel
-        Of the replicas.
-    wire_dtype : dtype, optional
-        ``float16``, or ``bfloat16`` of ml_dtypes: in which float32 and float64 travel
-        between workers.
-
-    Returns
-    -------
-    iterator
-        See `hpcstrat.collectives.work`.
+    Collective over ``topology.replica_comm``. In ``wire_dtype``, ``float16`` or
+    ``bfloat16`` of ml_dtypes, float32 and float64 travel between workers.
     """
 
     cross = functools.partial(sum_over_workers, work, channel, wire_dtype)
@@ -71,23 +57,8 @@ def sum_over_workers(
 ) -> Awaits:
     """Sum segments over the workers, in place.
 
-    Collective over ``topology.cross_worker_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        To which the runs belong.
-    channel : Channel
-        Of the replicas.
-    wire_dtype : dtype or None
-        See `reduce_hierarchically`.
-    segments : list of (Run, ndarray of shape (n,))
-        Which run, and this rank's segment of it, in memory of the host.
-
-    Yields
-    ------
-    Message
-        See `hpcstrat.collectives.work`.
+    Collective over ``topology.cross_worker_comm``. ``segments`` are this rank's, in
+    memory of the host, each with the run of ``work`` to which it belongs.
     """
     for run, segment in segments:
         # The mean of integers is summed in float64.

@@ -27,30 +27,12 @@ def reduce_to_one(
 ) -> Awaits:
     """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce; one piece, so that ``accumulate`` sees each type's values whole.
-    channel : Channel
-        Of the replicas.
-    root : int
-        The replica that adds; it holds one more buffer at a time, or all of them when
-        there is an ``accumulate``.
-    accumulate : callable, optional
-        Takes the list of all buffers, in replica order, and returns their element-wise
-        combination, of shape (n,); default: their sum.
-
-    Yields
-    ------
-    None
-        See `hpcstrat.collectives.work`.
-
-    Raises
-    ------
-    ValueError
-        On every rank, if ``accumulate`` raises or returns another shape.
+    Collective over ``topology.replica_comm``. The work is one piece, so that
+    ``accumulate`` sees each type's values whole: it takes the list of all buffers, in
+    replica order, and returns their element-wise combination, of shape (n,); default:
+    their sum. The root holds one more buffer at a time, or all of them for
+    ``accumulate``. Raises ValueError on every rank, if that raises or returns another
+    shape.
     """
     (piece,) = work.pieces
     flats = [np.empty(run.size, run.dtype) for run in piece]

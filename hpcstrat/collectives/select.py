@@ -44,44 +44,20 @@ HIERARCHICAL_FROM_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to reduce.
-
-    Parameters
-    ----------
-    algorithm : Algorithm
-        What takes the pieces.
-    piece_bytes : int
-        Most bytes of a piece.
-    small : bool
-        Whether `SmallReduction` does it.
-    starts : bool
-        Whether it can be started, and awaited later.
-    """
+    """How to reduce."""
 
     algorithm: Algorithm
     piece_bytes: int
+    # Whether `SmallReduction` does it.
     small: bool = False
+    # Whether it can be started, and awaited later.
     starts: bool = True
 
 
 def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
-    """Choose how to reduce over the replicas.
+    """Choose how to reduce over the replicas; the same on every rank.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of all arrays, in the types in which they are added.
-    topology : Topology
-        Where.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
+    ``nbytes`` is the size of all arrays, in the types in which they are added.
     """
     ranks = topology.worker_comm.size
     if topology.num_workers == 1:
@@ -98,24 +74,7 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
 
 
 def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
-    """Return the all-reduce of the MPI library.
-
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Not used.
-    topology : Topology
-        Not used.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-    """
+    """Return the all-reduce of the MPI library."""
     del nbytes, topology
     return Choice(reduce_by_mpi, max(64, options.bytes_per_pack or PIECE_BYTES))
 
@@ -123,24 +82,7 @@ def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
 def shared_memory(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
-    """Return the best reduction through shared memory, for replicas of one worker.
-
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of all arrays.
-    topology : Topology
-        Of one worker.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-    """
+    """Return the best reduction through shared memory, for replicas of one worker."""
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
     if ranks > topology.num_cores:
@@ -157,24 +99,7 @@ def shared_memory(
 def hierarchical(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
-    """Return the reduction inside each worker, then across.
-
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Not used.
-    topology : Topology
-        Of one or several workers.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-    """
+    """Return the reduction inside each worker, then across."""
     if topology.num_workers == 1:
         return shared_memory(nbytes, topology, options)
     # Large pieces: a message between workers is a segment of one.
@@ -185,20 +110,7 @@ def hierarchical(
 
 
 def wire_type(name: str) -> np.dtype[Any]:
-    """Return the type in which values travel between workers.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : {"float16", "bfloat16"}
-        As in `CommunicationOptions`.
-
-    Returns
-    -------
-    dtype
-        NumPy's, or that of ml_dtypes.
-    """
+    """Return the type in which values travel between workers: NumPy's, or ml_dtypes'."""
     if name == "bfloat16":
         # Registers the type with NumPy.
         import ml_dtypes  # noqa: F401

@@ -1,13 +1,13 @@
 """Reduction of a worker's replicas through its shared memory, in cache-sized pieces.
 
-Two ranks are served best by the direct form: each copies a piece into its slot, and
-adds the other's slot to it, straight into the result. Of more ranks, each sums one
-segment of the piece over all slots, and all copy the sums out. Both forms add in the
+Two ranks are served best by the direct form: each copies a piece into its place, and
+adds the other's place to it, straight into the result. Of more ranks, each sums one
+segment of the piece over all places, and all copy the sums out. Both forms add in the
 order of the ranks, and so give the same bits on every rank, whatever the sizes of the
 pieces.
 
-While the ranks add one piece, the next is in its slots already, so that a rank seldom
-waits for another. `hpcstrat.channel.places` says when a slot may be written, and
+While the ranks add one piece, the next lies in its place already, so that a rank seldom
+waits for another. `hpcstrat.channel.places` says when a place may be written, and
 `hpcstrat.channel.headers` what orders the memory.
 """
 
@@ -22,7 +22,7 @@ from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.places import Slots
+from hpcstrat.channel.places import Places
 from hpcstrat.collectives.work import Work, fill
 from hpcstrat.typing import Array
 
@@ -35,33 +35,21 @@ def reduce_directly(work: Work, channel: Channel) -> Awaits:
     """Sum by the direct form: each of two ranks adds the other's values to its own.
 
     Collective over ``topology.worker_comm``, which is all replicas, and two.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce.
-    channel : Channel
-        Of the replicas.
-
-    Yields
-    ------
-    SegmentRecords or None
-        See `hpcstrat.collectives.work`.
     """
-    slots, me = channel.slots, channel.topology.worker_comm.rank
-    place_bytes = slots.place_bytes(work.piece_bytes)
+    places, me = channel.places, channel.topology.worker_comm.rank
+    place_bytes = places.place_bytes(work.piece_bytes)
     pieces = iter(work.pieces)
-    piece, place = next(pieces), slots.take(place_bytes)
-    _lay_out(piece, place, work, slots, me)
+    piece, place = next(pieces), places.take(place_bytes)
+    _lay_out(piece, place, work, places, me)
     yield HEADER
     while piece:
         following, after, step = next(pieces, ()), 0, None
         if following:
-            after = slots.take(place_bytes)
-            _lay_out(following, after, work, slots, me)
+            after = places.take(place_bytes)
+            _lay_out(following, after, work, places, me)
             step = channel.step(work.call)
         for run in piece:
-            rows = slots.rows(run, place)
+            rows = places.rows(run, place)
             index, start, stop, _ = run.spans[0]
             result, source = work.results[index], work.sources[index]
             if len(run.spans) == 1 and source.dtype == result.dtype == run.dtype:
@@ -75,19 +63,19 @@ def reduce_directly(work: Work, channel: Channel) -> Awaits:
                 if work.divisor:
                     quietly(np.divide, total, work.divisor, total)
             else:
-                _add_spans(run, work, slots, rows)
+                _add_spans(run, work, places, rows)
         if step is not None:
             yield step
         piece, place = following, after
 
 
-def _lay_out(piece: Piece, place: int, work: Work, slots: Slots, me: int) -> None:
+def _lay_out(piece: Piece, place: int, work: Work, places: Places, me: int) -> None:
     """Copy a piece of this rank's values into a place of its ring."""
     for run in piece:
-        fill(run, work.sources, slots.rows(run, place)[me])
+        fill(run, work.sources, places.rows(run, place)[me])
 
 
-def _add_spans(run: Run, work: Work, slots: Slots, rows: Sequence[Array]) -> None:
+def _add_spans(run: Run, work: Work, places: Places, rows: Sequence[Array]) -> None:
     """Add a run of all places into the results."""
     for index, start, stop, at in run.spans:
         low = at - run.start
@@ -95,7 +83,7 @@ def _add_spans(run: Run, work: Work, slots: Slots, rows: Sequence[Array]) -> Non
         terms = [row[low : low + stop - start] for row in rows]
         total = result
         if result.dtype != run.dtype:
-            total = slots.scratch(run.dtype)[: stop - start]
+            total = places.scratch(run.dtype)[: stop - start]
         add_in_order(terms, total)
         if work.divisor:
             quietly(np.divide, total, work.divisor, total)
@@ -106,19 +94,10 @@ def _add_spans(run: Run, work: Work, slots: Slots, rows: Sequence[Array]) -> Non
 def add_in_order(
     terms: Sequence[Array], total: Array, scratch: Array | None = None
 ) -> None:
-    """Add arrays in their order.
+    """Add arrays in their order into ``total``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    terms : sequence of ndarray of shape (n,)
-        At least one.
-    total : ndarray of shape (n,)
-        Where the sum goes; may be one of the first two terms, or any other where there
-        is a ``scratch``.
-    scratch : ndarray, optional
-        For the sums of the first terms; at least as long.
+    That may be one of the first two terms, or any other where there is a ``scratch``,
+    at least as long, for the sums of the first terms.
     """
     if len(terms) == 1:
         if terms[0] is not total:
@@ -139,31 +118,18 @@ def reduce_scattered(
     channel: Channel,
     cross: Callable[[list[tuple[Run, Array]]], Awaits] | None = None,
 ) -> Awaits:
-    """Sum by segments: each rank sums one segment of a piece over all slots.
+    """Sum by segments: each rank sums one segment of a piece over all places.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce.
-    channel : Channel
-        Of the replicas.
-    cross : callable, optional
-        Sums this rank's segments over the workers, in place; needed where there are
-        several. As many ranks of each worker have segments as the smallest one has.
-
-    Yields
-    ------
-    SegmentRecords, Message or None
-        See `hpcstrat.collectives.work`.
+    Collective over ``topology.replica_comm``. ``cross`` sums this rank's segments over
+    the workers, in place, where there are several: as many ranks of each worker have
+    segments as the smallest one has.
     """
-    topology, slots = channel.topology, channel.slots
+    topology, places = channel.topology, channel.places
     me, movers = topology.worker_comm.rank, topology.smallest_worker
-    place_bytes = slots.place_bytes(work.piece_bytes)
+    place_bytes = places.place_bytes(work.piece_bytes)
     pieces = iter(work.pieces)
-    piece, place = next(pieces), slots.take(place_bytes)
-    _lay_out(piece, place, work, slots, me)
+    piece, place = next(pieces), places.take(place_bytes)
+    _lay_out(piece, place, work, places, me)
     yield HEADER
     if topology.num_workers > 1:
         # The header of several workers orders no memory.
@@ -171,14 +137,14 @@ def reduce_scattered(
     while piece:
         following, after = next(pieces, ()), 0
         if following:
-            after = slots.take(place_bytes)
-            _lay_out(following, after, work, slots, me)
+            after = places.take(place_bytes)
+            _lay_out(following, after, work, places, me)
         own = []
         for run in piece if me < movers else ():
             low, high = _segment(run, me, movers)
             if low < high:
-                terms = [row[low:high] for row in slots.rows(run, place)]
-                add_in_order(terms, terms[me], slots.scratch(run.dtype))
+                terms = [row[low:high] for row in places.rows(run, place)]
+                add_in_order(terms, terms[me], places.scratch(run.dtype))
                 own.append((run, terms[me]))
         if cross is not None and own:
             yield from cross(own)
@@ -187,7 +153,7 @@ def reduce_scattered(
                 quietly(np.divide, segment, work.divisor, segment)
         yield channel.step(work.call)
         for run in piece:
-            _copy_out(run, work, slots.rows(run, place), movers)
+            _copy_out(run, work, places.rows(run, place), movers)
         piece, place = following, after
 
 
@@ -199,7 +165,7 @@ def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:
 
 
 def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
-    """Copy the sums from the slots of the ranks that made them."""
+    """Copy the sums from the places of the ranks that made them."""
     segments = [_segment(run, number, movers) for number in range(movers)]
     for index, start, stop, at in run.spans:
         result, begin = work.results[index], at - run.start
@@ -218,18 +184,10 @@ _MOST_VIEWS = 1024
 
 
 class SmallReduction:
-    """The direct form for one piece, with all its views made beforehand.
+    """The direct form for one piece, in which every array lies whole.
 
-    Collective over ``topology.worker_comm``, which is all replicas, when called.
-
-    Parameters
-    ----------
-    piece : Piece
-        The only one; every array lies in it whole.
-    signatures : sequence of (dtype, shape)
-        Of the arrays.
-    channel : Channel
-        Of the replicas.
+    Its views are made beforehand. To call it is collective over
+    ``topology.worker_comm``, which is all replicas.
     """
 
     def __init__(
@@ -242,20 +200,20 @@ class SmallReduction:
         nbytes = max((run.start + run.size) * run.dtype.itemsize for run in piece)
         # Many small arrays take larger places, of which there are fewer.
         views = len(signatures) * channel.topology.worker_comm.size
-        spread = channel.slots.ring_bytes * views // _MOST_VIEWS
-        self._place_bytes = channel.slots.place_bytes(max(nbytes, spread))
+        spread = channel.places.ring_bytes * views // _MOST_VIEWS
+        self._place_bytes = channel.places.place_bytes(max(nbytes, spread))
 
     def _make_views(self, place: int) -> _Views:
         views = []
         for run in self._piece:
-            rows = self._channel.slots.rows(run, place)
+            rows = self._channel.places.rows(run, place)
             for index, _, stop, at in run.spans:
                 dtype, shape = self._signatures[index]
                 low = at - run.start
                 parts = [row[low : low + stop].reshape(shape) for row in rows]
                 views.append((index, parts, dtype == run.dtype))
         count = len(views) * len(views[0][1])
-        self._channel.slots.keep((self, place), views, count)
+        self._channel.places.keep((self, place), views, count)
         return views
 
     def __call__(
@@ -266,29 +224,16 @@ class SmallReduction:
         timeout_seconds: float | None,
         separate: bool,
     ) -> None:
-        """Reduce.
+        """Reduce arrays, in any memory order.
 
-        Collective over ``topology.worker_comm``, which is all replicas.
-
-        Parameters
-        ----------
-        arrays : sequence of ndarray
-            This replica's values, in any memory order.
-        results : sequence of ndarray
-            Where the results go.
-        planned : ReductionPlan
-            Of the call.
-        timeout_seconds : float, optional
-            How long to wait for late ranks.
-        separate : bool
-            Whether no result lies over another array. All values are in the rings
-            before the first result is written, and so are right in any case; this
-            rank's own are nearer.
+        ``separate`` says that no result lies over another array. All values are in the
+        rings before the first result is written, and so are right in any case; this
+        rank's own are nearer.
         """
         me, channel, call = self._rank, self._channel, planned.call
-        slots, divisor = channel.slots, planned.divisor
-        place = slots.take(self._place_bytes)
-        views = slots.kept.get((self, place)) or self._make_views(place)
+        places, divisor = channel.places, planned.divisor
+        place = places.take(self._place_bytes)
+        views = places.kept.get((self, place)) or self._make_views(place)
         for index, parts, same in views:
             if same:
                 parts[me][...] = arrays[index]

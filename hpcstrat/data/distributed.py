@@ -201,7 +201,7 @@ class _Batches:
         # A thread that reads ahead is at no point of the program that ranks compare.
         own = threading.get_ident() == threading.main_thread().ident
         if channel is not None and own:
-            channel.enter_next()
+            channel.position.enter_next()
         if self._ended:
             raise StopIteration
         if place.position >= self._end:

@@ -191,7 +191,7 @@ class Memory:
         assert objects is not None
         channel = strategy.collectives.channel
         if channel is not None:
-            channel.drain()
+            channel.started.drain()
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")

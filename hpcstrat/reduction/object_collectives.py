@@ -11,7 +11,7 @@ from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.closed import ClosedChannel
 from hpcstrat.channel.entries import collective
-from hpcstrat.channel.sections import Scope
+from hpcstrat.channel.sections import Section
 
 __all__ = ["ObjectCollectives"]
 
@@ -87,7 +87,7 @@ class ObjectCollectives:
         if self.channel is not None:
             self.channel.agree(describe_call(what), self._timeout_seconds)
 
-    def scope(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def section(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds a part of the program that all replicas leave together.
 
         Collective over ``topology.replica_comm`` is its end: an error of one replica is
@@ -104,7 +104,7 @@ class ObjectCollectives:
             See `hpcstrat.channel.sections`.
         """
         if isinstance(self.channel, Channel):
-            return Scope(self.channel, what, self._timeout_seconds)
+            return Section(self.channel, what, self._timeout_seconds)
         return contextlib.nullcontext()
 
     def moving(self, what: str) -> contextlib.AbstractContextManager[Any]:

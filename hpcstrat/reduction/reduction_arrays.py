@@ -29,17 +29,7 @@ _DLPACK_CPU = 1
 def all_plain(leaves: list[Any]) -> bool:
     """Whether all of some values are arrays of NumPy that can be summed as they are.
 
-    Not collective.
-
-    Parameters
-    ----------
-    leaves : list
-        Anything.
-
-    Returns
-    -------
-    bool
-        False for subclasses, and for byte orders that are not native.
+    False for subclasses, and for byte orders that are not native.
     """
     for leaf in leaves:
         if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
@@ -49,37 +39,15 @@ def all_plain(leaves: list[Any]) -> bool:
 
 @functools.cache
 def list_structure(length: int) -> Any:
-    """Return the structure of a list of leaves.
-
-    Not collective.
-
-    Parameters
-    ----------
-    length : int
-        Of the list.
-
-    Returns
-    -------
-    optree.PyTreeSpec
-        As `hpcstrat.tree.flatten` gives it.
-    """
+    """Return the structure of a list of leaves, as `hpcstrat.tree.flatten` gives it."""
     return flatten([0] * length)[1]
 
 
 def by_memory(arrays: list[Array]) -> list[list[int]]:
-    """Tell arrays in host memory from those on GPUs, which take calls of their own.
+    """Return the indices of arrays in host memory, then of those on GPUs.
 
-    Not collective; the same on every rank whose arrays are in the same memory.
-
-    Parameters
-    ----------
-    arrays : list of ndarray
-        Of NumPy or CuPy.
-
-    Returns
-    -------
-    list of list of int
-        The indices for each call: those of host memory first; at least one list.
+    They take calls of their own. At least one list; the same on every rank whose arrays
+    are in the same memory.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
     if not there or len(there) == len(arrays):
@@ -90,17 +58,7 @@ def by_memory(arrays: list[Array]) -> list[list[int]]:
 def is_plain(array: Array) -> bool:
     """Whether an array lies in memory without gaps, so that algorithms take it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    array : ndarray
-        Of NumPy or CuPy.
-
-    Returns
-    -------
-    bool
-        True for C order, aligned.
+    In C order, aligned.
     """
     flags = array.flags
     return flags.c_contiguous and (is_device(array) or flags.aligned)
@@ -111,29 +69,10 @@ def checked_outs(
 ) -> list[Any]:
     """Return the leaves of ``out``, which must have the structure of the value.
 
-    Not collective.
-
-    Parameters
-    ----------
-    out : tree
-        Where results are to go.
-    arrays : list of ndarray
-        What is to be reduced.
-    structure : optree.PyTreeSpec or None
-        Of the value.
-    sparse : list of int
-        Which leaves of the value are IndexedSlices.
-
-    Returns
-    -------
-    list
-        The leaves; arrays of NumPy over the host memory of other libraries' ones.
-
-    Raises
-    ------
-    ValueError
-        For another structure, or IndexedSlices, or memory that is not shared; or for
-        leaves that share memory with each other.
+    Of other libraries' host memory they are NumPy's arrays. ``sparse`` are the leaves
+    of the value that are IndexedSlices. ValueError for another structure, for
+    IndexedSlices, for memory that is not shared, or for leaves that share memory with
+    each other.
     """
     if sparse:
         raise ValueError(
@@ -188,24 +127,7 @@ def require_fitting(
     results: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
     on_gpu: bool,
 ) -> None:
-    """Demand arrays that can take results.
-
-    Not collective.
-
-    Parameters
-    ----------
-    outs : list
-        What was given.
-    results : sequence of (tuple of int, dtype)
-        Shape and type of each result.
-    on_gpu : bool
-        Whether the values are on a GPU.
-
-    Raises
-    ------
-    ValueError
-        If one cannot.
-    """
+    """Demand arrays that can take results, of a shape and type each; else ValueError."""
     for out, result in zip(outs, results, strict=True):
         if (
             (not is_device(out) if on_gpu else type(out) is not np.ndarray)

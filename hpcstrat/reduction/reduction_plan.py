@@ -35,47 +35,25 @@ _MOST_KEPT_PIECES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ReductionPlan:
-    """All that is the same in each repetition of a reduction.
+    """All that is the same in each repetition of a reduction."""
 
-    Parameters
-    ----------
-    call : Call
-        What ranks agree on.
-    signatures : tuple of (dtype, shape)
-        Of the arrays.
-    results : tuple of (shape, dtype)
-        Of the results.
-    divisor : int
-        By what to divide the sums; 0 for sums.
-    choice : Choice, optional
-        How to reduce; None where nothing moves.
-    pieces : tuple of Piece, optional
-        What to reduce, where it is little enough to be kept.
-    small : SmallReduction, optional
-        What reduces a single small piece.
-    on_gpu : bool
-        Whether the arrays are on GPUs; else all are in host memory.
-    """
-
+    # What ranks agree on.
     call: Call
     signatures: tuple[Signature, ...]
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    # By what to divide the sums; 0 for sums.
     divisor: int
+    # How to reduce; None where nothing moves.
     choice: Choice | None = None
+    # What to reduce, where it is little enough to be kept.
     pieces: tuple[Piece, ...] | None = None
+    # What reduces a single small piece.
     small: SmallReduction | None = None
+    # Whether the arrays are on GPUs; else all are in host memory.
     on_gpu: bool = False
 
     def cut(self) -> Iterable[Piece]:
-        """Return what to reduce.
-
-        Not collective.
-
-        Returns
-        -------
-        iterable of Piece
-            In order.
-        """
+        """Return what to reduce, in order."""
         if self.pieces is not None:
             return self.pieces
         assert self.choice is not None
@@ -93,38 +71,11 @@ def plan_reduction(
     options: CommunicationOptions,
     group: DeviceGroup | None = None,
 ) -> ReductionPlan:
-    """Plan a reduction.
+    """Plan a reduction; the same on every rank.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    arrays : list of ndarray
-        What is to be reduced, each of a type that has a sum.
-    channel : Channel or None
-        Of the replicas; None for a single one.
-    ops : CrossDeviceOps
-        What chooses the algorithm.
-    op : ReduceOp
-        ``SUM`` or ``MEAN``.
-    what : str
-        The call, for messages.
-    structure : optree.PyTreeSpec or None
-        What holds the arrays; None for a single array.
-    options : CommunicationOptions
-        Of the call.
-    group : DeviceGroup, optional
-        What moves arrays between GPUs; for arrays on GPUs of several replicas.
-
-    Returns
-    -------
-    ReductionPlan
-        The plan.
-
-    Raises
-    ------
-    ValueError
-        If the algorithm does not serve the topology. On every rank.
+    ``structure`` holds the arrays; None for a single array. ``group`` moves them
+    between GPUs of several replicas. Raises ValueError on every rank, if the algorithm
+    does not serve the topology.
     """
     means = op is ReduceOp.MEAN
     details = signature_text(structure, arrays)
@@ -171,31 +122,10 @@ def marked(
 ) -> tuple[ReductionPlan, list[Array], Callable[[], None]]:
     """Order a started call on a GPU after the stream that starts it.
 
-    Not collective. Its steps may be taken by other threads, which have streams of their
-    own.
-
-    Parameters
-    ----------
-    planned : ReductionPlan
-        Of the call; it has a choice.
-    arrays : list of cupy.ndarray
-        What is to be reduced.
-    results : list of cupy.ndarray
-        Where the results go.
-
-    Returns
-    -------
-    ReductionPlan
-        For this call alone.
-    list of cupy.ndarray
-        The arrays, contiguous.
-    callable
-        Lets the current stream of the thread that calls it wait for the results.
-
-    Raises
-    ------
-    ValueError
-        If a result is not contiguous.
+    Its steps may be taken by other threads, which have streams of their own. Returns a
+    plan for this call alone, the arrays, contiguous, and what lets the current stream
+    of the thread that calls it wait for the results. ValueError if a result is not
+    contiguous.
     """
     assert planned.choice is not None
     if not all(is_plain(result) for result in results):

@@ -297,7 +297,7 @@ class Collectives(Gathers):
         planned, results = self._prepared(request, arrays, options, outs)
         channel: Any = self.channel
         if channel is not None and channel.started:
-            channel.drain()
+            channel.started.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
             apart = outs is None or len(arrays) == 1

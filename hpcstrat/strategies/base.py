@@ -234,9 +234,9 @@ class Strategy(CrossReplicaMethods, RecordMethods):
             self._require_cross("run")
         channel = self.collectives.channel
         if channel is not None:
-            channel.enter_run()
+            channel.position.enter_run()
         if active.recorder is not None:
-            number = None if channel is None else {"run": channel.run_index}
+            number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
         try:
             with self.together("run"):
@@ -282,7 +282,7 @@ class Strategy(CrossReplicaMethods, RecordMethods):
         context manager
             See `hpcstrat.channel.sections`.
         """
-        return self.collectives.scope(what) if self.raises_together else _ALONE
+        return self.collectives.section(what) if self.raises_together else _ALONE
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let the others wait longer for this replica; here there are none.

@@ -184,7 +184,7 @@ class Connection:
         if self.channel is not None:
             self.copies = Copies(self.channel, settings)
             if settings.divergence != "off":
-                self.channel.copy_check = self.copies
+                self.channel.position.copy_check = self.copies
             exits.register(self.channel)
             watchdog.register(self.channel, settings)
             lateness.watch(self.channel.arrivals, settings)

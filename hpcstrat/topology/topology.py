@@ -45,7 +45,7 @@ SLOTS_IN_RING = 4
 _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 512 << 10
-# Larger than the caches of processors: see collectives.slots.
+# Larger than the caches of processors: see channel.places.
 _GROWN_SEGMENT_BYTES = 128 << 20
 
 

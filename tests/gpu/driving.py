@@ -192,7 +192,7 @@ def reduce_many(
     for _ in range(polls):
         numbers = numbers + 1
         time.sleep(0.0002 * team.rank)
-        team.channel.progress()
+        team.channel.started.progress()
     for reduction, handle, end, results in started:
         assert handle.wait() is results
         end.join()

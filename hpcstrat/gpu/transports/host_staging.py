@@ -11,7 +11,7 @@ out their first part before the header of the call, which is their first step: w
 has seen the headers of all ranks reads what they had laid out. Here the header has been
 agreed before the first part is on the host. In its place stands a step of the worker's
 ranks, for each part. That is the same to the memory: the records of a step are those of
-a header of one worker (`SegmentRecords`), and order it alike; where there are several
+a header of one worker (`SegmentHeaders`), and order it alike; where there are several
 workers, whose header orders nothing, the algorithm makes a step of its own in addition.
 
 So each rank's ring sees what it would see in a sequence of calls: it takes a place,

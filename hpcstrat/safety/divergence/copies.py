@@ -169,7 +169,7 @@ class Copies:
             # Ranks that had freed different variables have copied different slices.
             self._on_device.forget_copies()
         copies, freed = self._common(comm)
-        now = self._channel.run_index
+        now = self._channel.position.run_index
         last = self._compared_at
         if freed:
             # Where variables are made and freed all the time, comparing all copies

@@ -299,7 +299,7 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
         channel = strategy.collectives.channel
         assert not channel.started
         channel.broken = ""
-        channel.slots.restart()
+        channel.places.restart()
 
 
 def test_an_interrupt_before_a_call_is_noticed_in_the_next(
@@ -308,7 +308,7 @@ def test_an_interrupt_before_a_call_is_noticed_in_the_next(
     if job.size == 1:
         return
     with make_strategy(comm=job) as strategy:
-        slots = strategy.collectives.channel.slots
+        slots = strategy.collectives.channel.places
         if job.rank == 0 and strategy.topology.num_workers == 1:
             # What an interrupt leaves behind that comes after the place is taken.
             slots.take(slots.place_bytes(1))
@@ -597,7 +597,7 @@ def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
         topology = strategy.topology
         if strategy.collectives.channel is None:
             return
-        ring = strategy.collectives.channel.slots.ring_bytes
+        ring = strategy.collectives.channel.places.ring_bytes
         ranks = topology.worker_comm.size
         if ranks == 1 or ranks > topology.num_cores:
             assert ring == 4 * topology.slot_bytes

@@ -1,0 +1,58 @@
+"""Where in the program a rank is: the steps that it has made, as headers carry them.
+
+A call left out in one step is noticed in the next, since every header says how many
+steps its rank has made.
+"""
+
+from __future__ import annotations
+
+from hpcstrat.typing import CopyCheck
+
+__all__ = ["Position"]
+
+# How far next() moves what headers carry: no number of runs is a multiple of it.
+_NEXT = 0x1E3779B97F4A7C15
+_MASK = (1 << 63) - 1
+
+
+class Position:
+    """The steps of one channel's rank; all calls are logically collective."""
+
+    __slots__ = ("copy_check", "next_index", "run_index", "run_mark")
+
+    def __init__(self) -> None:
+        # How often this rank has entered run, and asked for a batch of any data set
+        # that all replicas share.
+        self.run_index = 0
+        self.next_index = 0
+        # What headers carry in their place: both, and what copy_check makes of them.
+        # Calls that are started carry step_mark alone: when their headers are compared,
+        # ranks may be at different points of the program.
+        self.run_mark = 0
+        # Looks at the copies of variables at each entry into run.
+        self.copy_check: CopyCheck | None = None
+
+    def enter_run(self) -> None:
+        """Take note that this rank enters ``run``.
+
+        Raises CollectiveError on every rank, where copies of variables are compared
+        here, and differ.
+        """
+        self.run_index = index = self.run_index + 1
+        check, mark = self.copy_check, self.run_mark
+        self.run_mark = mark + 1 & _MASK if check is None else check.mark(index, mark)
+
+    def enter_next(self) -> None:
+        """Take note that this rank asks for a batch."""
+        self.next_index += 1
+        self.run_mark = self.run_mark + _NEXT & _MASK
+
+    @property
+    def step_mark(self) -> int:
+        """Stands for the steps that this rank has made: ``run`` and ``next()``."""
+        return self.run_index + self.next_index * _NEXT & _MASK
+
+    def set_steps(self, run_index: int, next_index: int) -> None:
+        """Set how many steps this rank has made; all ranks are at the same call."""
+        self.run_index, self.next_index = run_index, next_index
+        self.run_mark = self.step_mark
