@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-__all__ = ["HEADER", "Awaited", "Awaits", "Message", "exhaust"]
+__all__ = ["HEADER", "Awaited", "Awaits", "EveryRankError", "Message", "exhaust"]
 
 
 class Awaited(Protocol):
@@ -54,6 +54,10 @@ def exhaust(steps: Awaits) -> None:
     """Take a call of a single replica to its end: nobody is awaited there."""
     for awaited in steps:
         assert awaited is HEADER
+
+
+class EveryRankError(Exception):
+    """A ValueError in the exchange of data that every rank raises in the same place."""
 
 
 class Message:

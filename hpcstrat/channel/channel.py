@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.channel.arrivals import Arrivals
-from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, EveryRankError
 from hpcstrat.channel.breaks import Breaks
 from hpcstrat.channel.call import Call, call_site, describe_call
 from hpcstrat.channel.deaths import Deaths
@@ -44,7 +44,7 @@ from hpcstrat.errors import CollectiveError
 from hpcstrat.observe.timeline import active, recorded_wait
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["Channel", "EveryRankError"]
+__all__ = ["Channel"]
 
 _NO_CALL = describe_call("an exchange")
 _FAILING = describe_call("failure")
@@ -55,10 +55,6 @@ _ANNOUNCED = "_hpcstrat_announced"
 
 # What MPI may write to after a death, as long as it has not given up these calls.
 _abandoned: list[Any] = []
-
-
-class EveryRankError(Exception):
-    """A ValueError in the exchange of data that every rank raises in the same place."""
 
 
 class Channel:
@@ -104,11 +100,9 @@ class Channel:
         self.places = Places(topology)
         self.waiter = Waiter(topology, self.look, self._steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
-        self._headers: Any = (
-            self._steps
-            if topology.num_workers == 1
-            else WireHeaders(topology, self._comm)
-        )
+        self._headers: Any = self._steps
+        if topology.num_workers > 1:
+            self._headers = WireHeaders(topology, self._comm)
 
     # Calls that wait: a header, then an exchange of data.
 
@@ -329,8 +323,7 @@ class Channel:
 
         ``[-1]`` where it is not known which.
         """
-        missing: list[int] = self._headers.missing()
-        return missing
+        return list(self._headers.missing())
 
     def dead(self) -> list[int]:
         """Return the ranks of this node whose processes have died; not collective.
@@ -596,9 +589,7 @@ class Channel:
             self.closed = True
             if self.device_group is not None:
                 self.device_group.close()
-            self.arrivals.close()
-            self.places.close()
-            self._steps.close()
+            self._let_go()
             self._comm.Free()
 
     def abandon(self) -> None:
@@ -614,6 +605,9 @@ class Channel:
             kept = self._headers, list(self.started), self._patient, self.breaks
             _abandoned.append(kept)
             self.started.clear()
-            self.arrivals.close()
-            self.places.close()
-            self._steps.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the shared memory."""
+        for holder in (self.arrivals, self.places, self._steps):
+            holder.close()

@@ -67,7 +67,7 @@ class Deaths:
             self._topology.revoke()
 
     def again(self, what: str) -> RankLostError:
-        """Return an error, with the same ranks, for a call after the one that noticed."""
+        """Return an error of the same ranks, for a call after the one that noticed."""
         assert self.error is not None
         ranks = self.error.ranks
         return RankLostError(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays.casting import quietly
-from hpcstrat.channel.awaited import HEADER, Awaits
-from hpcstrat.channel.channel import Channel, EveryRankError
+from hpcstrat.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PIECE_BYTES, PatientComm
 from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.typing import Array

@@ -110,7 +110,7 @@ def hierarchical(
 
 
 def wire_type(name: str) -> np.dtype[Any]:
-    """Return the type in which values travel between workers: NumPy's, or ml_dtypes'."""
+    """Return the type in which values travel between workers; may be ml_dtypes'."""
     if name == "bfloat16":
         # Registers the type with NumPy.
         import ml_dtypes  # noqa: F401

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.channel.awaited import HEADER, Awaits
-from hpcstrat.channel.channel import EveryRankError
+from hpcstrat.channel.awaited import HEADER, Awaits, EveryRankError
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports import nccl_waiting
 from hpcstrat.gpu.transports.device_reduction import reduce_on_device

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.channel.agreed_problem import agreed_problem
-from hpcstrat.channel.awaited import Awaits, Message
-from hpcstrat.channel.channel import EveryRankError
+from hpcstrat.channel.awaited import Awaits, EveryRankError, Message
 from hpcstrat.errors import CollectiveError
 from hpcstrat.gpu import library
 from hpcstrat.gpu.transports.nccl_waiting import (

@@ -51,8 +51,8 @@ import numpy as np
 
 from hpcstrat.arrays.packing import Piece, Run
 from hpcstrat.channel.agreed_problem import agreed_problem
-from hpcstrat.channel.awaited import Awaited, Awaits, Message
-from hpcstrat.channel.channel import Channel, EveryRankError
+from hpcstrat.channel.awaited import Awaited, Awaits, EveryRankError, Message
+from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu import kernels
 from hpcstrat.gpu.device_memory import rounded

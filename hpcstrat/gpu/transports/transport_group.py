@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from hpcstrat.arrays.kinds import place_of
-from hpcstrat.channel.awaited import HEADER, Awaits
+from hpcstrat.channel.awaited import HEADER, Awaits, EveryRankError
 from hpcstrat.channel.call import describe_call
-from hpcstrat.channel.channel import Channel, EveryRankError
+from hpcstrat.channel.channel import Channel
 from hpcstrat.gpu.capabilities import Ability, Capabilities, gather
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports.broadcast_gather import Mover
