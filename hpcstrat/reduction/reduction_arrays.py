@@ -127,7 +127,7 @@ def require_fitting(
     results: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
     on_gpu: bool,
 ) -> None:
-    """Demand arrays that can take results of these shapes and types; else ValueError."""
+    """Demand arrays that can take results of given shapes and types; or ValueError."""
     for out, result in zip(outs, results, strict=True):
         if (
             (not is_device(out) if on_gpu else type(out) is not np.ndarray)
