@@ -50,12 +50,14 @@ def chaos_list() -> None:
     if console.is_terminal:
         table = Table()
         for title in _COLUMNS:
+            # The name is what --job takes: whole, to be copied.
             table.add_column(title, no_wrap=title == "job", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
     else:
         for row in rows:
+            # For cut and awk: rich would draw lines between the columns.
             click.echo("\t".join(row))
     if not jobs:
         click.echo("no job of yours has ranks on this machine", err=True)
@@ -86,7 +88,9 @@ def chaos_run(
     Exit status 0 if all was done, 1 if a rank had ended before, 2 for wrong options,
     130 if interrupted. A stopped rank goes on in any case.
     """
+    # Each event in one line, however narrow the terminal or wide the log.
     console = Console(highlight=False, soft_wrap=True)
+    # Printed below, so that the same acts can be drawn again.
     seed = secrets.randbelow(1 << 32) if seed is None else seed
     kinds = [k for k in library.KINDS if options[k] not in (None, False)]
     if not kinds:
@@ -141,10 +145,12 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
 
     # Slurm ends a step by SIGTERM, a terminal that is closed by SIGHUP.
     for number in (signal.SIGTERM, signal.SIGHUP):
+        # Only the main thread may set handlers, such as not that of a test.
         with contextlib.suppress(ValueError):
             signal.signal(number, interrupt)
     try:
         return library.disturb(job, acts, strength, report)
     except KeyboardInterrupt:
         console.print("interrupted; a stopped rank goes on")
+        # 128 and SIGINT, as of a program that the signal has ended.
         raise SystemExit(130) from None

@@ -70,6 +70,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     except TopologyError as error:
         raise click.ClickException(str(error)) from error
     except CheckpointError as error:
+        # All ranks raise the same: it is said once.
         if launch.rank == 0:
             click.echo(f"Error: {error}", err=True)
         raise SystemExit(1) from error
@@ -166,6 +167,7 @@ def advise(
     ``auto`` says whether the setting ``auto`` means direct writes there, ``kind`` is
     the name of the file system's type.
     """
+    # Sizes are a stripe, and what a checkpoint would have, which is no smaller.
     usual = max(found.way.piece_bytes for found in results)
     lines = []
     shared, single = (
@@ -187,6 +189,7 @@ def advise(
 
 def _remedy(kind: str, directory: str) -> str:
     if kind == "Lustre":
+        # Stripes of 16 MiB, as the largest block: each is one request to one server.
         return f"; spread the folder: lfs setstripe -c -1 -S 16M {directory}"
     if kind == "NFS":
         return "; a parallel file system or a local disk takes one file better"
@@ -240,6 +243,7 @@ def _report(
         }
         for found in results
     ]
+    # Names of the JSON file are relied on by scripts; they stay.
     return {
         "directory": os.path.abspath(wish.directory),
         "file_system": kind,

@@ -32,6 +32,7 @@ from hpcstrat.typing import Array
 __all__ = ["ckpt"]
 
 _DAMAGED = 1
+# As of diff(1).
 _DIFFERENT = 1
 
 
@@ -112,6 +113,7 @@ def _require_file(path: str) -> None:
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISREG(kind):
+            # Whether it can be opened: a reader would say that it is damaged.
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return
     except FileNotFoundError:
@@ -141,6 +143,7 @@ def show(file: str) -> None:
     console.print(table)
     for name, state in header.iterators.items():
         section = section_of(state)
+        # Words of generators say nothing to a reader.
         about = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
         console.print(f"{section}/{name}: {about}")
     for name in header.python:
@@ -160,6 +163,7 @@ def verify(paths: tuple[str, ...]) -> None:
         for path in paths
         for file in (_listed(path) if os.path.isdir(path) else [path])
     ]
+    # A job that checks a folder of a wrong name must not find it good.
     wrong = not files
     for file in files:
         good, words = _verdict(file)
@@ -179,6 +183,7 @@ def _verdict(file: str) -> tuple[bool, str]:
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {_line(error)}"
     except CheckpointError as error:
+        # Of a newer version, or not readable now: it may be whole.
         return False, f"not verified: {_line(error)}"
     except OSError as error:
         return False, f"not verified: {_unreadable(file, error)}"
@@ -194,6 +199,7 @@ def _verify(path: str) -> int | None:
     if found.vouched is None:
         return None
     plan, count = found.vouched.plan, 0
+    # One slot for all: a file may be larger than the memory of a login node.
     slot = Image(1, plan.block_bytes).slot(0)
     with (
         Blocks(path, found.vouched, direct=False) as blocks,
@@ -217,6 +223,7 @@ def diff(first: str, second: str) -> None:
     headers = _checked(first), _checked(second)
     table = new_table("name", "difference")
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
+    # For the bar: a value that both have is read twice.
     sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
     with progress(sum(sizes.values()), "comparing") as tick:
         for name in names:
@@ -269,14 +276,17 @@ def _difference(
     one, other = (_value(path, name, kinds[0][0]) for path in paths)
     unequal = np.asarray(one != other)
     if one.dtype.kind not in "iub":
+        # Two NaN are no difference.
         unequal &= ~(np.isnan(one) & np.isnan(other))
     count = int(unequal.sum())
     if not count:
         return ""
     index = tuple(int(i) for i in np.argwhere(unequal)[0]) if unequal.ndim else ()
     values = f"first at {list(index)}: {one[index]} and {other[index]}"
+    # The difference of whole numbers may not fit their type: none is given.
     if one.dtype.kind in "iub":
         return f"{count:,} of {one.size:,} elements, {values}"
+    # In bfloat16 or float16 it would be rounded, or overflow.
     wide = np.complex128 if one.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.nanmax(np.abs(one.astype(wide) - other.astype(wide)))
@@ -297,6 +307,7 @@ def export(file: str, output: str) -> None:
             f"expected an output that ends in .npz, .h5 or .hdf5, found {output}; "
             "rename it"
         )
+    # To say it in good words; the file is made exclusively in any case.
     if os.path.exists(output):
         raise click.ClickException(
             f"expected a name that is free, found the file {output}; choose another"
@@ -326,6 +337,7 @@ def _header(path: str) -> Header:
 def _checked(path: str) -> Header:
     """Return what a file holds, after all its bytes were checked."""
     header = _header(path)
+    # Once for all: values are read without their hashes later.
     with _explained(path):
         if _verify(path) is None:
             text = "not verified: format version 1 has no hashes"
@@ -345,6 +357,7 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
+    # bfloat16 needs ml_dtypes, which whoever looks into a file may not have.
     try:
         return named_dtype(name)
     except (ImportError, TypeError) as error:

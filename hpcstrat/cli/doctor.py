@@ -34,6 +34,7 @@ __all__ = ["doctor"]
 
 _WIDTH = 80
 _COLUMN = 20
+# A longer table would hide the problems, which come last.
 _MOST_RANKS = 32
 _REDUCTION_SECONDS = 60.0
 _ELEMENTS = 1024
@@ -68,6 +69,7 @@ def doctor(fresh: bool, launcher: str | None) -> None:
         failed = bool(found.problems)
     if launch.rank == 0:
         _print(found, report, ranks, reduction)
+    # On all ranks alike: a launcher may show the status of any of them.
     raise SystemExit(int(failed))
 
 
@@ -174,6 +176,7 @@ def _try_strategy(size: int) -> tuple[list[library.Gpu], str]:
     """Make a strategy, and reduce an array on the GPUs, if there are any."""
     from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
+    # A reduction that hangs is a finding, too, and must not keep the job.
     options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
     with MultiWorkerMirroredStrategy(
         communication_options=options, settings=Settings(summary="off", timeline="")
@@ -185,6 +188,7 @@ def _try_strategy(size: int) -> tuple[list[library.Gpu], str]:
         try:
             ones = library.load().ones(_ELEMENTS, "float32")
         except Exception as error:
+            # Kept until all have told theirs: what follows is collective.
             trouble = f"{error}"
         _agree_on_trouble(strategy, trouble)
         total = strategy.reduce("sum", ones, axis=None)
@@ -251,6 +255,7 @@ def _row(name: str, value: str, column: int = _COLUMN) -> None:
     start = f"  {name}".ljust(column)
     if len(start) > column or not start.endswith(" "):
         start += " "
+    # Words stay whole: paths and commands are to be copied.
     lines = textwrap.wrap(
         " ".join(value.split()),
         _WIDTH,
@@ -296,6 +301,7 @@ def _print_report(report: Report) -> None:
     if not report.answers:
         _row("not tried", report.how)
         if report.output:
+            # The end of it says why.
             _row("it said", report.output[-400:])
         return
     for name in OPERATIONS:

