@@ -24,7 +24,7 @@ from hpcstrat.checkpoint.restore_methods import RestoreMethods
 from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.errors import CheckpointError
-from hpcstrat.observe.recording import measure
+from hpcstrat.observe.job_timeline import measure
 from hpcstrat.observe.timeline import traced
 from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.variables import read_all

@@ -23,7 +23,7 @@ from hpcstrat.errors import HpcstratError
 from hpcstrat.gpu import library
 from hpcstrat.gpu.probe import probe
 from hpcstrat.gpu.probe.outcome import OPERATIONS
-from hpcstrat.gpu.probe.probe import Report
+from hpcstrat.gpu.probe.probe import ProbeReport
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.settings import Settings
 from hpcstrat.topology.starting import start_mpi
@@ -86,7 +86,7 @@ def _gpus() -> list[library.Gpu]:
 
 def _probed(
     found: Findings, fresh: bool, launcher: Sequence[str] | None
-) -> Report | None:
+) -> ProbeReport | None:
     """Return what MPI can do with memory of GPUs; tried where that is not known."""
     version = found.library_version
     if not version or not _has_gpu():
@@ -108,7 +108,7 @@ def _probed(
     return report
 
 
-def _compare_with_settings(found: Findings, report: Report) -> None:
+def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
     """Notice a setting that the trial contradicts."""
     try:
         setting = Settings().resolved().mpi_reads_gpu
@@ -220,7 +220,7 @@ def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
 
 def _print(
     found: Findings,
-    report: Report | None,
+    report: ProbeReport | None,
     ranks: Sequence[RankFacts],
     reduction: str,
 ) -> None:
@@ -296,7 +296,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB"
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: ProbeReport) -> None:
     _section("memory of GPUs in calls of MPI")
     if not report.answers:
         _row("not tried", report.how)

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcstrat.cli.terminal import UncutGroup
+from hpcstrat.observe.timeline.arrivals import last_arrivals
 from hpcstrat.observe.timeline.merging import Timeline, open_timeline
-from hpcstrat.observe.timeline.waits import last_arrivals
 
 __all__ = ["timeline"]
 

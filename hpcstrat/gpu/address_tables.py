@@ -20,7 +20,7 @@ from hpcstrat.typing import Array
 
 __all__ = [
     "MOST_TERMS",
-    "Layout",
+    "SpanLayout",
     "Table",
     "give_back",
     "laid_out",
@@ -61,7 +61,7 @@ _BUFFERS = np.dtype(
 )
 
 
-class Layout(NamedTuple):
+class SpanLayout(NamedTuple):
     """Where spans lie, which is the same in each step."""
 
     spans: Sequence[Span]
@@ -83,7 +83,7 @@ class Table(NamedTuple):
     used: Mark
 
 
-_layouts: dict[int, Layout] = {}
+_layouts: dict[int, SpanLayout] = {}
 _tables: deque[Table] = deque()
 
 
@@ -106,7 +106,7 @@ def terms_table(pointers: Sequence[int]) -> Array:
     return buffers
 
 
-def laid_out(spans: Sequence[Span]) -> Layout:
+def laid_out(spans: Sequence[Span]) -> SpanLayout:
     """Return what the spans say, which is kept: the same for the same tuple."""
     layout = _layouts.get(id(spans))
     # A layout keeps its spans alive, so that no other tuple can have their id; a list
@@ -116,7 +116,7 @@ def laid_out(spans: Sequence[Span]) -> Layout:
     first = spans[0][3] if spans else 0
     starts = [at - first for _, _, _, at in spans]
     end = starts[-1] + spans[-1][2] - spans[-1][1] if spans else 0
-    layout = Layout(
+    layout = SpanLayout(
         spans,
         [index for index, _, _, _ in spans],
         np.array([start for _, start, _, _ in spans], np.uint64),
@@ -132,7 +132,7 @@ def laid_out(spans: Sequence[Span]) -> Layout:
 
 
 def spans_table(
-    layout: Layout, arrays: Sequence[Any], itemsize: int, stream: Any
+    layout: SpanLayout, arrays: Sequence[Any], itemsize: int, stream: Any
 ) -> tuple[str, Array, Table | None]:
     """Return the table of at least one span, with the addresses of their arrays.
 

@@ -55,7 +55,7 @@ class Binding:
     shared: bool = False
 
 
-class _Process:
+class _Taken:
     """What this process computes on already."""
 
     index: int | None = None
@@ -213,9 +213,9 @@ def _look(rank: int, wanted: int | None) -> View:
     except Exception as error:
         # Any error of this rank is to be one of all: they wait for its view.
         return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
-    if _Process.foreseen and chosen == _Process.index:
+    if _Taken.foreseen and chosen == _Taken.index:
         chosen = None
-    return View(rank, gpus, chosen, wanted, reason, _Process.index)
+    return View(rank, gpus, chosen, wanted, reason, _Taken.index)
 
 
 def foresee(place: int) -> None:
@@ -227,11 +227,11 @@ def foresee(place: int) -> None:
     # Libraries of MPI may look for a context of CUDA once, when they start, and copy by
     # way of the host where there was none (Open MPI 5:
     # github.com/open-mpi/ompi/issues/13354).
-    if _Process.index is None and not library.current_gpu():
+    if _Taken.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
         own = gpus[place % len(gpus)]
         library.use(own.index)
-        _Process.index, _Process.foreseen = own.index, True
+        _Taken.index, _Taken.foreseen = own.index, True
 
 
 def _lowest(topology: Topology, here: bool) -> int:
@@ -270,7 +270,7 @@ def bind(
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
     assert own is not None
-    _Process.index, _Process.foreseen = own.index, False
+    _Taken.index, _Taken.foreseen = own.index, False
     # NCCL, too, knows a GPU by this, and takes parts of one for the same.
     places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
@@ -285,8 +285,8 @@ def _any_wants(topology: Topology) -> bool:
     loaded = library.is_loaded()
     reason = library.why_no_gpu() if loaded else ""
     found = _lowest(topology, loaded and not reason) < topology.num_replicas
-    if not found and loaded and not _Process.told:
-        _Process.told = True
+    if not found and loaded and not _Taken.told:
+        _Taken.told = True
         get_logger("device").info(
             "CuPy is loaded, but there is no GPU (%s): computing on the CPU", reason
         )

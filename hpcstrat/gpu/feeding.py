@@ -42,7 +42,7 @@ def fits_device(dtype: np.dtype[Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _BatchMemory:
     """Memory of the GPU for a batch; nothing uses it after the event ``idle``."""
 
     memory: Array
@@ -58,11 +58,11 @@ class _Staged:
 
 
 @dataclass(slots=True)
-class _Loan:
+class _BatchLoan:
     """What the arrays of a batch hold: at its end, their memory comes back."""
 
-    piece: _Piece
-    returned: deque[_Piece] = field(repr=False)
+    piece: _BatchMemory
+    returned: deque[_BatchMemory] = field(repr=False)
 
     def __del__(self) -> None:
         """Note that no array is left; any thread may be the one that collects them."""
@@ -79,9 +79,9 @@ class Feeder:
     def __init__(self) -> None:
         self._lane = Lane()
         self._staged: deque[_Staged] = deque()
-        self._ready: list[_Piece] = []
+        self._ready: list[_BatchMemory] = []
         # Filled by whichever thread lets go of the last array.
-        self._returned: deque[_Piece] = deque()
+        self._returned: deque[_BatchMemory] = deque()
 
     def __del__(self) -> None:
         """Wait for the copies under way: others may get the page-locked memory then."""
@@ -122,7 +122,7 @@ class Feeder:
         memory = cupy.cuda.UnownedMemory(
             base,
             piece.memory.size,
-            _Loan(piece, self._returned),
+            _BatchLoan(piece, self._returned),
             cupy.cuda.runtime.getDevice(),
         )
         return [
@@ -149,7 +149,7 @@ class Feeder:
         event = cupy.cuda.Event(block=True, disable_timing=True)
         return _Staged(pinned_memory(nbytes), event)
 
-    def _take(self, nbytes: int) -> _Piece:
+    def _take(self, nbytes: int) -> _BatchMemory:
         """Return memory of the GPU, for whose idleness the lane waits."""
         import cupy
 
@@ -168,7 +168,7 @@ class Feeder:
                 piece.idle = event
                 self._ready.append(piece)
         if not fitting:
-            return _Piece(plain_memory(rounded(nbytes)))
+            return _BatchMemory(plain_memory(rounded(nbytes)))
         piece = fitting[0]
         self._ready = [each for each in self._ready if each is not piece]
         self._lane.stream.wait_event(piece.idle)

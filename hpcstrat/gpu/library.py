@@ -55,7 +55,7 @@ class Versions:
         return bool(driver and runtime) and int(driver) < int(runtime)
 
 
-class _Told:
+class _WarningsTold:
     """The warnings of CuPy that were passed on."""
 
     texts: ClassVar[set[str]] = set()
@@ -83,8 +83,8 @@ def _quietly(make: Callable[[], Any]) -> Any:
     for warning in caught:
         lines = [line.strip(" *-") for line in str(warning.message).splitlines()]
         text = " ".join(line for line in lines if line)
-        if text not in _Told.texts:
-            _Told.texts.add(text)
+        if text not in _WarningsTold.texts:
+            _WarningsTold.texts.add(text)
             get_logger("device").info("CuPy warns: %s", text)
     return found
 

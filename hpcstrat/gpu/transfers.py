@@ -53,7 +53,7 @@ def _copy(target: Array, source: Array, lane: Lane) -> None:
     )
 
 
-class _Told:
+class _RefusalTold:
     """Whether it was said that the system refuses to lock pages."""
 
     refusal = False
@@ -70,8 +70,8 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
     try:
         register_host(memory)
     except (MemoryError, OSError, RuntimeError) as error:
-        if not _Told.refusal:
-            _Told.refusal = True
+        if not _RefusalTold.refusal:
+            _RefusalTold.refusal = True
             get_logger("device").info(
                 "expected %d bytes of host memory that can be page-locked, found: %s; "
                 "copies from the GPU go through a small buffer, and saves in the "

@@ -30,21 +30,9 @@ def measure_clock(
     """Measure the offset of this worker's clock to replica 0's.
 
     Collective over ``topology.replica_comm``; only the first replica of each worker
-    communicates, one worker after the other. See `hpcstrat.observe.timeline.alignment`.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks.
-    comm : mpi4py.MPI.Intracomm
-        All replicas, in the same order; no other message is under way in it.
-    limit_seconds : float
-        After how long it is given up.
-
-    Returns
-    -------
-    Sample or None
-        None on the others of a worker, and where there was no answer in time.
+    communicates, one worker after the other. No other message is under way in ``comm``,
+    which has all replicas in the same order. None on the others of a worker, and where
+    there was no answer in time.
     """
     if topology.worker_comm.rank:
         return None
@@ -68,6 +56,7 @@ def _ask(comm: Any, deadline: float) -> Sample | None:
     for _ in range(_ROUNDS):
         before = time.perf_counter_ns()
         request = comm.Irecv(received, 0, _TAG)
+        # Eight bytes go at once, and stay as they are: nobody needs to await that.
         comm.Isend(sent, 0, _TAG).Free()
         if not _done(request, deadline):
             return None
@@ -96,5 +85,6 @@ def _done(request: Any, deadline: float) -> bool:
             # MPI may still write there.
             _abandoned.append(request)
             return False
+        # Without a nap, which would lengthen the round trip; others may need the core.
         os.sched_yield()
     return True

@@ -10,7 +10,7 @@ from hpcstrat.collectives import select
 from hpcstrat.collectives.reduce_to_one import reduce_to_one
 from hpcstrat.collectives.select import Choice
 from hpcstrat.gpu.transports import transport_select
-from hpcstrat.gpu.transports.transport_group import DeviceGroup
+from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array

@@ -12,9 +12,9 @@ from hpcstrat.arrays.kinds import array_module, as_array, is_device
 from hpcstrat.arrays.packing import pack, plan, unpack
 from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.entries import collective
-from hpcstrat.gpu.transports import broadcast_gather, transport_select
-from hpcstrat.gpu.transports.broadcast_gather import Mover
-from hpcstrat.gpu.transports.transport_group import device_group
+from hpcstrat.gpu.transports import byte_movers, transport_select
+from hpcstrat.gpu.transports.byte_movers import Mover
+from hpcstrat.gpu.transports.device_group import device_group
 from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.reduction.reduction_arrays import by_memory, list_structure
 from hpcstrat.tree import flatten, unflatten
@@ -96,7 +96,7 @@ class Gathers(ObjectCollectives):
                 raise
             if whole.size:
                 flat, result = part.reshape(-1), whole.reshape(-1)
-                steps = broadcast_gather.all_gather(mover, flat, result, counts)
+                steps = byte_movers.all_gather(mover, flat, result, counts)
                 channel.drive(steps, call, self._timeout_seconds)
             moved_back = np.moveaxis(whole, 0, axis)
             results.append(module.ascontiguousarray(moved_back))
@@ -202,7 +202,7 @@ class Gathers(ObjectCollectives):
             self.fail(call.text, error)
             raise
         filled = [result for result in results if result.size]
-        steps = broadcast_gather.broadcast(mover, filled, filled, root)
+        steps = byte_movers.broadcast(mover, filled, filled, root)
         channel.drive(steps, call, self._timeout_seconds)
         return results
 

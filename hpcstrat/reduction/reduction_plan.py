@@ -17,7 +17,7 @@ from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
 from hpcstrat.gpu.streams import Mark
-from hpcstrat.gpu.transports.transport_group import DeviceGroup
+from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.options import (
     CommunicationImplementation,
     CommunicationOptions,

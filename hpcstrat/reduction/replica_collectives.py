@@ -16,7 +16,7 @@ from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.collectives.work import Work
-from hpcstrat.gpu.transports.transport_group import DeviceGroup, device_group
+from hpcstrat.gpu.transports.device_group import DeviceGroup, device_group
 from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps

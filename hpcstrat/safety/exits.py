@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcstrat.channel.channel import Channel
 from hpcstrat.logs import get_logger, place
-from hpcstrat.observe import recording
+from hpcstrat.observe import job_timeline
 from hpcstrat.safety import lateness, uncaught
 from hpcstrat.safety.presence import LEFT, own_board
 from hpcstrat.safety.uncaught import abort, running_mpi
@@ -53,7 +53,7 @@ def install() -> None:
     uncaught.install()
     if not _Leaving.process:
         _Leaving.process = os.getpid()
-        uncaught.at_abort(recording.flush)
+        uncaught.at_abort(job_timeline.flush)
         # Registered after MPI's own end, and therefore run before it.
         atexit.register(_leave)
         # A program may call MPI.Finalize itself: it first runs this (MPI-4.1 11.2.4).
@@ -106,7 +106,7 @@ def _sum_up() -> None:
     for channel in left:
         lateness.conclude(channel.arrivals)
     together = len(left) == len(_channels)
-    recording.stop(together=together, limit_seconds=_CLOCKS_SECONDS)
+    job_timeline.stop(together=together, limit_seconds=_CLOCKS_SECONDS)
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:

@@ -11,7 +11,7 @@ from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import RankLostError, TopologyError
 from hpcstrat.gpu import library
-from hpcstrat.observe import recording
+from hpcstrat.observe import job_timeline
 from hpcstrat.options import check_on_error
 from hpcstrat.safety import exits, lateness
 from hpcstrat.safety.divergence.copies import Copies
@@ -169,7 +169,7 @@ class Connection:
                 # Another rank may have died meanwhile.
                 self.abandon(None)
             elif self.channel is not None:
-                recording.stop(topology, together=False)
+                job_timeline.stop(topology, together=False)
                 exits.unregister(self.channel)
                 self.channel.close()
             raise
@@ -197,7 +197,7 @@ class Connection:
         if not directory and not self.settings.nvtx:
             return
         try:
-            recording.start(directory, self.settings, self.topology, comm)
+            job_timeline.start(directory, self.settings, self.topology, comm)
         except OSError:
             if channel is not None:
                 channel.close()
@@ -219,7 +219,7 @@ class Connection:
         _connections.pop(key, None)
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
-        recording.stop(self.topology)
+        job_timeline.stop(self.topology)
         if self.channel is not None:
             exits.unregister(self.channel)
             watchdog.unregister(self.channel)
@@ -238,7 +238,7 @@ class Connection:
         """
         if _connections.get(key) is self:
             del _connections[key]
-        recording.stop(self.topology, together=False)
+        job_timeline.stop(self.topology, together=False)
         if self.channel is not None and not self.channel.closed:
             lateness.forget(self.channel.arrivals)
             exits.unregister(self.channel)

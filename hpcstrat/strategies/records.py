@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hpcstrat.channel.channel import Channel
-from hpcstrat.observe import recording
+from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.observe.timeline import trace
 from hpcstrat.reduction.replica_collectives import Collectives
@@ -77,7 +77,7 @@ class RecordMethods:
         place: Any = (None, None)
         if isinstance(channel, Channel):
             place = channel.topology, channel.arrivals.comm
-        if not recording.start(path, self.settings, *place):
+        if not job_timeline.start(path, self.settings, *place):
             raise RuntimeError(
                 "expected no timeline around this one, found that one is being "
                 "recorded; end it first, or unset HPCSTRAT_TIMELINE"
@@ -89,7 +89,7 @@ class RecordMethods:
             together = True
         finally:
             # After an error the others may be anywhere.
-            recording.stop(together=together)
+            job_timeline.stop(together=together)
 
     def trace(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record a part of the program under a name, where a timeline is recorded.

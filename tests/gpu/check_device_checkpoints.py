@@ -231,7 +231,7 @@ def test_where_pages_cannot_be_locked_a_buffer_serves(
     logger, handler = hs.get_logger("device"), Collector(logging.INFO)
     monkeypatch.setattr(transfers, "register_host", refuse)
     monkeypatch.setattr(transfers, "_HALF_BYTES", 300_000)
-    monkeypatch.setattr(transfers._Told, "refusal", False)
+    monkeypatch.setattr(transfers._RefusalTold, "refusal", False)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

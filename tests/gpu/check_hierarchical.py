@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.gpu.transports.across_workers import (
+from hpcstrat.gpu.transports.hierarchical_transport import (
     HierarchicalTransport,
     HostAcross,
-    PairsAcross,
+    MpiAcross,
 )
-from hpcstrat.gpu.transports.nccl_reduction import NcclWorker
-from hpcstrat.gpu.transports.pairwise_sums import Limits
-from hpcstrat.gpu.transports.peer_memory import PeerTransport
+from hpcstrat.gpu.transports.mpi_sums import Limits
+from hpcstrat.gpu.transports.nccl_transport import NcclWorker
+from hpcstrat.gpu.transports.peer_transport import PeerTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -32,8 +32,8 @@ from tests.gpu.driving import (
 _SMALL = Limits(doubling_bytes=64, segment_bytes=0, chunk_bytes=256, in_flight=2)
 INSIDE = {"peer": PeerTransport, "nccl": NcclWorker}
 ACROSS = {
-    "pairs": lambda crew: PairsAcross(crew.topology, crew.lane),
-    "small_pairs": lambda crew: PairsAcross(crew.topology, crew.lane, _SMALL),
+    "pairs": lambda crew: MpiAcross(crew.topology, crew.lane),
+    "small_pairs": lambda crew: MpiAcross(crew.topology, crew.lane, _SMALL),
     "host": lambda crew: HostAcross(crew.lane),
     "host_parts": lambda crew: HostAcross(crew.lane, part_bytes=512),
 }

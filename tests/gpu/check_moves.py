@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.call import describe_call
-from hpcstrat.gpu.transports import broadcast_gather
-from hpcstrat.gpu.transports.broadcast_gather import NcclMover, PairMover, StagedMover
+from hpcstrat.gpu.transports import byte_movers
+from hpcstrat.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
 from hpcstrat.gpu.transports.nccl_group import NcclGroup
 from tests.gpu.driving import Team, in_step, shared_team
 
@@ -35,8 +35,8 @@ def movers(crew: Team) -> Iterator[dict[str, Any]]:
     group = NcclGroup(topology.mpi, topology.replica_comm, lane)
     made = {
         "nccl": NcclMover(group, lane),
-        "pairs": PairMover(topology, lane),
-        "small_pairs": PairMover(topology, lane, 600),
+        "pairs": MpiMover(topology, lane),
+        "small_pairs": MpiMover(topology, lane, 600),
         "staged": StagedMover(topology, lane),
         "small_staged": StagedMover(topology, lane, 900),
     }
@@ -75,7 +75,7 @@ def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
         results = sources
         if not in_place:
             results = [cupy.empty(size, dtype) for dtype, size in kinds]
-        steps = broadcast_gather.broadcast(movers[name], sources, results, root)
+        steps = byte_movers.broadcast(movers[name], sources, results, root)
         _drive(crew, movers[name], steps)
         # The program goes on with its arrays at once.
         copies = [result.copy() for result in results]
@@ -95,7 +95,7 @@ def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
     def _gathers(*, dtype: str, sizes: list[int]) -> None:
         own = cupy.asarray(_values(sizes[crew.rank], dtype, crew.rank))
         out = cupy.empty(sum(sizes), dtype)
-        steps = broadcast_gather.all_gather(movers[name], own, out, sizes)
+        steps = byte_movers.all_gather(movers[name], own, out, sizes)
         _drive(crew, movers[name], steps)
         copy = out.copy()
         wanted = [_values(size, dtype, rank) for rank, size in enumerate(sizes)]

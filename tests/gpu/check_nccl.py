@@ -17,7 +17,7 @@ from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports import nccl_waiting
 from hpcstrat.gpu.transports.device_reduction import reduce_on_device
 from hpcstrat.gpu.transports.nccl_group import NcclGroup, nccl_failure
-from hpcstrat.gpu.transports.nccl_reduction import NcclTransport, NcclWorker
+from hpcstrat.gpu.transports.nccl_transport import NcclTransport, NcclWorker
 from tests.gpu.driving import (
     KINDS,
     Reduction,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.gpu.transports import peer_memory
+from hpcstrat.gpu.transports import peer_transport
 from hpcstrat.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.gpu.transports.peer_memory import PeerTransport
+from hpcstrat.gpu.transports.peer_transport import PeerTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -52,7 +52,7 @@ def transports(crew: Team) -> Iterator[dict[str, Any]]:
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Take pieces of all sizes for small ones, or for large ones."""
     small = 1 << 40 if request.param == "direct" else 0
-    monkeypatch.setattr(peer_memory, "_DIRECT_BYTES", small)
+    monkeypatch.setattr(peer_transport, "_DIRECT_BYTES", small)
     return str(request.param)
 
 

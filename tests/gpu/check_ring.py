@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcstrat.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.gpu.transports.mpi_ring import RingTransport
-from hpcstrat.gpu.transports.pairwise_sums import Limits
+from hpcstrat.gpu.transports.mpi_sums import Limits
+from hpcstrat.gpu.transports.mpi_transport import MpiTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -49,7 +49,7 @@ def crew() -> Iterator[Team]:
 def transports(crew: Team) -> Iterator[dict[str, Any]]:
     """Yield a transport for each set of limits."""
     made = {
-        name: RingTransport(crew.topology, crew.lane, limits)
+        name: MpiTransport(crew.topology, crew.lane, limits)
         for name, limits in LIMITS.items()
     }
     yield made

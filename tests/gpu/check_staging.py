@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcstrat.collectives import select
 from hpcstrat.collectives.work import Algorithm
-from hpcstrat.gpu.transports.host_staging import StagingTransport
+from hpcstrat.gpu.transports.staging_transport import StagingTransport
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from tests.gpu.driving import (
     KINDS,

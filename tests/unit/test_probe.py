@@ -19,9 +19,9 @@ from hypothesis import given
 from hpcstrat.gpu.probe import probe as module
 from hpcstrat.gpu.probe.launching import find_launcher, kept_settings, launch, scrubbed
 from hpcstrat.gpu.probe.outcome import OPERATIONS, Answer, Ended, read_outcome
-from hpcstrat.gpu.probe.probe import Report, cache_path, known, probe, save
+from hpcstrat.gpu.probe.probe import ProbeReport, cache_path, known, probe, save
 
-Probing = Callable[..., Report]
+Probing = Callable[..., ProbeReport]
 LIBRARY = "Some MPI 1.0"
 KIND = {"mpi": LIBRARY, "driver": "12.9", "gpus": "H100"}
 
@@ -87,7 +87,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probing:
     launcher.write_text(LAUNCHER)
     program.write_text(PROGRAM)
 
-    def run(plan: dict[str, object], limit_seconds: float = 60.0) -> Report:
+    def run(plan: dict[str, object], limit_seconds: float = 60.0) -> ProbeReport:
         monkeypatch.setenv("FAKE_PLAN", json.dumps(plan))
         return probe(
             LIBRARY,
@@ -305,24 +305,26 @@ def test_launcher_of_another_library_is_not_taken(
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProbeReport:
     """Keep a report."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "node_kind", lambda version: {**KIND, "mpi": version})
     answers = {name: Answer(name != "allreduce", "why") for name in OPERATIONS}
-    report = Report(KIND, "2026-01-01 00:00 UTC", "2 ranks", answers, output="said")
+    report = ProbeReport(
+        KIND, "2026-01-01 00:00 UTC", "2 ranks", answers, output="said"
+    )
     assert save(report) == ""
     return report
 
 
-def test_kept_report_comes_back(cached: Report, tmp_path: Path) -> None:
+def test_kept_report_comes_back(cached: ProbeReport, tmp_path: Path) -> None:
     assert known(LIBRARY) == cached
     assert [p.name for p in (tmp_path / "hpcstrat").iterdir()] == [
         cache_path(KIND).name
     ]
 
 
-def test_other_kind_of_node_is_not_known(cached: Report) -> None:
+def test_other_kind_of_node_is_not_known(cached: ProbeReport) -> None:
     assert known("Another MPI 2.0") is None
 
 
@@ -341,7 +343,7 @@ def test_other_kind_of_node_is_not_known(cached: Report) -> None:
     ids=["empty", "half", "format", "kind", "name", "list", "none", "number"],
 )
 def test_damaged_report_is_not_known(
-    cached: Report, damage: Callable[[str], str]
+    cached: ProbeReport, damage: Callable[[str], str]
 ) -> None:
     path = cache_path(KIND)
     path.write_text(damage(path.read_text()))
@@ -354,12 +356,12 @@ def test_report_without_answers_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert save(Report(KIND, "today", "it did not start")) == ""
+    assert save(ProbeReport(KIND, "today", "it did not start")) == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_report_that_cannot_be_kept_says_why(
-    cached: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cached: ProbeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

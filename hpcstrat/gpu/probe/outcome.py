@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OPERATIONS", "Answer", "Ended", "Outcome", "read_outcome"]
+__all__ = ["OPERATIONS", "Answer", "Ended", "TrialOutcome", "read_outcome"]
 
 # In the order in which they are tried.
 OPERATIONS = ("send", "receive", "sendrecv", "exchange", "broadcast", "allreduce")
@@ -59,7 +59,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What one run of the program has found."""
 
     # By operation; those that it did not come to are left out.
@@ -71,7 +71,7 @@ class Outcome:
     output: str = ""
 
 
-def read_outcome(folder: Path, ended: Ended) -> Outcome:
+def read_outcome(folder: Path, ended: Ended) -> TrialOutcome:
     """Read what the processes of a trial have left in a folder.
 
     There is an answer, too, for the operation in which a process died.
@@ -83,10 +83,10 @@ def read_outcome(folder: Path, ended: Ended) -> Outcome:
     greetings = [line for lines in ranks.values() for line in lines if "hello" in line]
     problems = [str(line["problem"]) for line in greetings if line.get("problem")]
     if problems:
-        return Outcome(how=problems[0], output=ended.output)
+        return TrialOutcome(how=problems[0], output=ended.output)
     # A launcher of another library starts so many separate programs, each of rank 0.
     if not greetings or len(ranks) < ended.num_ranks:
-        return Outcome(how=_not_started(ranks, ended), output=ended.output)
+        return TrialOutcome(how=_not_started(ranks, ended), output=ended.output)
     faults = {
         rank: _fault(folder / f"rank-{rank}.fault", ended, len(ranks) == 1)
         for rank in ranks
@@ -96,7 +96,7 @@ def read_outcome(folder: Path, ended: Ended) -> Outcome:
         answer = _answer(name, ranks, faults)
         if answer is not None:
             answers[name] = answer
-    return Outcome(
+    return TrialOutcome(
         answers,
         complete=all(any("done" in line for line in lines) for lines in ranks.values()),
         how=_how(greetings),

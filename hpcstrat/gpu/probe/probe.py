@@ -26,10 +26,18 @@ from typing import Any
 
 from hpcstrat.gpu import library
 from hpcstrat.gpu.probe.launching import find_launcher, kept_settings, launch, scrubbed
-from hpcstrat.gpu.probe.outcome import OPERATIONS, Answer, Outcome, read_outcome
+from hpcstrat.gpu.probe.outcome import OPERATIONS, Answer, TrialOutcome, read_outcome
 from hpcstrat.logs import get_logger
 
-__all__ = ["ABILITIES", "Report", "cache_path", "known", "node_kind", "probe", "save"]
+__all__ = [
+    "ABILITIES",
+    "ProbeReport",
+    "cache_path",
+    "known",
+    "node_kind",
+    "probe",
+    "save",
+]
 
 # The operations that must all work for each ability.
 ABILITIES = {
@@ -44,7 +52,7 @@ _OUTPUT_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProbeReport:
     """What a trial has found."""
 
     # See `node_kind`.
@@ -100,7 +108,7 @@ def cache_path(kind: Mapping[str, str]) -> Path:
     return Path(base) / "hpcstrat" / f"mpi-{name}.json"
 
 
-def known(library_version: str) -> Report | None:
+def known(library_version: str) -> ProbeReport | None:
     """Return the report on this kind of node, if there is one. Loads CuPy.
 
     None also where the file is damaged: the next trial replaces it.
@@ -112,7 +120,7 @@ def known(library_version: str) -> Report | None:
         return None
 
 
-def _parsed(content: Any, kind: dict[str, str]) -> Report:
+def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
     """Return a report, if it is whole, and of this kind."""
     if content["format"] != _FORMAT or content["kind"] != kind:
         raise ValueError("expected a report on this kind of node")
@@ -122,7 +130,7 @@ def _parsed(content: Any, kind: dict[str, str]) -> Report:
     }
     if not answers or set(answers) - set(OPERATIONS):
         raise ValueError("expected answers")
-    return Report(
+    return ProbeReport(
         kind,
         str(content["date"]),
         str(content["how"]),
@@ -132,7 +140,7 @@ def _parsed(content: Any, kind: dict[str, str]) -> Report:
     )
 
 
-def save(report: Report) -> str:
+def save(report: ProbeReport) -> str:
     """Keep a report that has answers for other programs; return why it cannot."""
     if not report.answers:
         return ""
@@ -160,7 +168,7 @@ def probe(
     launcher: Sequence[str] | None = None,
     program: Sequence[str] = _PROGRAM,
     limit_seconds: float = 90.0,
-) -> Report:
+) -> ProbeReport:
     """Try what MPI can do with the memory of GPUs, in other processes.
 
     Not in a process that is a rank of a running job, whose network and GPU the trial
@@ -200,7 +208,7 @@ def _tried(
     limit_seconds: float,
     *,
     num_ranks: int,
-) -> Report:
+) -> ProbeReport:
     """Start the program until all operations have an answer."""
     answers: dict[str, Answer] = {}
     how, output = "", ""
@@ -219,7 +227,7 @@ def _tried(
         # Without anything new, it does not start, or all that it does is answered.
         if outcome.complete or not outcome.answers:
             break
-    return Report(kind, _now(), how, answers, output=output)
+    return ProbeReport(kind, _now(), how, answers, output=output)
 
 
 def _leave_out(answers: dict[str, Answer]) -> None:
@@ -236,7 +244,7 @@ def _started(
     environment: Mapping[str, str],
     limit_seconds: float,
     num_ranks: int,
-) -> Outcome:
+) -> TrialOutcome:
     """Run the program once."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-probe-") as folder:
         # Open MPI's session directories are named by process numbers, and one that a

@@ -31,7 +31,7 @@ _LIMIT_SECONDS = 20.0
 _ALONE = ("sendrecv", "exchange")
 
 
-class _Trial:
+class _TrialRank:
     """One rank of the trial."""
 
     def __init__(self, mpi: Any, folder: Path) -> None:
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     # As ranks of a job do it: MPI may look for a context of CUDA when it starts.
     taken = _take_gpu()
     mpi.Init()
-    trial = _Trial(mpi, Path(options.folder))
+    trial = _TrialRank(mpi, Path(options.folder))
     if not trial.greet(*taken):
         mpi.Finalize()
         return 2

@@ -29,57 +29,29 @@ __all__ = [
     "unpack_run",
 ]
 
+# As CUDA aligns its own memory, so that segments are read by whole lines.
 _LINE_BYTES = 256
 
 
 class Transport(Protocol):
-    """What carries pieces between the GPUs of the replicas.
-
-    Attributes
-    ----------
-    name : str
-        For messages: "peer", "ring", "nccl" and so on.
-    lane : Lane
-        On which all its work runs.
-    """
+    """What carries pieces between the replicas' GPUs; all its work is on its lane."""
 
     name: str
     lane: Lane
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size; before the header.
+        """Make what this rank needs for pieces of at most a size; before the header.
 
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
+        May raise. The size is the same on every rank.
         """
         ...
 
     def connect(self, work: Work, channel: Channel) -> Awaits:
         """Reach the other ranks, where that has not been done; after the header.
 
-        Collective over ``topology.replica_comm``. Yields nothing where nothing is to
-        be done, which is so on all ranks or none.
-
-        Parameters
-        ----------
-        work : Work
-            What is to be reduced.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
-
-        Raises
-        ------
-        EveryRankError
-            On all ranks, if one of them could not.
+        Collective over ``topology.replica_comm``. Yields nothing where nothing is to be
+        done, which is so on all ranks or none. Raises EveryRankError on all, if one
+        could not.
         """
         ...
 
@@ -87,20 +59,6 @@ class Transport(Protocol):
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
         """
         ...
 
@@ -112,10 +70,7 @@ class Transport(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-        """
+        """Let go of everything on this rank: others have died."""
         ...
 
 
@@ -125,15 +80,8 @@ class EarlyTransport(Transport, Protocol):
     def start(self, piece: Piece, work: Work) -> None:
         """Do what can be done for the first piece before the header, such as packing.
 
-        Not collective; may raise; may do nothing. Called once before each call's first
-        `reduce`, with the same piece; a call that fails in its header is not continued.
-
-        Parameters
-        ----------
-        piece : Piece
-            The first one.
-        work : Work
-            What to reduce.
+        May raise; may do nothing. Called once before each call's first `reduce`, with
+        the same piece; a call that fails in its header is not continued.
         """
         ...
 
@@ -145,34 +93,18 @@ def reduce_on_device(
     begin: Mark | None = None,
     end: Mark | None = None,
 ) -> Awaits:
-    """Reduce arrays of this rank's GPU with those of the other ranks.
+    """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    work : Work
-        What to reduce; sources and results are contiguous CuPy arrays.
-    channel : Channel
-        Of the replicas.
-    transport : Transport
-        How.
-    begin : Mark, optional
-        Recorded by the program after it has given the sources and results to its
-        stream: for calls that are started, whose steps other threads may take, and at
-        any time. Default: the end of this thread's current stream, at the first step.
-    end : Mark, optional
-        Recorded here at the end of the work, for the program to join when it awaits a
-        call that was started. Default: this thread's current stream joins at the last
-        step.
-
-    Yields
-    ------
-    object or None
-        See `hpcstrat.collectives.work`.
+    Collective over ``topology.replica_comm``. Calls that are started, whose steps other
+    threads may take, and at any time, have two marks. The program has recorded
+    ``begin`` after it gave the sources and results to its stream, by default it is the
+    end of this thread's current stream at the first step. ``end`` is recorded here, for
+    the program to join when it awaits the call; by default this thread's current stream
+    joins at the last step.
     """
     pieces = tuple(work.pieces)
     lane = transport.lane
+    # Before the header: what fails on one rank here is told to all by it.
     transport.prepare(max(piece_bytes(piece) for piece in pieces))
     _prepare_kernels(pieces, work)
     lane.enter(begin)
@@ -184,6 +116,7 @@ def reduce_on_device(
     for piece in pieces:
         yield from transport.reduce(piece, work, channel)
     if end is not None:
+        # The program may let go of them before it awaits the call.
         lane.keep((work.sources, work.results))
     lane.leave(end)
 
@@ -202,20 +135,7 @@ def _prepare_kernels(pieces: Sequence[Piece], work: Work) -> None:
 
 
 def piece_bytes(piece: Piece) -> int:
-    """Return the size of a piece.
-
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    piece : Piece
-        Not empty.
-
-    Returns
-    -------
-    int
-        Bytes from its start to the end of its last run.
-    """
+    """Return the bytes of a piece, to the end of its last run."""
     last = piece[-1]
     return (last.start + last.size) * last.dtype.itemsize
 
@@ -223,22 +143,10 @@ def piece_bytes(piece: Piece) -> int:
 def straight(run: Run, work: Work) -> tuple[Any, Any] | None:
     """Return the memory of a run, where it can be reduced without being packed.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    run : Run
-        Which elements.
-    work : Work
-        What to reduce.
-
-    Returns
-    -------
-    (cupy.ndarray, cupy.ndarray) or None
-        Part of the source, and of its result, of shape (run.size,) and in the type in
-        which they are added: where the run is a single span of such arrays, and the sum
-        is wanted. They may be the same memory, and nothing says that they begin at
-        multiples of more than their item size.
+    Parts of the source and of its result, of shape (run.size,) and in the type in which
+    they are added: where the run is a single span of such arrays, and the sum is
+    wanted. So it is on every rank or none. They may be the same memory, and nothing
+    says that they begin at multiples of more than their item size.
     """
     if len(run.spans) != 1 or work.divisor:
         return None
@@ -250,25 +158,9 @@ def straight(run: Run, work: Work) -> tuple[Any, Any] | None:
 
 
 def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
-    """Copy a run of the sources into a piece's buffer, on a lane.
+    """Copy a run of the sources into its part of a piece's buffer, on a lane.
 
-    Not collective.
-
-    Parameters
-    ----------
-    run : Run
-        Which elements.
-    work : Work
-        What to reduce.
-    buffer : cupy.ndarray of shape (n,)
-        Bytes of the whole piece, at a multiple of 16 bytes.
-    lane : Lane
-        On which.
-
-    Returns
-    -------
-    cupy.ndarray of shape (run.size,)
-        The run's part of the buffer, of the run's type.
+    The buffer has bytes of the whole piece, and begins at a multiple of 16.
     """
     part = run_part(run, buffer)
     kernels.pack(run.spans, work.sources, part, lane.stream)
@@ -276,44 +168,18 @@ def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
 
 
 def run_part(run: Run, buffer: Any) -> Any:
-    """Return a run's part of a piece's buffer.
-
-    Not collective.
-
-    Parameters
-    ----------
-    run : Run
-        Which elements.
-    buffer : cupy.ndarray of shape (n,)
-        Bytes of the whole piece.
-
-    Returns
-    -------
-    cupy.ndarray of shape (run.size,)
-        Of the run's type.
-    """
+    """Return a run's part of a piece's buffer of bytes, in the run's type."""
     size = run.dtype.itemsize
     return buffer[run.start * size : (run.start + run.size) * size].view(run.dtype)
 
 
 def unpack_run(run: Run, work: Work, part: Any, lane: Lane) -> None:
-    """Copy the sums of a run into the results, on a lane.
-
-    Not collective. Divides by the work's divisor.
-
-    Parameters
-    ----------
-    run : Run
-        Which elements.
-    work : Work
-        What to reduce.
-    part : cupy.ndarray of shape (run.size,)
-        The sums, of the run's type.
-    lane : Lane
-        On which.
-    """
+    """Copy the sums of a run into the results, divided as the work says, on a lane."""
     kernels.unpack(
-        *([(part.data.ptr, 0, run.size)], run.spans, work.results, lane.stream),
+        [(part.data.ptr, 0, run.size)],
+        run.spans,
+        work.results,
+        lane.stream,
         dtype=run.dtype,
         divisor=work.divisor,
     )
@@ -322,23 +188,7 @@ def unpack_run(run: Run, work: Work, part: Any, lane: Lane) -> None:
 def segment(run: Run, number: int, parts: int) -> tuple[int, int]:
     """Return where a segment of a run begins and ends, in elements of the run.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    run : Run
-        Which run.
-    number : int
-        Which segment.
-    parts : int
-        How many there are.
-
-    Returns
-    -------
-    int
-        Where it begins: at a multiple of 256 bytes from the run's start.
-    int
-        Where it ends.
+    It begins at a multiple of 256 bytes from the run's start. The same on every rank.
     """
     line = _LINE_BYTES // run.dtype.itemsize
     length = -(-run.size // (parts * line)) * line

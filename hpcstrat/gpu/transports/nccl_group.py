@@ -9,7 +9,7 @@ Kernels of NCCL wait on the device for those of the other ranks. So they never a
 flight together with device memory in MPI, whose copies may wait for the device on one
 rank and for a message on another. That is seen to by who owns them: all device calls of
 a channel share one lane, one generator after the other takes it, and whoever gives
-device memory to MPI awaits the lane first (`hpcstrat.gpu.transports.mpi_ring`). The
+device memory to MPI awaits the lane first (`hpcstrat.gpu.transports.mpi_sums`). The
 messages in turn have ended when their generator goes on to its next kernel.
 
 When a rank dies, the kernels of the others wait for its ones for ever, and so does
@@ -34,8 +34,8 @@ from hpcstrat.channel.awaited import Awaits, EveryRankError, Message
 from hpcstrat.errors import CollectiveError
 from hpcstrat.gpu import library
 from hpcstrat.gpu.transports.nccl_waiting import (
-    Ending,
     Joining,
+    NcclEnding,
     abort_quietly,
     described,
 )
@@ -62,25 +62,10 @@ _connected: set[weakref.ref[NcclGroup]] = set()
 
 
 class NcclGroup:
-    """The ranks of a communicator, in NCCL.
+    """The ranks of a communicator, in NCCL; with None for a single rank.
 
-    Parameters
-    ----------
-    mpi : module or None
-        ``mpi4py.MPI``; None for a single rank.
-    comm : mpi4py.MPI.Intracomm or None
-        Of the ranks, used in `connect` only; None for a single rank.
-    lane : Lane
-        On which everything runs, in the order of the calls.
-    survives : bool
-        Whether the loss of a rank is to be survived.
-
-    Attributes
-    ----------
-    rank, size : int
-        Of ``comm``.
-    survives : bool
-        As given.
+    ``comm`` is used in `connect` only. Everything runs on the lane, in the order of the
+    calls. ``survives`` says that the loss of a rank is to be survived.
     """
 
     def __init__(
@@ -102,17 +87,7 @@ class NcclGroup:
     def connect(self) -> Awaits:
         """Make the communicator, the first time.
 
-        Collective over ``comm``.
-
-        Yields
-        ------
-        Message
-            See `hpcstrat.collectives.work`.
-
-        Raises
-        ------
-        EveryRankError
-            If a rank cannot. On every rank.
+        Collective over ``comm``. Raises EveryRankError on every rank, if one cannot.
         """
         if self.connected:
             return
@@ -158,28 +133,23 @@ class NcclGroup:
             )
 
     def all_reduce(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Sum arrays over the ranks.
+        """Sum contiguous arrays over the ranks, each into the second of its pair.
 
-        Collective over ``comm``; waits for nobody.
-
-        Parameters
-        ----------
-        pairs : sequence of (cupy.ndarray of shape (n,), cupy.ndarray of shape (n,))
-            Values, and where their sums go, which may be the same memory: contiguous,
-            of types in which values are added (`hpcstrat.arrays.packing.wire_dtype`).
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says so; on this rank.
+        Collective over ``comm``; waits for nobody. The two may be the same memory; of
+        types in which values are added (`hpcstrat.arrays.packing.wire_dtype`). Raises
+        CollectiveError on this rank, if NCCL says so, as all calls here do.
         """
 
         def _call() -> None:
             for values, sums in pairs:
                 kind, count = self._kind(values)
                 self._comm.allReduce(
-                    *(values.data.ptr, sums.data.ptr, count, kind),
-                    *(self._nccl.NCCL_SUM, self._lane.stream.ptr),
+                    values.data.ptr,
+                    sums.data.ptr,
+                    count,
+                    kind,
+                    self._nccl.NCCL_SUM,
+                    self._lane.stream.ptr,
                 )
 
         self._grouped(_call)
@@ -187,19 +157,10 @@ class NcclGroup:
     def reduce_scatter(self, parts: Sequence[Sequence[Any]]) -> None:
         """Sum arrays over the ranks, each of their parts on one rank, in place.
 
-        Collective over ``comm``; waits for nobody.
-
-        Parameters
-        ----------
-        parts : sequence of sequence of cupy.ndarray of shape (n,)
-            For each array its parts, one behind the other; part ``r`` has the sums in
-            the end on rank ``r``, and undefined values elsewhere. There may be fewer
-            parts than ranks; the last may be shorter than the others, or empty.
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says so; on this rank.
+        Collective over ``comm``; waits for nobody. The parts of an array lie one behind
+        the other; part ``r`` has the sums in the end on rank ``r``, and undefined
+        values elsewhere. There may be fewer parts than ranks; the last may be shorter
+        than the others, or empty.
         """
         stream = self._lane.stream.ptr
 
@@ -208,8 +169,12 @@ class NcclGroup:
                 if self._even(array):
                     kind, count = self._kind(array[0])
                     self._comm.reduceScatter(
-                        *(array[0].data.ptr, array[self.rank].data.ptr, count, kind),
-                        *(self._nccl.NCCL_SUM, stream),
+                        array[0].data.ptr,
+                        array[self.rank].data.ptr,
+                        count,
+                        kind,
+                        self._nccl.NCCL_SUM,
+                        stream,
                     )
                     continue
                 for root, part in enumerate(array):
@@ -217,8 +182,13 @@ class NcclGroup:
                     address = part.data.ptr
                     if count:
                         self._comm.reduce(
-                            *(address, address, count, kind, self._nccl.NCCL_SUM),
-                            *(root, stream),
+                            address,
+                            address,
+                            count,
+                            kind,
+                            self._nccl.NCCL_SUM,
+                            root,
+                            stream,
                         )
 
         self._grouped(_call)
@@ -226,18 +196,9 @@ class NcclGroup:
     def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give every rank the parts of arrays that one rank each has, in place.
 
-        Collective over ``comm``; waits for nobody.
-
-        Parameters
-        ----------
-        parts : sequence of sequence of cupy.ndarray of shape (n,)
-            For each array its parts, one behind the other; rank ``r`` has part ``r``.
-            They may differ in length, or be empty, and there may be fewer than ranks.
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says so; on this rank.
+        Collective over ``comm``; waits for nobody. The parts of an array lie one behind
+        the other; rank ``r`` has part ``r``. They may differ in length, or be empty,
+        and there may be fewer than ranks.
         """
         stream = self._lane.stream.ptr
 
@@ -254,21 +215,9 @@ class NcclGroup:
         self._grouped(_call)
 
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
-        """Give every rank the arrays of one, in place.
+        """Give every rank the contiguous arrays of ``root``, in place.
 
         Collective over ``comm``; waits for nobody.
-
-        Parameters
-        ----------
-        arrays : sequence of cupy.ndarray of shape (n,)
-            Contiguous.
-        root : int
-            Whose values are taken.
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says so; on this rank.
         """
 
         def _call() -> None:
@@ -282,7 +231,7 @@ class NcclGroup:
         if count:
             address = array.data.ptr
             self._comm.broadcast(
-                *(address, address, count, kind, root, self._lane.stream.ptr)
+                address, address, count, kind, root, self._lane.stream.ptr
             )
 
     def _even(self, parts: Sequence[Any]) -> bool:
@@ -317,15 +266,8 @@ class NcclGroup:
             raise CollectiveError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
-        """Say what has failed since calls were taken.
-
-        Not collective; never blocks. For any thread.
-
-        Returns
-        -------
-        str
-            Empty where nothing has.
-        """
+        """Say what has failed since calls were taken; never blocks. For any thread."""
+        # Another thread frees it, or asks already: there is nothing to wait for.
         if not self._lock.acquire(blocking=False):
             return ""
         try:
@@ -340,21 +282,13 @@ class NcclGroup:
     def ended(self) -> Awaits:
         """Wait for the end of the calls so far, where ranks may be lost.
 
-        Not collective. Does nothing elsewhere: streams wait, not hosts.
-
-        Yields
-        ------
-        Done
-            See `hpcstrat.collectives.work`.
+        Does nothing elsewhere: streams wait, not hosts.
         """
         if self.survives:
-            yield Ending(self._lane.done(), self._check)
+            yield NcclEnding(self._lane.done(), self._check)
 
     def abandon(self) -> None:
-        """Give up what is in flight, and the communicator: ranks have died.
-
-        Not collective. A second call does nothing.
-        """
+        """Give up what is in flight, and the communicator: ranks have died."""
         with self._lock:
             abort_quietly(self._comm)
             self._comm = None
@@ -362,8 +296,7 @@ class NcclGroup:
     def close(self) -> None:
         """Free the communicator; the lane's work must have ended.
 
-        Collective over ``comm``, since NCCL may wait for the other ranks. A second call
-        does nothing.
+        Collective over ``comm``, since NCCL may wait for the other ranks.
         """
         with self._lock:
             if self._comm is not None:
@@ -374,13 +307,8 @@ class NcclGroup:
 def nccl_failure() -> str:
     """Say what has failed in a communicator of this process, whose kernels never end.
 
-    Not collective; never blocks. For any thread.
-
-    Returns
-    -------
-    str
-        Empty where nothing has, or the program has been told; groups that await the end
-        of their calls tell it themselves.
+    Never blocks; for any thread. Empty where nothing has, or the program has been told;
+    groups that await the end of their calls tell it themselves.
     """
     groups = [reference() for reference in list(_connected)]
     unaware = [g for g in groups if g is not None and not (g.survives or g._told)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcstrat.gpu import library
 
-__all__ = ["Ending", "Joining", "abort_quietly", "described"]
+__all__ = ["Joining", "NcclEnding", "abort_quietly", "described"]
 
 # Many times what it takes thousands of ranks.
 _JOIN_SECONDS = 300.0
@@ -19,10 +19,7 @@ _JOIN_SECONDS = 300.0
 class Joining:
     """The making of a communicator in a thread; can be awaited as a step of a call.
 
-    Parameters
-    ----------
-    join : callable
-        Makes it, on the device that is current here.
+    It is made on the device that is current here.
     """
 
     def __init__(self, join: Callable[[], Any]) -> None:
@@ -52,43 +49,21 @@ class Joining:
             self._problem = described(error)
         with self._lock:
             if not self._given_up:
+                # Whoever gave up has gone, and a communicator that comes late is
+                # aborted here.
                 self._made, made = made, None
         abort_quietly(made)
 
     def agreed(self) -> bool:
-        """Whether it has ended, or it is in vain to wait longer.
-
-        Not collective; never blocks.
-
-        Returns
-        -------
-        bool
-            Once true, always true.
-        """
+        """Whether it has ended, or it is in vain to wait longer."""
         return not self._thread.is_alive() or time.monotonic() > self._deadline
 
     def missing(self) -> list[int]:
-        """Return what is waited for, as the steps of a call do.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty, or ``[-1]``: it is not known which ranks.
-        """
+        """Return what is waited for, as steps do: it is not known which ranks."""
         return [] if self.agreed() else [-1]
 
     def take(self) -> tuple[Any, str]:
-        """Return what came of it, once `agreed`.
-
-        Not collective.
-
-        Returns
-        -------
-        (NcclCommunicator or None, str)
-            The communicator, or what was wrong.
-        """
+        """Return the communicator, or None and what was wrong, once `agreed`."""
         if self._thread.is_alive():
             self.give_up()
             return None, (
@@ -98,24 +73,16 @@ class Joining:
         return self._made, self._problem
 
     def give_up(self) -> None:
-        """Free the communicator, if it still comes.
-
-        Not collective. A second call does nothing.
-        """
+        """Free the communicator, if it still comes; a second call does nothing."""
         with self._lock:
             made, self._made, self._given_up = self._made, None, True
         abort_quietly(made)
 
 
-class Ending:
+class NcclEnding:
     """The end of calls, or their failure; can be awaited as a step of a call.
 
-    Parameters
-    ----------
-    done : Done
-        When they have ended.
-    check : callable
-        Raises what has failed: then they do not end.
+    ``check`` raises what has failed: then they do not end.
     """
 
     def __init__(self, done: Any, check: Callable[[], None]) -> None:
@@ -123,20 +90,7 @@ class Ending:
         self._check = check
 
     def missing(self) -> list[int]:
-        """Return what is waited for, as the steps of a call do.
-
-        Not collective.
-
-        Returns
-        -------
-        list of int
-            Empty, or ``[-1]``: no other rank is waited for.
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says that the calls have failed.
-        """
+        """Return what is waited for, as steps do; raise where NCCL has failed."""
         if self.agreed():
             return []
         self._check()
@@ -144,33 +98,14 @@ class Ending:
 
 
 def abort_quietly(comm: Any) -> None:
-    """Give up a communicator and what it is doing.
-
-    Not collective; does not raise.
-
-    Parameters
-    ----------
-    comm : NcclCommunicator or None
-        None is passed over.
-    """
+    """Give up a communicator and what it is doing; does not raise."""
     if comm is not None:
         with contextlib.suppress(Exception):
             comm.abort()
 
 
 def described(error: Exception) -> str:
-    """Return an error of NCCL as text.
-
-    Not collective.
-
-    Parameters
-    ----------
-    error : Exception
-        CuPy has no text for some of NCCL's errors, and raises KeyError then.
-
-    Returns
-    -------
-    str
-        Its type and text.
-    """
+    """Return an error of NCCL as text."""
+    # The type says something where the text does not: CuPy has none for some of NCCL's
+    # errors, and raises KeyError then.
     return f"{type(error).__name__}: {error}"

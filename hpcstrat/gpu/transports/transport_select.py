@@ -13,23 +13,23 @@ from dataclasses import replace
 from hpcstrat.collectives import select
 from hpcstrat.collectives.select import Choice, wire_type
 from hpcstrat.collectives.work import Algorithm
-from hpcstrat.gpu.transports.across_workers import (
-    HierarchicalTransport,
-    HostAcross,
-    PairsAcross,
-)
-from hpcstrat.gpu.transports.broadcast_gather import (
+from hpcstrat.gpu.transports.byte_movers import (
     Mover,
+    MpiMover,
     NcclMover,
-    PairMover,
     StagedMover,
 )
+from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.gpu.transports.device_reduction import Transport, reduce_on_device
-from hpcstrat.gpu.transports.host_staging import StagingTransport
-from hpcstrat.gpu.transports.mpi_ring import RingTransport
-from hpcstrat.gpu.transports.nccl_reduction import NcclTransport, NcclWorker
-from hpcstrat.gpu.transports.peer_memory import PeerTransport
-from hpcstrat.gpu.transports.transport_group import DeviceGroup
+from hpcstrat.gpu.transports.hierarchical_transport import (
+    HierarchicalTransport,
+    HostAcross,
+    MpiAcross,
+)
+from hpcstrat.gpu.transports.mpi_transport import MpiTransport
+from hpcstrat.gpu.transports.nccl_transport import NcclTransport, NcclWorker
+from hpcstrat.gpu.transports.peer_transport import PeerTransport
+from hpcstrat.gpu.transports.staging_transport import StagingTransport
 from hpcstrat.options import CommunicationImplementation, CommunicationOptions
 from hpcstrat.topology.topology import Topology
 
@@ -43,8 +43,8 @@ __all__ = [
     "staged",
 ]
 
+# Size of a piece: most models are one, and buffers stay bounded.
 PIECE_BYTES = 64 << 20
-"""Size of a piece: most models are one, and buffers stay bounded."""
 
 Choose = Callable[[int, Topology, CommunicationOptions], Choice]
 
@@ -52,28 +52,11 @@ Choose = Callable[[int, Topology, CommunicationOptions], Choice]
 def select_on_gpu(
     nbytes: int, group: DeviceGroup, options: CommunicationOptions
 ) -> Choice:
-    """Choose how to reduce arrays on GPUs over the replicas.
+    """Choose how to reduce arrays on GPUs over the replicas; the same on every rank.
 
-    Not collective; the same on every rank.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of all arrays, in the types in which they are added.
-    group : DeviceGroup
-        Where.
-    options : CommunicationOptions
-        Of the call; ``implementation`` is followed, or refused.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-
-    Raises
-    ------
-    ValueError
-        If the implementation that is asked for is not there. On every rank.
+    ``nbytes`` is the size of all, in the types in which they are added. Raises
+    ValueError on every rank, if the implementation that the options ask for is not
+    there.
     """
     able, wanted = group.capabilities, options.implementation
     if wanted is CommunicationImplementation.NCCL:
@@ -89,6 +72,7 @@ def select_on_gpu(
     topology = group.topology
     near = topology.num_workers == 1 and bool(able.peer)
     # Ranks that share a GPU are a curiosity for NCCL.
+    # NCCL sends no half-precision numbers in place of others.
     if able.nccl and options.wire_dtype is None and (able.one_gpu_per_rank or not near):
         return nccl(group, options)
     if near:
@@ -101,27 +85,7 @@ def select_on_gpu(
 
 
 def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the all-reduce of NCCL.
-
-    Not collective.
-
-    Parameters
-    ----------
-    group : DeviceGroup
-        Where.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-
-    Raises
-    ------
-    ValueError
-        If the ranks cannot use NCCL.
-    """
+    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it."""
     able = group.capabilities.nccl
     if not able:
         raise ValueError(
@@ -133,22 +97,7 @@ def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
 
 
 def peer(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the reduction of one worker, whose GPUs read each other's memory.
-
-    Not collective.
-
-    Parameters
-    ----------
-    group : DeviceGroup
-        Of one worker.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-    """
+    """Return the reduction of one worker, whose GPUs read each other's memory."""
     group.explain("CUDA IPC", _why(group, "peer"))
     return _choice(
         group.transport("peer", lambda: _peer_transport(group)),
@@ -164,45 +113,18 @@ def _peer_transport(group: DeviceGroup) -> PeerTransport:
 
 
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the sum by messages of an MPI that moves the memory of GPUs.
-
-    Not collective.
-
-    Parameters
-    ----------
-    group : DeviceGroup
-        Where.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
-    """
+    """Return the sum by messages of an MPI that moves the memory of GPUs."""
     group.explain("messages of MPI", _why(group, "mpi_sendrecv"))
     return _choice(
-        group.transport("ring", lambda: RingTransport(group.topology, group.lane)),
+        group.transport("ring", lambda: MpiTransport(group.topology, group.lane)),
         options,
     )
 
 
 def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the sum inside each worker, then between the workers.
+    """Return the sum inside each of several workers, then between the workers.
 
-    Not collective.
-
-    Parameters
-    ----------
-    group : DeviceGroup
-        Of several workers, in which NCCL or CUDA IPC connects the GPUs.
-    options : CommunicationOptions
-        Of the call.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
+    NCCL or CUDA IPC connects the GPUs of a worker.
     """
     able, topology, lane = group.capabilities, group.topology, group.lane
     wire = options.wire_dtype
@@ -217,7 +139,7 @@ def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     def _make() -> Transport:
         within = _peer_transport(group) if able.peer else NcclWorker(topology, lane)
         if far:
-            return HierarchicalTransport(topology, within, PairsAcross(topology, lane))
+            return HierarchicalTransport(topology, within, MpiAcross(topology, lane))
         over = HostAcross(lane, None if wire is None else wire_type(wire))
         return HierarchicalTransport(topology, within, over)
 
@@ -231,31 +153,14 @@ def staged(
     choose: Choose,
     name: str = "",
 ) -> Choice:
-    """Return an algorithm of the host, with copies there and back.
+    """Return the algorithm of the host that is chosen, with copies there and back.
 
-    Not collective.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of all arrays.
-    group : DeviceGroup
-        Where.
-    options : CommunicationOptions
-        Of the call.
-    choose : callable
-        Chooses an algorithm for arrays of the host.
-    name : str
-        Of that choice; empty for the library's.
-
-    Returns
-    -------
-    Choice
-        Algorithm and size of the pieces.
+    ``name`` is that of the choice; empty for the library's.
     """
     group.explain(
         f"{name or 'algorithms'} on the host, with copies there and back", _why(group)
     )
+    # Integers are never rounded to half precision, whatever is asked for floats.
     exactly = replace(options, wire_dtype=None)
 
     def _choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
@@ -272,24 +177,14 @@ def staged(
 def mover(group: DeviceGroup) -> Mover:
     """Return what gives arrays on GPUs to other replicas.
 
-    Not collective.
-
-    Parameters
-    ----------
-    group : DeviceGroup
-        Where.
-
-    Returns
-    -------
-    Mover
-        By NCCL, by messages of MPI, or through host memory.
+    That is by NCCL, by messages of MPI, or through host memory.
     """
     able, topology, lane = group.capabilities, group.topology, group.lane
     if able.nccl:
         transport = _nccl_transport(group)
         return group.mover(lambda: NcclMover(transport.group, lane))
     if able.mpi_sendrecv:
-        return group.mover(lambda: PairMover(topology, lane))
+        return group.mover(lambda: MpiMover(topology, lane))
     return group.mover(lambda: StagedMover(topology, lane))
 
 

@@ -18,38 +18,19 @@ __all__ = ["Alignment", "Sample", "best_sample"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sample:
-    """One measurement of a clock against the reference's.
-
-    Parameters
-    ----------
-    local_ns : int
-        Nanoseconds of this clock in the middle of the round trip.
-    offset_ns : int
-        What to add to get the reference's.
-    round_trip_ns : int
-        How long it took; the offset is off by at most half of it.
-    """
+    """One measurement of a clock against the reference's."""
 
     local_ns: int
     offset_ns: int
+    # The offset is to be added to the local time, in the middle of the trip, to get the
+    # reference's; it is off by at most half of the trip.
     round_trip_ns: int
 
 
 def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
-    """Return the measurement of the shortest round trip.
+    """Return the measurement of the shortest round trip, of at least one.
 
-    Not collective.
-
-    Parameters
-    ----------
-    trips : iterable of (int, int, int)
-        Nanoseconds: this clock before, the reference's answer, this clock after. At
-        least one.
-
-    Returns
-    -------
-    Sample
-        Of the shortest.
+    A trip has nanoseconds: this clock before, the reference's answer, this clock after.
     """
     before, answer, after = min(trips, key=lambda trip: trip[2] - trip[0])
     middle = (before + after) // 2
@@ -57,13 +38,7 @@ def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
 
 
 class Alignment:
-    """Translates one clock's times to the reference's.
-
-    Parameters
-    ----------
-    samples : iterable of Sample
-        Any number; without one the clock is taken for the reference's.
-    """
+    """Translates one clock's times to the reference's: the same without any sample."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         kept: dict[int, Sample] = {}
@@ -83,19 +58,8 @@ class Alignment:
     def offset_ns(self, local_ns: int) -> int:
         """Return what to add to a time of this clock.
 
-        Not collective.
-
-        Parameters
-        ----------
-        local_ns : int
-            Nanoseconds of this clock.
-
-        Returns
-        -------
-        int
-            Nanoseconds: between two samples by linear interpolation, outside of all by
-            the drift from the first to the last, which the errors of two samples change
-            least.
+        Between two samples by linear interpolation, outside of all by the drift from
+        the first to the last, which the errors of two samples change least.
         """
         if not self.samples:
             return 0
@@ -108,18 +72,5 @@ class Alignment:
         return low.offset_ns + round(slope * (local_ns - low.local_ns))
 
     def reference_ns(self, local_ns: int) -> int:
-        """Return the reference's time at a time of this clock.
-
-        Not collective.
-
-        Parameters
-        ----------
-        local_ns : int
-            Nanoseconds of this clock.
-
-        Returns
-        -------
-        int
-            Nanoseconds of the reference's clock.
-        """
+        """Return the reference's time at a time of this clock."""
         return local_ns + self.offset_ns(local_ns)

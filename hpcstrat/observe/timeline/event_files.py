@@ -28,28 +28,11 @@ _NAP_SECONDS = 0.002
 
 
 class EventFile:
-    """One rank's file.
+    """One rank's file, which does not exist yet; OSError if it cannot be made.
 
-    Parameters
-    ----------
-    path : str
-        A file that does not exist yet.
-    track : Track
-        Whose events.
-    base_ns : int
-        Nanoseconds of this clock at which the trace begins.
-    most_bytes : int
-        After how many bytes no more events are written.
-
-    Attributes
-    ----------
-    accepts : bool
-        False once the file is full, or cannot be written.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be made.
+    ``base_ns`` is the nanosecond of this clock at which the trace begins. After
+    ``most_bytes`` no more events are written; ``accepts`` is then False, as it is once
+    the file cannot be written.
     """
 
     def __init__(self, path: str, track: Track, base_ns: int, most_bytes: int) -> None:
@@ -81,18 +64,14 @@ class EventFile:
             raise
 
     def put(self, event: Any) -> None:
-        """Take an event, to be written soon.
+        """Take an event, to be written soon. May be called by any thread.
 
-        Not collective. May be called by any thread.
-
-        Parameters
-        ----------
-        event : tuple or str
-            As for `events.complete` or `events.asynchronous`, or a line of JSON, which
-            is also written when the file is full.
+        As for `events.complete` or `events.asynchronous`, or a line of JSON, which is
+        also written when the file is full.
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
+            # What is recorded faster than it can be written must not fill memory.
             self._dropped += 1
             return
         self._queue.append(event)
@@ -102,12 +81,7 @@ class EventFile:
     def flush(self, limit_seconds: float = 2.0) -> None:
         """Let the thread write what is waiting.
 
-        Not collective. A file system that hangs does not keep the program from ending.
-
-        Parameters
-        ----------
-        limit_seconds : float
-            How long to wait for it.
+        A file system that hangs does not keep the program from ending.
         """
         deadline = time.monotonic() + limit_seconds
         while self._busy() and time.monotonic() < deadline:
@@ -118,10 +92,7 @@ class EventFile:
         return self._thread.is_alive() and bool(self._queue or self._lock.locked())
 
     def close(self) -> None:
-        """Write all, and end the array.
-
-        Not collective. A second call does nothing.
-        """
+        """Write all, and end the array; a second call does nothing."""
         self._ended = True
         self._work.set()
         self._thread.join(_END_SECONDS)

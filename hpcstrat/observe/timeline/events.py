@@ -23,41 +23,22 @@ __all__ = [
     "shown_text",
 ]
 
+# Name of the metadata that carry measurements of a clock.
 CLOCK_EVENT = "hpcstrat_clock"
-"""Name of the metadata that carry measurements of a clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Where a rank's events stand in a trace.
+    """Where a rank's events stand in a trace."""
 
-    Parameters
-    ----------
-    worker : int
-        Number of its worker, the trace's process.
-    replica : int
-        Number of the replica, the trace's thread.
-    num_replicas : int
-        How many there are.
-    host : str
-        Name of the host.
-    """
-
+    # The trace's process, and its thread.
     worker: int = 0
     replica: int = 0
     num_replicas: int = 1
     host: str = ""
 
     def header(self) -> list[str]:
-        """Return the events that name the track.
-
-        Not collective.
-
-        Returns
-        -------
-        list of str
-            Metadata.
-        """
+        """Return the metadata that name the track."""
         name = f"worker {self.worker} ({self.host})"
         return [
             metadata(self, "process_name", {"name": name}),
@@ -66,22 +47,7 @@ class Track:
         ]
 
     def thread(self, number: int, name: str) -> list[str]:
-        """Return the events that name a thread of this rank.
-
-        Not collective.
-
-        Parameters
-        ----------
-        number : int
-            0 for the main thread.
-        name : str
-            Its name.
-
-        Returns
-        -------
-        list of str
-            Metadata.
-        """
+        """Return the metadata that name a thread of this rank; 0 is the main one."""
         index = {"sort_index": self.replica}
         return [
             metadata(self, "thread_name", {"name": name}, number),
@@ -89,44 +55,12 @@ class Track:
         ]
 
     def tid(self, number: int) -> int:
-        """Return a number that no thread of another replica has.
-
-        Not collective.
-
-        Parameters
-        ----------
-        number : int
-            Of a thread of this rank; 0 for the main thread.
-
-        Returns
-        -------
-        int
-            The replica's own for the main thread.
-        """
+        """Return a number that no thread of another replica has."""
         return self.replica + number * self.num_replicas
 
 
 def metadata(track: Track, name: str, args: dict[str, Any], thread: int = 0) -> str:
-    """Return a metadata event.
-
-    Not collective.
-
-    Parameters
-    ----------
-    track : Track
-        Whose.
-    name : str
-        Which kind.
-    args : dict
-        What it says.
-    thread : int
-        Of which thread.
-
-    Returns
-    -------
-    str
-        JSON in one line.
-    """
+    """Return a metadata event: JSON in one line."""
     event = {"name": name, "ph": "M", "ts": 0, "pid": track.worker}
     return json.dumps({**event, "tid": track.tid(thread), "args": args})
 
@@ -139,24 +73,11 @@ def _quoted(text: str) -> str:
 def complete(
     track: Track, base: int, event: tuple[str, str, int, int, Any, int]
 ) -> str:
-    """Return an event that has begun and ended.
+    """Return an event that has begun and ended: JSON in one line.
 
-    Not collective.
-
-    Parameters
-    ----------
-    track : Track
-        Whose.
-    base : int
-        Nanoseconds of this clock at which the trace begins.
-    event : tuple
-        Name, category, nanoseconds of its beginning and end, arguments as a dict or
-        None, number of the thread.
-
-    Returns
-    -------
-    str
-        JSON in one line.
+    ``base`` is the nanosecond of this clock at which the trace begins. The event has
+    name, category, nanoseconds of its beginning and end, arguments or None, number of
+    the thread.
     """
     name, category, start, end, args, thread = event
     return (
@@ -167,23 +88,10 @@ def complete(
 
 
 def asynchronous(track: Track, base: int, event: tuple[str, str, int, str, Any]) -> str:
-    """Return an end of an event that may overlap with others.
+    """Return an end of an event that may overlap with others: JSON in one line.
 
-    Not collective.
-
-    Parameters
-    ----------
-    track : Track
-        Whose.
-    base : int
-        Nanoseconds of this clock at which the trace begins.
-    event : tuple
-        Name, ``"b"`` or ``"e"``, nanoseconds, what tells it from others, arguments.
-
-    Returns
-    -------
-    str
-        JSON in one line.
+    The event has name, ``"b"`` or ``"e"``, nanoseconds, what tells it from others,
+    arguments.
     """
     name, phase, at, mark, args = event
     return (
@@ -224,20 +132,7 @@ def _args(args: dict[str, Any] | None) -> str:
 
 
 def shown_text(value: Any) -> str:
-    """Return what to show of an object.
-
-    Not collective.
-
-    Parameters
-    ----------
-    value : object
-        Whose ``__str__`` may fail.
-
-    Returns
-    -------
-    str
-        Its text.
-    """
+    """Return what to show of an object, whose ``__str__`` may fail."""
     try:
         return str(value)
     except Exception as error:

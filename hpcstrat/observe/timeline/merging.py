@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -17,50 +17,25 @@ __all__ = ["Timeline", "open_timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The files of one run.
-
-    Parameters
-    ----------
-    run : str
-        Which run.
-    files : tuple of RankFile
-        Those that can be read, in the order of the replicas.
-    unread : tuple of str
-        Paths of files that hold nothing yet.
-    other_runs : tuple of str
-        Further runs in the same folder.
-    """
+    """The files of one run."""
 
     run: str
+    # Those that can be read, in the order of the replicas, and paths of those that hold
+    # nothing yet.
     files: tuple[RankFile, ...]
     unread: tuple[str, ...]
     other_runs: tuple[str, ...]
 
     def alignments(self) -> dict[int, Alignment]:
-        """Return how to translate the clocks of the workers.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of int to Alignment
-            By worker: the ranks of one have one clock, and share what was measured.
-        """
+        """Return, by worker, how to translate the clocks."""
+        # The ranks of a worker have one clock, and share what was measured.
         samples: dict[int, list[Sample]] = {}
         for file in self.files:
             samples.setdefault(file.pid, []).extend(file.samples)
         return {pid: Alignment(found) for pid, found in samples.items()}
 
     def events(self) -> Iterator[tuple[RankFile, dict[str, Any]]]:
-        """Give all events, with the times of replica 0's clock.
-
-        Not collective.
-
-        Yields
-        ------
-        (RankFile, dict)
-            The rank and the event.
-        """
+        """Give all events with their ranks, in times of replica 0's clock."""
         alignments = self.alignments()
         zero = min(
             alignments[file.pid].reference_ns(file.base_ns) for file in self.files
@@ -73,25 +48,17 @@ class Timeline:
                     placed = alignment.reference_ns(start)
                     event["ts"] = (placed - zero) / 1000
                     if "dur" in event:
+                        # Both ends are placed, as a long range sees the drift of its
+                        # clock.
                         end = start + round(event["dur"] * 1000)
                         last = alignment.reference_ns(end)
                         event["dur"] = (last - placed) / 1000
                 yield file, event
 
     def write(self, path: str) -> int:
-        """Write one file for Perfetto, or chrome://tracing.
+        """Write one file for Perfetto or chrome://tracing; return the number of events.
 
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Where to; compressed if it ends in ``.gz``. Replaced if it is there.
-
-        Returns
-        -------
-        int
-            Number of events.
+        Compressed if the path ends in ``.gz``. Replaced if it is there.
         """
         part, count = f"{path}.part", 0
         with _text_file(part, compressed=path.endswith(".gz")) as file:
@@ -102,6 +69,7 @@ class Timeline:
                 count += 1
             about = json.dumps({"run": self.run, "clocks": self._clocks()})
             file.write(f'\n], "otherData": {about}}}\n')
+        # All at once: a reader never sees half a trace.
         os.replace(part, path)
         return count
 
@@ -124,26 +92,9 @@ def _text_file(path: str, *, compressed: bool) -> IO[str]:
 
 
 def open_timeline(directory: str, run: str | None = None) -> Timeline:
-    """Find the files of a run.
+    """Find the files of a run, by default the newest; there is at least one.
 
-    Not collective.
-
-    Parameters
-    ----------
-    directory : str
-        Where they are.
-    run : str, optional
-        Which run; default: the newest.
-
-    Returns
-    -------
-    Timeline
-        With at least one file.
-
-    Raises
-    ------
-    ValueError
-        If there are none, or one is damaged.
+    ValueError if there are none, or one is damaged.
     """
     runs = find_runs(directory)
     if not runs:
@@ -165,11 +116,8 @@ def open_timeline(directory: str, run: str | None = None) -> Timeline:
             "job was ended before it wrote any"
         )
     return Timeline(
-        *(chosen, files),
-        tuple(path for path, file in read.items() if file is None),
-        tuple(_others(runs, chosen)),
+        run=chosen,
+        files=files,
+        unread=tuple(path for path, file in read.items() if file is None),
+        other_runs=tuple(other for other in runs if other != chosen),
     )
-
-
-def _others(runs: Sequence[str] | dict[str, Any], chosen: str) -> list[str]:
-    return [run for run in runs if run != chosen]

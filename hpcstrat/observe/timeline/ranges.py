@@ -72,20 +72,7 @@ def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
-    """Record that this rank waits in a call that was started before.
-
-    Not collective.
-
-    Parameters
-    ----------
-    text : str
-        The call.
-
-    Returns
-    -------
-    context manager
-        Surrounds the wait.
-    """
+    """Record that this rank waits in a call that was started before."""
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
@@ -93,20 +80,7 @@ def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
 
 
 def traced(name: str, category: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that records the calls of a function.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name, category : str
-        What the calls are called, and of which kind they are.
-
-    Returns
-    -------
-    callable
-        The decorator.
-    """
+    """Return a decorator that records the calls of a function."""
 
     def _decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

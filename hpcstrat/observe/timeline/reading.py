@@ -18,39 +18,17 @@ _NAME = re.compile(r"timeline-(?P<run>[0-9A-Za-z.]+)-(?P<replica>\d{6,})\.json")
 
 
 def file_name(run: str, replica: int) -> str:
-    """Return the name of a rank's file.
+    """Return the name of a rank's file: ``timeline-20261121T104500-000003.json``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    run : str
-        What tells the runs in a folder apart; letters, digits and points.
-    replica : int
-        Which replica.
-
-    Returns
-    -------
-    str
-        Such as ``timeline-20261121T104500-000003.json``.
+    ``run`` tells the runs in a folder apart: letters, digits and points.
     """
     return f"timeline-{run}-{replica:06d}.json"
 
 
 def find_runs(directory: str) -> dict[str, list[str]]:
-    """Return the files of a folder by the run that wrote them.
+    """Return the files of a folder by the run that wrote them, oldest run first.
 
-    Not collective.
-
-    Parameters
-    ----------
-    directory : str
-        Where they are.
-
-    Returns
-    -------
-    dict of str to list of str
-        Paths in the order of the replicas; oldest run first.
+    They are in the order of the replicas.
     """
     runs: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
@@ -61,26 +39,9 @@ def find_runs(directory: str) -> dict[str, list[str]]:
 
 
 def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
-    """Give the events of a file; the last one may be cut off.
+    """Give the events of a file; the last one may be cut off, no other (ValueError).
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    mark : str
-        Only events whose line has this text; the others are not looked at.
-
-    Yields
-    ------
-    dict
-        One event.
-
-    Raises
-    ------
-    ValueError
-        If another line than the last is no event.
+    Only events whose line has the text ``mark``; the others are not looked at.
     """
     bad = 0
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -88,6 +49,7 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
             text = line.strip().removesuffix(",")
             if text in ("", "[", "]") or mark not in text:
                 continue
+            # A line behind the bad one: that was not the last, cut off by a kill.
             if bad:
                 break
             try:
@@ -106,48 +68,24 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What must be known of a file before its events are placed.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    pid, tid : int
-        Worker and replica.
-    process, thread : str
-        Their names.
-    base_ns : int
-        Nanoseconds of the host's clock at which the trace begins.
-    samples : tuple of Sample
-        How that clock stood to replica 0's.
-    whole : bool
-        False where the rank was ended before its file.
-    """
+    """What must be known of a file before its events are placed."""
 
     path: str
+    # Worker and replica, and their names.
     pid: int
     tid: int
     process: str
     thread: str
     base_ns: int
     samples: tuple[Sample, ...]
+    # False where the rank was ended before its file.
     whole: bool
 
     @classmethod
     def read(cls, path: str) -> RankFile | None:
         """Look through a file.
 
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            The file.
-
-        Returns
-        -------
-        RankFile or None
-            None where the rank was ended before it had written how its clock stands.
+        None where the rank was ended before it had written how its clock stands.
         """
         names: dict[str, str] = {}
         place, base_ns, samples = (0, 0), 0, []
@@ -162,9 +100,16 @@ class RankFile:
                 place = event["pid"], event["tid"]
         if not samples:
             return None
-        process, thread = names.get("process_name", ""), names.get("thread_name", "")
+
         return cls(
-            *(path, *place, process, thread, base_ns, tuple(samples), _ends(path))
+            path=path,
+            pid=place[0],
+            tid=place[1],
+            process=names.get("process_name", ""),
+            thread=names.get("thread_name", ""),
+            base_ns=base_ns,
+            samples=tuple(samples),
+            whole=_ends(path),
         )
 
 

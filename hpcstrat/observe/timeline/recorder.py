@@ -19,8 +19,8 @@ from hpcstrat.observe.timeline.events import CLOCK_EVENT, Track, metadata
 __all__ = ["DATA", "WAIT", "Recorder", "active"]
 
 WAIT = "wait for the others"
+# What a collective call consists of.
 DATA = "data"
-"""What a collective call consists of."""
 
 
 class _Active:
@@ -43,19 +43,7 @@ os.register_at_fork(after_in_child=active.forget)
 class Recorder:
     """Records ranges of time, into a file, as NVTX ranges, or both.
 
-    Parameters
-    ----------
-    track : Track
-        Of this rank.
-    nvtx : module, optional
-        Has ``RangePush`` and ``RangePop``, as ``cupy.cuda.nvtx``.
-
-    Attributes
-    ----------
-    track : Track
-        As given.
-    file : EventFile or None
-        Where events go.
+    ``nvtx`` has ``RangePush`` and ``RangePop``, as ``cupy.cuda.nvtx``.
     """
 
     def __init__(self, track: Track, nvtx: Any = None) -> None:
@@ -66,44 +54,23 @@ class Recorder:
         self._main = threading.get_ident()
         self._threads = {self._main: 0}
         self._lock = threading.Lock()
+        # The last agreed call: its range ends with its data, or when the next one
+        # comes.
         self._call: Any = None
         self._num_started = 0
 
     def open(self, path: str, zero_ns: int, sample: Sample, most_bytes: int) -> None:
-        """Begin a file.
+        """Begin a file that does not exist yet; raise OSError if it cannot be made.
 
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            A file that does not exist yet.
-        zero_ns : int
-            Nanoseconds of the reference's clock at which the trace begins.
-        sample : Sample
-            How this clock stands to it now.
-        most_bytes : int
-            After how many bytes no more events are written.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be made.
+        The trace begins at ``zero_ns`` of the reference's clock, to which the sample
+        says how this one stands now; after ``most_bytes`` no more events are written.
         """
         self._base_ns = zero_ns - sample.offset_ns
         self.file = EventFile(path, self.track, self._base_ns, most_bytes)
         self.add_clock(sample)
 
     def add_clock(self, sample: Sample) -> None:
-        """Note how this clock stands to the reference.
-
-        Not collective.
-
-        Parameters
-        ----------
-        sample : Sample
-            The measurement.
-        """
+        """Note how this clock stands to the reference."""
         args = {
             "base_ns": self._base_ns,
             "local_ns": sample.local_ns,
@@ -114,20 +81,7 @@ class Recorder:
             self.file.put(metadata(self.track, CLOCK_EVENT, args))
 
     def enter(self, name: str) -> int:
-        """Begin a range; ranges of a thread nest.
-
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            For NVTX.
-
-        Returns
-        -------
-        int
-            For `leave`.
-        """
+        """Begin a range, which returns what `leave` takes; ranges of a thread nest."""
         if self._nvtx is not None:
             self._nvtx.RangePush(name)
         return time.perf_counter_ns()
@@ -135,16 +89,8 @@ class Recorder:
     def leave(self, name: str, category: str, start: int, args: Any = None) -> None:
         """End the range that began last in this thread.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name, category : str
-            What it is, and of which kind.
-        start : int
-            What `enter` returned.
-        args : dict, optional
-            More about it; values that JSON has no form for are shown by ``str``.
+        ``args`` say more about it; values that JSON has no form for are shown by
+        ``str``.
         """
         end = time.perf_counter_ns()
         if self._nvtx is not None:
@@ -157,24 +103,7 @@ class Recorder:
     def around(
         self, function: Callable[..., Any], name: str, category: str, args: Any = None
     ) -> Callable[..., Any]:
-        """Return a function that records its calls.
-
-        Not collective.
-
-        Parameters
-        ----------
-        function : callable
-            What to call.
-        name, category : str
-            As for `leave`.
-        args : dict, optional
-            As for `leave`.
-
-        Returns
-        -------
-        callable
-            Takes what the function takes.
-        """
+        """Return a function that records its calls, as `leave` does."""
 
         def _recorded(*values: Any, **named: Any) -> Any:
             start = self.enter(name)
@@ -186,48 +115,21 @@ class Recorder:
         return _recorded
 
     def agreed(self, text: str, args: dict[str, Any], start: int) -> None:
-        """Note that all ranks have come to a call, which `enter` began.
-
-        Not collective.
-
-        Parameters
-        ----------
-        text : str
-            The call.
-        args : dict
-            More about it.
-        start : int
-            What `enter` returned.
-        """
+        """Note that all ranks have come to a call, which `enter` began."""
         self.leave(WAIT, "wait", start, args)
         self._finish_call()
         # It ends with its data, if it has any.
         self._call = text, args, start, time.perf_counter_ns()
 
     def enter_data(self, text: str) -> None:
-        """Begin the exchange of data of a call.
-
-        Not collective.
-
-        Parameters
-        ----------
-        text : str
-            The call.
-        """
+        """Begin the exchange of data of a call."""
         if self._nvtx is not None:
             self._nvtx.RangePush(f"{DATA} of {text}")
 
     def leave_data(self, text: str, *, pushed: bool = True) -> None:
-        """End the exchange of data of a call.
+        """End the exchange of data of a call, which `enter_data` began if ``pushed``.
 
-        Not collective. Calls that are started and awaited later have no data here.
-
-        Parameters
-        ----------
-        text : str
-            The call.
-        pushed : bool
-            Whether `enter_data` began it.
+        Calls that are started and awaited later have no data here.
         """
         end = time.perf_counter_ns()
         if pushed and self._nvtx is not None:
@@ -249,32 +151,18 @@ class Recorder:
             self.file.put((DATA, "data", at, end, None, thread))
 
     def started(self, call: Any) -> None:
-        """Note that a call was started that is awaited later.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Started
-            The call.
-        """
+        """Note that a call was started that is awaited later."""
         if self.file is not None:
             self._num_started += 1
+            # Calls started earlier have none, and are not ended in a file that they did
+            # not begin in.
             call.mark = str(self._num_started)
             name, args = _short(call.call.text), {"call": call.call.text}
             at = time.perf_counter_ns()
             self.file.put((name, "b", at, call.mark, args))
 
     def ended(self, call: Any) -> None:
-        """Note the end of a call that was started.
-
-        Not collective.
-
-        Parameters
-        ----------
-        call : Started
-            The call.
-        """
+        """Note the end of a call that was started."""
         file = self.file
         if file is not None and call.mark:
             name, at = _short(call.call.text), time.perf_counter_ns()
@@ -293,19 +181,13 @@ class Recorder:
         return number
 
     def flush(self) -> None:
-        """Write what has been recorded; for a process that is about to end.
-
-        Not collective.
-        """
+        """Write what has been recorded; for a process that is about to end."""
         if self.file is not None:
             self._finish_call()
             self.file.flush()
 
     def close(self) -> None:
-        """End the file.
-
-        Not collective.
-        """
+        """End the file."""
         if self.file is not None:
             self._finish_call()
             file, self.file = self.file, None

@@ -73,30 +73,10 @@ _DIRECT_BYTES = 64 << 10
 
 
 class PeerTransport:
-    """Carries pieces between GPUs that can open each other's memory.
+    """Carries pieces between at most 32 GPUs of a worker that read each other's memory.
 
-    Not collective.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose workers' replicas reach each other; at most 32 on a worker.
-    lane : Lane
-        On which it works.
-    events : bool
-        Whether events can be shared between the processes; the same on all ranks.
-
-    Attributes
-    ----------
-    name : str
-        ``"peer"``.
-    lane : Lane
-        As given.
-
-    Raises
-    ------
-    ValueError
-        If there are more replicas on a worker.
+    ``events`` says that they can be shared between the processes; the same on all
+    ranks.
     """
 
     name = "peer"
@@ -121,36 +101,17 @@ class PeerTransport:
         self._early: Piece | None = None
 
     def prepare(self, nbytes: int) -> None:
-        """Allocate a window, where there is none that is large enough.
-
-        Not collective.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-
-        Raises
-        ------
-        cupy.cuda.runtime.CUDARuntimeError
-            If there is not enough memory.
-        """
+        """Allocate a window, where there is none that is large enough; may raise."""
         self._early = None
         self._needed_bytes = rounded(nbytes)
+        # All ranks have the same sizes, and come to the same answer without a message.
         if self._needed_bytes > self._half_bytes:
             self._windows.allocate(2 * self._needed_bytes)
 
     def start(self, piece: Piece, work: Work) -> None:
         """Lay out the first piece of a call before its header, which is ``R(k)`` then.
 
-        Not collective. Does nothing where that must wait.
-
-        Parameters
-        ----------
-        piece : Piece
-            The first one.
-        work : Work
-            What to reduce.
+        Does nothing where that must wait.
         """
         connected = self._needed_bytes <= self._half_bytes
         if connected and self._shares_events and self._topology.num_workers == 1:
@@ -160,25 +121,9 @@ class PeerTransport:
     def connect(self, work: Work, channel: Channel) -> Awaits:
         """Open the windows and events of the worker's ranks.
 
-        Collective over ``topology.worker_comm``. Does nothing while the windows are
-        large enough, which they are on all ranks or none.
-
-        Parameters
-        ----------
-        work : Work
-            What is to be reduced.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
-
-        Raises
-        ------
-        EveryRankError
-            On all ranks, if one of them could not.
+        Collective over ``topology.replica_comm``. Does nothing while the windows are
+        large enough, which they are on all ranks or none. Raises EveryRankError on all
+        ranks, if one of them could not.
         """
         if self._needed_bytes <= self._half_bytes:
             return
@@ -191,6 +136,7 @@ class PeerTransport:
             self._half_bytes = 0
         record, problem = self._windows.described()
         records = np.empty((self._size, len(record)), np.uint8)
+        # Also where this rank has a problem: the others are in it.
         yield Message(self._comm.Iallgather(record, records))
         if not problem:
             problem = self._windows.open(records)
@@ -212,20 +158,6 @@ class PeerTransport:
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``, which is one worker.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
         """
         if self._size > 2 and piece_bytes(piece) > _DIRECT_BYTES:
             yield from self.scatter(piece, work, channel)
@@ -235,7 +167,10 @@ class PeerTransport:
         for run in piece:
             pointers = [self._address(rank, run) for rank in range(self._size)]
             kernels.combine(
-                *(pointers, run.spans, work.results, self.lane.stream),
+                pointers,
+                run.spans,
+                work.results,
+                self.lane.stream,
                 dtype=run.dtype,
                 divisor=work.divisor,
             )
@@ -246,30 +181,11 @@ class PeerTransport:
     ) -> Generator[Awaited, None, list[tuple[Run, Any]]]:
         """Sum this rank's segments of a piece over its worker.
 
-        Collective over ``topology.worker_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Of the replicas.
-
-        Returns
-        -------
-        list of (Run, cupy.ndarray of shape (n,))
-            Of each run, segment ``worker_comm.rank`` of ``topology.smallest_worker``,
-            see `hpcstrat.gpu.transports.device_reduction.segment`; those that are empty
-            are left out. In the run's type and in this rank's window; the sums are
-            there when the lane comes to what it is given next. What sums them over the
-            workers does so in place, on the lane or before `gather` is called.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
+        Collective over ``topology.worker_comm``. Of each run, segment
+        ``worker_comm.rank`` of ``topology.smallest_worker``, in the run's type and in
+        this rank's window; empty ones are left out. The sums are there when the lane
+        comes to what it is given next. What sums them over the workers does so in
+        place, on the lane or before `gather` is called.
         """
         yield from self._meet_ready(piece, work, channel)
         segments = []
@@ -287,21 +203,7 @@ class PeerTransport:
     def gather(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Copy all segments of a piece into the results; follows each `scatter`.
 
-        Collective over ``topology.worker_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            As given to `scatter`.
-        work : Work
-            What to reduce; its divisor is applied here.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
+        Collective over ``topology.worker_comm``. The work's divisor is applied here.
         """
         movers = range(min(self._size, self._topology.smallest_worker))
         yield from self._meet("summed", work, channel, movers)
@@ -313,17 +215,19 @@ class PeerTransport:
                     address = self._address(rank, run) + low * run.dtype.itemsize
                     segments.append((address, low, high))
             kernels.unpack(
-                *(segments, run.spans, work.results, self.lane.stream),
+                segments,
+                run.spans,
+                work.results,
+                self.lane.stream,
                 dtype=run.dtype,
                 divisor=work.divisor,
             )
         self._piece += 1
 
     def close(self) -> None:
-        """Free the windows, when all calls have ended.
+        """Free the windows, when all calls have ended; a second call does nothing.
 
-        Collective over ``topology.worker_comm`` where they were opened. A second call
-        does nothing.
+        Collective over ``topology.worker_comm`` where they were opened.
         """
         if self._half_bytes:
             self.lane.synchronize()
@@ -334,10 +238,7 @@ class PeerTransport:
         self._windows.free()
 
     def abandon(self) -> None:
-        """Let go of the windows, without freeing what others may read.
-
-        Not collective.
-        """
+        """Let go of the windows, without freeing what others may read."""
         self._half_bytes = 0
         self._windows.abandon()
 

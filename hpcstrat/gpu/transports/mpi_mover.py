@@ -1,4 +1,4 @@
-"""Copies of device memory from rank to rank by messages: see `broadcast_gather`."""
+"""Copies of device memory from rank to rank by messages: see `byte_movers`."""
 
 from __future__ import annotations
 
@@ -10,55 +10,30 @@ from typing import Any
 from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.gpu.device_memory import Buffers
 from hpcstrat.gpu.streams import Lane
-from hpcstrat.gpu.transports.pairwise_sums import Peers, abandon
+from hpcstrat.gpu.transports.mpi_sums import DeviceMessages, abandon
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["PairMover", "Span", "chunks_of", "copy_bytes", "size_of"]
+__all__ = ["ByteSpan", "MpiMover", "chunks_of", "copy_bytes", "size_of"]
 
-Span = tuple[int, int, int, int]
-"""Index of an array, from which to which of its bytes, and where in the chunk."""
+# Index of an array, from which to which of its bytes, and where in the chunk.
+ByteSpan = tuple[int, int, int, int]
 
 _CHUNK_BYTES = 2 << 20
 _IN_FLIGHT = 3
 
 
 def copy_bytes(target: Any, source: Any, lane: Lane) -> None:
-    """Copy an array on the device.
-
-    Not collective.
-
-    Parameters
-    ----------
-    target : cupy.ndarray of shape (n,)
-        Bytes; may be longer, and the same memory.
-    source : cupy.ndarray of shape (n,)
-        Bytes.
-    lane : Lane
-        On which the copy runs.
-    """
+    """Copy bytes on the device; the target may be longer, or the same memory."""
     if source.nbytes and target.data.ptr != source.data.ptr:
         target.data.copy_from_device_async(source.data, source.nbytes, lane.stream)
 
 
-def chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[Span]]:
-    """Cut arrays of bytes, one behind the other, into chunks.
+def chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[ByteSpan]]:
+    """Cut arrays of bytes, one behind the other, into chunks, and these into spans.
 
-    Not collective.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Of the arrays.
-    chunk_bytes : int
-        Most bytes of a chunk.
-
-    Returns
-    -------
-    list of list of (int, int, int, int)
-        For each chunk its spans: which array; from which to which of its bytes; where
-        in the chunk they lie. None is empty.
+    No span is empty.
     """
-    chunks: list[list[Span]] = []
+    chunks: list[list[ByteSpan]] = []
     room = 0
     for index, size in enumerate(sizes):
         start = 0
@@ -73,75 +48,38 @@ def chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[Span]]:
     return chunks
 
 
-def size_of(spans: Sequence[Span]) -> int:
-    """Return the size of a chunk.
-
-    Not collective.
-
-    Parameters
-    ----------
-    spans : sequence of (int, int, int, int)
-        From `chunks_of`.
-
-    Returns
-    -------
-    int
-        In bytes.
-    """
+def size_of(spans: Sequence[ByteSpan]) -> int:
+    """Return the bytes of a chunk of `chunks_of`."""
     _, start, stop, at = spans[-1]
     return at + stop - start
 
 
-class PairMover:
+class MpiMover:
     """Moves bytes by messages of an MPI that can send and receive device memory.
 
-    Arrays of CuPy's pool are not given to MPI: chunks go through memory that is not.
-    A broadcast takes the binomial tree, an all-gather the ring.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose replicas.
-    lane : Lane
-        On which the copies run.
-    chunk_bytes : int
-        Most bytes of a message; the same on all ranks.
-
-    Attributes
-    ----------
-    lane : Lane
-        As given.
+    Arrays of CuPy's pool are not given to MPI: chunks go through memory that is not. A
+    broadcast takes the binomial tree, an all-gather the ring.
     """
 
     def __init__(
         self, topology: Topology, lane: Lane, chunk_bytes: int = _CHUNK_BYTES
     ) -> None:
         self.lane = lane
-        self._peers = Peers(topology.mpi, topology.replica_comm)
+        self._peers = DeviceMessages(topology.mpi, topology.replica_comm)
         self._chunk_bytes = chunk_bytes
         self._buffers = Buffers()
 
     def prepare(self) -> None:
-        """Make the buffers, before the header.
-
-        Not collective; may raise.
-        """
+        """Make the buffers, before the header; may raise."""
         self._slots("passed")
         self._slots("received")
 
     def connect(self) -> Awaits:
-        """Do nothing: MPI has connected the ranks.
-
-        Not collective.
-
-        Returns
-        -------
-        iterator
-            Of nothing.
-        """
+        """Do nothing: MPI has connected the ranks."""
         return iter(())
 
     def _slots(self, name: str) -> list[Any]:
+        # Each slot begins at a multiple of 256 bytes, as memory of CUDA does.
         room = self._chunk_bytes + -self._chunk_bytes % 256
         memory = self._buffers.get(name, _IN_FLIGHT * room)
         return [memory[slot * room :][:room] for slot in range(_IN_FLIGHT)]
@@ -149,23 +87,9 @@ class PairMover:
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
     ) -> Awaits:
-        """Copy one replica's arrays to all, on the lane.
+        """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        sources : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        results : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        root : int
-            Whose sources are taken.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
         """
         chunks = chunks_of([source.nbytes for source in sources], self._chunk_bytes)
         parent, children = self._relatives(root)
@@ -193,7 +117,7 @@ class PairMover:
         return parent, children
 
     def _send_down(
-        self, chunks: list[list[Span]], sources: Sequence[Any], children: list[int]
+        self, chunks: list[list[ByteSpan]], sources: Sequence[Any], children: list[int]
     ) -> Awaits:
         """Send the root's chunks; while one is packed, those before are under way."""
         slots, lane = self._slots("passed"), self.lane
@@ -211,7 +135,7 @@ class PairMover:
 
     def _pass_on(
         self,
-        chunks: list[list[Span]],
+        chunks: list[list[ByteSpan]],
         results: Sequence[Any],
         parent: int,
         children: list[int],
@@ -248,24 +172,10 @@ class PairMover:
         return messages
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
-        """Concatenate the replicas' arrays on all, on the lane.
+        """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``. In step ``t`` rank ``r`` sends part
         ``r - t``, which it has had since step ``t - 1``, and receives ``r - t - 1``.
-
-        Parameters
-        ----------
-        own : cupy.ndarray of shape (n,)
-            Bytes.
-        out : cupy.ndarray of shape (sum of counts,)
-            Bytes.
-        counts : sequence of int
-            Bytes of each replica.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
         """
         peers, lane = self._peers, self.lane
         size, rank = peers.size, peers.rank
@@ -300,15 +210,10 @@ class PairMover:
             flights.append((messages, received, part))
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended.
-
-        Not collective.
-        """
+        """Free the buffers, when all calls have ended."""
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: others have died.
-
-        Not collective. MPI may still write to them.
-        """
+        """Leave the buffers to the end of the process: others have died."""
+        # MPI may still write to them.
         abandon(self._buffers)

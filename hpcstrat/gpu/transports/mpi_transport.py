@@ -1,7 +1,7 @@
 """Reduction of device memory over an MPI that can send and receive it.
 
 A piece is packed into memory that is not of CuPy's pool, summed there in place by
-messages between pairs of ranks (`hpcstrat.gpu.transports.pairwise_sums`), and unpacked.
+messages between pairs of ranks (`hpcstrat.gpu.transports.mpi_sums`), and unpacked.
 """
 
 from __future__ import annotations
@@ -15,31 +15,14 @@ from hpcstrat.collectives.work import Work
 from hpcstrat.gpu.device_memory import Buffers
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports.device_reduction import pack_run, unpack_run
-from hpcstrat.gpu.transports.pairwise_sums import Limits, PairSum, Peers, abandon
+from hpcstrat.gpu.transports.mpi_sums import DeviceMessages, Limits, MpiSum, abandon
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["RingTransport"]
+__all__ = ["MpiTransport"]
 
 
-class RingTransport:
-    """The transport for an MPI that can send and receive device memory.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose replicas.
-    lane : Lane
-        On which the kernels run.
-    limits : Limits, optional
-        Which algorithm serves for which size; the same on all ranks.
-
-    Attributes
-    ----------
-    name : str
-        "ring".
-    lane : Lane
-        As given.
-    """
+class MpiTransport:
+    """The transport for an MPI that can send and receive device memory."""
 
     name = "ring"
 
@@ -47,42 +30,21 @@ class RingTransport:
         self, topology: Topology, lane: Lane, limits: Limits | None = None
     ) -> None:
         self.lane = lane
-        peers = Peers(topology.mpi, topology.replica_comm)
-        self._sum = PairSum(peers, lane, limits)
+        peers = DeviceMessages(topology.mpi, topology.replica_comm)
+        self._sum = MpiSum(peers, lane, limits)
         self._buffers = Buffers()
         self._values: Any = None
         self._scratch: Any = None
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-        """
+        """Make what this rank needs for pieces of at most a size; may raise."""
+        # MPI pins what it is given, and keeps that by address: memory of CuPy's pool
+        # comes and goes.
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 
     def connect(self, work: Work, channel: Channel) -> Awaits:
-        """Do nothing: MPI has connected the ranks.
-
-        Not collective.
-
-        Parameters
-        ----------
-        work : Work
-            Not used.
-        channel : Channel
-            Not used.
-
-        Returns
-        -------
-        iterator
-            Of nothing.
-        """
+        """Do nothing: MPI has connected the ranks."""
         del work, channel
         return iter(())
 
@@ -90,20 +52,6 @@ class RingTransport:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Not used.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
         """
         del channel
         parts = [(run, pack_run(run, work, self._values, self.lane)) for run in piece]
@@ -113,16 +61,11 @@ class RingTransport:
             unpack_run(run, work, part, self.lane)
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended.
-
-        Not collective.
-        """
+        """Free the buffers, when all calls have ended."""
         self._values = self._scratch = None
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: others have died.
-
-        Not collective. MPI may still write to them.
-        """
+        """Leave the buffers to the end of the process: others have died."""
+        # MPI may still write to them.
         abandon(self._buffers)

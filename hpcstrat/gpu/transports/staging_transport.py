@@ -40,28 +40,20 @@ from hpcstrat.collectives.work import Algorithm, Work
 from hpcstrat.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports.device_reduction import pack_run, unpack_run
-from hpcstrat.gpu.transports.pairwise_sums import abandon
+from hpcstrat.gpu.transports.mpi_sums import abandon
 from hpcstrat.typing import Array
 
 __all__ = ["STAGED_BYTES", "HostCopies", "HostSums", "StagingTransport"]
 
+# Most bytes of a part: twice as much is page-locked.
 STAGED_BYTES = 8 << 20
-"""Most bytes of a part: twice as much is page-locked."""
 
+# Sums an array of the host over ranks, in place: a part of a run of a work.
 HostSums = Callable[[Run, Array, Work, Channel], Awaits]
-"""Sums an array of the host over ranks, in place: a part of a run of a work."""
 
 
 class HostCopies:
-    """Takes arrays of the device to the host and back, part by part.
-
-    Parameters
-    ----------
-    lane : Lane
-        On which the copies run.
-    part_bytes : int
-        Most bytes of a part.
-    """
+    """Takes arrays of the device to the host and back, ``part_bytes`` at a time."""
 
     def __init__(self, lane: Lane, part_bytes: int = STAGED_BYTES) -> None:
         self._lane = lane
@@ -70,15 +62,7 @@ class HostCopies:
         self._places: tuple[Array, Array] | None = None
 
     def prepare(self, nbytes: int) -> None:
-        """Make the buffers.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of an array.
-        """
+        """Make the buffers for arrays of at most a size; may raise."""
         nbytes = max(1, min(nbytes, self._part_bytes))
         if self._places is not None and self._places[0].size < nbytes:
             # The last part of the call before may still be copied from there.
@@ -92,30 +76,16 @@ class HostCopies:
         channel: Channel,
         sums: HostSums,
     ) -> Awaits:
-        """Sum arrays of the device on the host, in place.
+        """Sum contiguous arrays, each of its run's type, on the host, in place.
 
-        Collective over the ranks over which ``sums`` does.
-
-        Parameters
-        ----------
-        arrays : sequence of (Run, cupy.ndarray of shape (n,))
-            Contiguous, of their runs' types; what the lane has been given so far may
-            still write them. In the end they are the sums, for the lane's next work.
-        work : Work
-            To which the runs belong.
-        channel : Channel
-            Of the replicas.
-        sums : callable
-            What sums on the host.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
+        Collective over the ranks over which ``sums`` does. What the lane has been given
+        so far may still write them; in the end they are the sums, for the lane's next
+        work.
         """
         parts = [part for run, array in arrays for part in self._parts(run, array)]
         if not parts:
             return
+        # One part ahead: the copy of the next runs while the host sums this one.
         down = self._copied_down(parts, 0)
         for number, (run, part) in enumerate(parts):
             (host, done), down = down, None
@@ -140,41 +110,22 @@ class HostCopies:
         return host, self._lane.done()
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended.
-
-        Not collective.
-        """
+        """Free the buffers, when all calls have ended."""
         self._places = None
         self._pinned.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: others have died.
-
-        Not collective. MPI may still write to them.
-        """
+        """Leave the buffers to the end of the process: others have died."""
+        # MPI may still write to them.
         abandon(self._pinned)
 
 
 class StagingTransport:
-    """The transport that sums on the host.
+    """The transport that sums on the host, at most ``part_bytes`` at once.
 
-    Parameters
-    ----------
-    lane : Lane
-        On which kernels and copies run.
-    choose : callable
-        Returns an algorithm for arrays of the host, and the most bytes of its pieces,
-        for the size of an array, and for whether it must be summed exactly: then no
-        half-precision numbers may be sent in its place. The same on all ranks.
-    part_bytes : int
-        Most bytes that are summed at once.
-
-    Attributes
-    ----------
-    name : str
-        "staging".
-    lane : Lane
-        As given.
+    ``choose`` returns an algorithm for arrays of the host, and the most bytes of its
+    pieces, for the size of an array, and for whether it must be summed exactly: then no
+    half-precision numbers may be sent in its place. The same on all ranks.
     """
 
     name = "staging"
@@ -196,52 +147,19 @@ class StagingTransport:
     ) -> StagingTransport:
         """Return a transport with the same buffers that makes other choices.
 
-        Not collective; this one is closed for both.
-
-        Parameters
-        ----------
-        choose : callable
-            As for the class.
-
-        Returns
-        -------
-        StagingTransport
-            For calls that do not overlap with those of this one.
+        For calls that do not overlap with those of this one, which is closed for both.
         """
         other = copy.copy(self)
         other._choose = choose
         return other
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-        """
+        """Make what this rank needs for pieces of at most a size; may raise."""
         self._values = self._buffers.get("values", nbytes)
         self._copies.prepare(nbytes)
 
     def connect(self, work: Work, channel: Channel) -> Awaits:
-        """Do nothing: the host's algorithms have what they need.
-
-        Not collective.
-
-        Parameters
-        ----------
-        work : Work
-            Not used.
-        channel : Channel
-            Not used.
-
-        Returns
-        -------
-        iterator
-            Of nothing.
-        """
+        """Do nothing: the host's algorithms have what they need."""
         del work, channel
         return iter(())
 
@@ -249,20 +167,6 @@ class StagingTransport:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
         """
         parts = [(run, pack_run(run, work, self._values, self.lane)) for run in piece]
         yield from self._copies.steps(parts, work, channel, self._sums)
@@ -276,7 +180,7 @@ class StagingTransport:
         algorithm, piece_bytes = self._choose(host.nbytes, exact)
         pieces = cut([(host.dtype, host.shape)], False, piece_bytes)
         own = Work(
-            *(work.call, tuple(pieces), [host], [host], piece_bytes), waits=work.waits
+            work.call, tuple(pieces), [host], [host], piece_bytes, waits=work.waits
         )
         steps = algorithm(own, channel)
         header = next(steps)
@@ -285,19 +189,14 @@ class StagingTransport:
         yield from steps
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended.
-
-        Not collective.
-        """
+        """Free the buffers, when all calls have ended."""
         self._values = None
         self._copies.close()
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the memory to the end of the process: others have died.
-
-        Not collective. MPI may still write to that of the host. To free that of the
-        device would wait for the lane, which may wait for an event of the dead.
-        """
+        """Leave the memory to the end of the process: others have died."""
+        # To free memory of the device waits for the lane, which may wait for an event
+        # of the dead.
         abandon(self._buffers)
         self._copies.abandon()

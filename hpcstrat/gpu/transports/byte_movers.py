@@ -15,82 +15,47 @@ from hpcstrat.channel.awaited import HEADER, Awaits, Message
 from hpcstrat.channel.patient import PIECE_BYTES
 from hpcstrat.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.gpu.streams import Lane
-from hpcstrat.gpu.transports.nccl_group import NcclGroup
-from hpcstrat.gpu.transports.pairwise_sums import abandon
-from hpcstrat.gpu.transports.point_to_point import (
-    PairMover,
-    Span,
+from hpcstrat.gpu.transports.mpi_mover import (
+    ByteSpan,
+    MpiMover,
     chunks_of,
     copy_bytes,
     size_of,
 )
+from hpcstrat.gpu.transports.mpi_sums import abandon
+from hpcstrat.gpu.transports.nccl_group import NcclGroup
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
 
-__all__ = ["Mover", "NcclMover", "PairMover", "StagedMover", "all_gather", "broadcast"]
+__all__ = ["Mover", "MpiMover", "NcclMover", "StagedMover", "all_gather", "broadcast"]
 
 _STAGED_BYTES = 4 << 20
 
 
 class NcclMover:
-    """Moves bytes by NCCL.
-
-    Parameters
-    ----------
-    group : NcclGroup
-        Of all replicas; its owner's.
-    lane : Lane
-        That of the group.
-
-    Attributes
-    ----------
-    lane : Lane
-        As given.
-    """
+    """Moves bytes by NCCL; the group is its owner's."""
 
     def __init__(self, group: NcclGroup, lane: Lane) -> None:
         self.lane = lane
         self._group = group
 
     def prepare(self) -> None:
-        """Do nothing: there are no buffers.
-
-        Not collective.
-        """
+        """Do nothing: there are no buffers."""
 
     def connect(self) -> Awaits:
         """Make NCCL's communicator, the first time.
 
-        Collective over ``topology.replica_comm``.
-
-        Returns
-        -------
-        iterator
-            See `hpcstrat.collectives.work`. Raises EveryRankError on all ranks, if one
-            of them cannot.
+        Collective over ``topology.replica_comm``. Raises EveryRankError on all ranks,
+        if one of them cannot.
         """
         return self._group.connect()
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
     ) -> Awaits:
-        """Copy one replica's arrays to all, on the lane.
+        """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        sources : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        results : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        root : int
-            Whose sources are taken.
-
-        Returns
-        -------
-        iterator
-            See `NcclGroup.ended`.
         """
         if self._group.rank == root:
             for source, result in zip(sources, results, strict=True):
@@ -99,61 +64,27 @@ class NcclMover:
         return self._group.ended()
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
-        """Concatenate the replicas' arrays on all, on the lane.
+        """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        own : cupy.ndarray of shape (n,)
-            Bytes.
-        out : cupy.ndarray of shape (sum of counts,)
-            Bytes.
-        counts : sequence of int
-            Bytes of each replica.
-
-        Returns
-        -------
-        iterator
-            See `NcclGroup.ended`.
         """
         ends = list(itertools.accumulate(counts))
         parts = [out[end - n : end] for end, n in zip(ends, counts, strict=True)]
         copy_bytes(parts[self._group.rank], own, self.lane)
         if ends[-1]:
+            # NCCL is asked for nothing where no rank has bytes.
             self._group.all_gather([parts])
         return self._group.ended()
 
     def close(self) -> None:
-        """Do nothing: the group is its owner's.
-
-        Not collective.
-        """
+        """Do nothing: the group is its owner's."""
 
     def abandon(self) -> None:
-        """Do nothing: the group is its owner's.
-
-        Not collective.
-        """
+        """Do nothing: the group is its owner's."""
 
 
 class StagedMover:
-    """Moves bytes through page-locked memory of the host, two chunks at a time.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose replicas.
-    lane : Lane
-        On which the copies run.
-    chunk_bytes : int
-        Most bytes of a chunk; the same on all ranks.
-
-    Attributes
-    ----------
-    lane : Lane
-        As given.
-    """
+    """Moves bytes through page-locked memory of the host, two chunks at a time."""
 
     def __init__(
         self, topology: Topology, lane: Lane, chunk_bytes: int = _STAGED_BYTES
@@ -165,23 +96,12 @@ class StagedMover:
         self._buffers = Buffers(pinned_memory)
 
     def prepare(self) -> None:
-        """Make the buffers, before the header.
-
-        Not collective; may raise.
-        """
+        """Make the buffers, before the header; may raise."""
         self._places("passed")
         self._places("gathered")
 
     def connect(self) -> Awaits:
-        """Do nothing: MPI has connected the ranks.
-
-        Not collective.
-
-        Returns
-        -------
-        iterator
-            Of nothing.
-        """
+        """Do nothing: MPI has connected the ranks."""
         return iter(())
 
     def _places(self, name: str) -> tuple[Array, Array]:
@@ -201,24 +121,10 @@ class StagedMover:
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
     ) -> Awaits:
-        """Copy one replica's arrays to all, on the lane.
+        """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``. On the root the next chunk comes down
         while one is sent; on the others the last goes up.
-
-        Parameters
-        ----------
-        sources : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        results : sequence of cupy.ndarray of shape (n,)
-            Bytes.
-        root : int
-            Whose sources are taken.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
         """
         chunks = chunks_of([source.nbytes for source in sources], self._chunk_bytes)
         places, lane = self._places("passed"), self.lane
@@ -244,7 +150,7 @@ class StagedMover:
 
     def _all_down(
         self,
-        chunks: list[list[Span]],
+        chunks: list[list[ByteSpan]],
         number: int,
         sources: Sequence[Any],
         places: tuple[Array, Array],
@@ -261,24 +167,10 @@ class StagedMover:
             yield Message(self._comm.Ibcast(host[start : start + PIECE_BYTES], root))
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
-        """Concatenate the replicas' arrays on all, on the lane.
+        """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``. A chunk holds as large a share of
         each replica's array.
-
-        Parameters
-        ----------
-        own : cupy.ndarray of shape (n,)
-            Bytes.
-        out : cupy.ndarray of shape (sum of counts,)
-            Bytes.
-        counts : sequence of int
-            Bytes of each replica.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
         """
         starts, lane = [0, *itertools.accumulate(counts)], self.lane
         chunks = -(-starts[-1] // self._chunk_bytes)
@@ -314,46 +206,26 @@ class StagedMover:
             free.append(lane.done())
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended.
-
-        Not collective.
-        """
+        """Free the buffers, when all calls have ended."""
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: others have died.
-
-        Not collective. MPI may still write to them.
-        """
+        """Leave the buffers to the end of the process: others have died."""
+        # MPI may still write to them.
         abandon(self._buffers)
 
 
-Mover = NcclMover | PairMover | StagedMover
-"""What moves bytes between the GPUs of the replicas."""
+# What moves bytes between the GPUs of the replicas.
+Mover = NcclMover | MpiMover | StagedMover
 
 
 def broadcast(
     mover: Mover, sources: Sequence[Any], results: Sequence[Any], root: int
 ) -> Awaits:
-    """Give every replica one replica's arrays.
+    """Give every replica the contiguous arrays of ``root``.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    mover : Mover
-        How.
-    sources : sequence of cupy.ndarray
-        Contiguous; on all ranks of the same sizes; read on the root only.
-    results : sequence of cupy.ndarray
-        Contiguous, of the sizes of the sources, each of which it may be itself.
-    root : int
-        The replica whose values are taken.
-
-    Yields
-    ------
-    object
-        What is to be awaited, with ``channel.wait``.
+    Collective over ``topology.replica_comm``. On all ranks of the same sizes; each
+    result may be its source itself. Sources are read on the root only.
     """
     yield HEADER
     mover.lane.enter()
@@ -363,29 +235,14 @@ def broadcast(
 
 
 def all_gather(mover: Mover, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
-    """Concatenate the replicas' arrays on every replica.
+    """Concatenate the replicas' contiguous arrays on every replica, in replica order.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    mover : Mover
-        How.
-    own : cupy.ndarray of shape (n,)
-        This replica's part, contiguous; ``n`` may differ.
-    out : cupy.ndarray of shape (sum of counts,)
-        Contiguous, of the same type; filled in replica order.
-    counts : sequence of int
-        Elements of each replica.
-
-    Yields
-    ------
-    object
-        What is to be awaited, with ``channel.wait``.
+    Collective over ``topology.replica_comm``. ``counts`` are the elements of each.
     """
     yield HEADER
     mover.lane.enter()
     yield from mover.connect()
+    # Bytes, as MPI and NCCL lack types that arrays have.
     sizes = [count * out.itemsize for count in counts]
     ((own_bytes,), (out_bytes,)) = _as_bytes([own]), _as_bytes([out])
     yield from mover.all_gather(own_bytes, out_bytes, sizes)

@@ -23,100 +23,56 @@ from hpcstrat.collectives.hierarchical import sum_over_workers
 from hpcstrat.collectives.work import Work
 from hpcstrat.gpu.device_memory import Buffers
 from hpcstrat.gpu.streams import Lane
-from hpcstrat.gpu.transports.host_staging import STAGED_BYTES, HostCopies
-from hpcstrat.gpu.transports.nccl_reduction import NcclWorker
-from hpcstrat.gpu.transports.pairwise_sums import Limits, PairSum, Peers, abandon
-from hpcstrat.gpu.transports.peer_memory import PeerTransport
+from hpcstrat.gpu.transports.mpi_sums import DeviceMessages, Limits, MpiSum, abandon
+from hpcstrat.gpu.transports.nccl_transport import NcclWorker
+from hpcstrat.gpu.transports.peer_transport import PeerTransport
+from hpcstrat.gpu.transports.staging_transport import STAGED_BYTES, HostCopies
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
 
-__all__ = ["HierarchicalTransport", "HostAcross", "PairsAcross"]
+__all__ = ["HierarchicalTransport", "HostAcross", "MpiAcross"]
 
 _Segments = list[tuple[Run, Any]]
 
 
-class PairsAcross:
-    """Sums segments by messages with device memory.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of several workers.
-    lane : Lane
-        On which the kernels run.
-    limits : Limits, optional
-        Which algorithm serves for which size; the same on all ranks.
-    """
+class MpiAcross:
+    """Sums segments by messages with device memory."""
 
     def __init__(
         self, topology: Topology, lane: Lane, limits: Limits | None = None
     ) -> None:
-        peers = Peers(topology.mpi, topology.cross_worker_comm)
-        self._sum = PairSum(peers, lane, limits)
+        peers = DeviceMessages(topology.mpi, topology.cross_worker_comm)
+        self._sum = MpiSum(peers, lane, limits)
         self._buffers = Buffers()
         self._scratch: Any = None
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a segment.
-        """
+        """Make what this rank needs for segments of at most a size; may raise."""
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 
     def steps(self, segments: _Segments, work: Work, channel: Channel) -> Awaits:
-        """Sum segments over the workers, in place.
+        """Sum this rank's segments over the workers, in place.
 
-        Collective over ``topology.cross_worker_comm``.
-
-        Parameters
-        ----------
-        segments : list of (Run, cupy.ndarray of shape (n,))
-            This rank's, in memory that MPI may be given.
-        work : Work
-            Not used.
-        channel : Channel
-            Not used.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
+        Collective over ``topology.cross_worker_comm``. They lie in memory that MPI may
+        be given.
         """
         del work, channel
         for _, segment in segments:
             yield from self._sum.steps(segment, self._scratch)
 
     def close(self) -> None:
-        """Free everything, when all calls have ended.
-
-        Not collective.
-        """
+        """Free everything, when all calls have ended."""
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-        """
+        """Let go of everything on this rank: others have died."""
         abandon(self._buffers)
 
 
 class HostAcross:
-    """Sums segments by way of the host.
+    """Sums segments by way of the host, at most ``part_bytes`` at once.
 
-    Parameters
-    ----------
-    lane : Lane
-        On which the copies run.
-    wire_dtype : dtype, optional
-        In which float32 and float64 travel, see `reduce_hierarchically`.
-    part_bytes : int
-        Most bytes that are summed at once.
+    ``wire_dtype`` is what float32 and float64 travel in, see `reduce_hierarchically`.
     """
 
     def __init__(
@@ -129,39 +85,18 @@ class HostAcross:
         self._copies = HostCopies(lane, part_bytes)
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a segment.
-        """
+        """Make what this rank needs for segments of at most a size; may raise."""
         self._copies.prepare(nbytes)
 
     def steps(self, segments: _Segments, work: Work, channel: Channel) -> Awaits:
-        """Sum segments over the workers, in place.
+        """Sum this rank's segments over the workers, in place.
 
         Collective over ``topology.cross_worker_comm``.
-
-        Parameters
-        ----------
-        segments : list of (Run, cupy.ndarray of shape (n,))
-            This rank's.
-        work : Work
-            To which the runs belong.
-        channel : Channel
-            Of the replicas.
-
-        Returns
-        -------
-        iterator
-            See `hpcstrat.collectives.work`.
         """
         return self._copies.steps(segments, work, channel, self._sums)
 
     def _sums(self, run: Run, host: Array, work: Work, channel: Channel) -> Awaits:
+        # In pieces of the size that serves MPI best, see `hpcstrat.channel.patient`.
         length = PIECE_BYTES // host.itemsize
         parts = [
             (run, host[start : start + length]) for start in range(0, host.size, length)
@@ -169,38 +104,19 @@ class HostAcross:
         return sum_over_workers(work, channel, self._wire_dtype, parts)
 
     def close(self) -> None:
-        """Free everything, when all calls have ended.
-
-        Not collective.
-        """
+        """Free everything, when all calls have ended."""
         self._copies.close()
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-        """
+        """Let go of everything on this rank: others have died."""
         self._copies.abandon()
 
 
 class HierarchicalTransport:
     """The transport of several workers.
 
-    Parameters
-    ----------
-    topology : Topology
-        Whose replicas.
-    inside : NcclWorker or PeerTransport
-        What reaches the GPUs of a worker, with the methods ``scatter`` and ``gather``.
-    across : PairsAcross or HostAcross
-        What sums over the workers, on the lane of ``inside``.
-
-    Attributes
-    ----------
-    name : str
-        "hierarchical".
-    lane : Lane
-        That of ``inside``.
+    ``inside`` reaches the GPUs of a worker, ``across`` sums over the workers on its
+    lane.
     """
 
     name = "hierarchical"
@@ -209,39 +125,22 @@ class HierarchicalTransport:
         self,
         topology: Topology,
         inside: NcclWorker | PeerTransport,
-        across: PairsAcross | HostAcross,
+        across: MpiAcross | HostAcross,
     ) -> None:
         self.lane: Lane = inside.lane
         self._inside = inside
         self._across = across
+        # As many ranks of each worker have segments.
         self._movers = topology.smallest_worker
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-        """
+        """Make what this rank needs for pieces of at most a size; may raise."""
         self._inside.prepare(nbytes)
         # Segments begin at multiples of 256 bytes.
         self._across.prepare(-(-nbytes // self._movers) + 256)
 
     def start(self, piece: Piece, work: Work) -> None:
-        """Do what can be done for the first piece before the header.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        piece : Piece
-            The first one.
-        work : Work
-            What to reduce.
-        """
+        """Do what can be done for the first piece before the header; may raise."""
         early = getattr(self._inside, "start", None)
         if early is not None:
             early(piece, work)
@@ -250,19 +149,6 @@ class HierarchicalTransport:
         """Reach the other ranks of the worker, where that has not been done.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        work : Work
-            What is to be reduced.
-        channel : Channel
-            Of the replicas.
-
-        Returns
-        -------
-        iterator
-            See `hpcstrat.collectives.work`. Raises EveryRankError on all ranks, if one
-            of them could not.
         """
         return self._inside.connect(work, channel)
 
@@ -270,22 +156,10 @@ class HierarchicalTransport:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Of the replicas.
-
-        Yields
-        ------
-        object
-            See `hpcstrat.collectives.work`.
         """
         segments = yield from self._inside.scatter(piece, work, channel)
+        # A rank beyond the smallest worker's size has no segments, and waits in
+        # `gather`.
         yield from self._across.steps(segments, work, channel)
         yield from self._inside.gather(piece, work, channel)
 
@@ -298,9 +172,6 @@ class HierarchicalTransport:
         self._inside.close()
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-        """
+        """Let go of everything on this rank: others have died."""
         self._across.abandon()
         self._inside.abandon()

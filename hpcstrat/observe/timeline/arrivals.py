@@ -14,27 +14,13 @@ __all__ = ["RankWaits", "last_arrivals"]
 
 @dataclass(slots=True)
 class RankWaits:
-    """How one replica stood in the calls that all replicas have recorded.
-
-    Parameters
-    ----------
-    replica : int
-        Which replica.
-    where : str
-        Its worker, and host.
-    calls : int
-        Number of these calls.
-    waited_seconds : float
-        How long it waited in them for the others.
-    last : int
-        In how many it came last.
-    cost_seconds : float
-        How long the others waited for it then, on average, in all of these calls.
-    """
+    """How one replica stood in the calls that all replicas have recorded."""
 
     replica: int
     where: str
     calls: int = 0
+    # How long it waited in these calls for the others; in how many it came last; and
+    # how long the others waited for it then, on average.
     waited_seconds: float = 0.0
     last: int = 0
     cost_seconds: float = 0.0
@@ -43,19 +29,9 @@ class RankWaits:
 def last_arrivals(
     events: Iterable[tuple[RankFile, dict[str, Any]]],
 ) -> dict[int, RankWaits]:
-    """Find out who came last to each call.
+    """Find out who came last to each call, by replica, from events of aligned times.
 
-    Not collective.
-
-    Parameters
-    ----------
-    events : iterable of (RankFile, dict)
-        With aligned times.
-
-    Returns
-    -------
-    dict of int to RankWaits
-        By replica. A call counts where all replicas have recorded it.
+    A call counts where all replicas have recorded it.
     """
     found: dict[int, RankWaits] = {}
     came: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}

@@ -30,11 +30,11 @@ from hpcstrat.channel.awaited import Awaits, Message
 from hpcstrat.gpu import kernels
 from hpcstrat.gpu.streams import Lane
 
-__all__ = ["DEVICE_TAG", "Limits", "PairSum", "Peers", "abandon"]
+__all__ = ["DEVICE_TAG", "DeviceMessages", "Limits", "MpiSum", "abandon"]
 
+# Of all messages with device memory. One call is in flight at a time, and all ranks
+# take the calls in the same order, so that they match in the order of their sending.
 DEVICE_TAG = 11
-"""Of all messages with device memory. One call is in flight at a time, and all ranks
-take the calls in the same order, so that they match in the order of their sending."""
 
 _FEWEST_CHUNK_BYTES = 256 << 10
 # Chunks of unequal lengths, each at a multiple of 64 bytes.
@@ -45,51 +45,27 @@ _abandoned: list[Any] = []
 
 
 def abandon(buffers: Any) -> None:
-    """Keep buffers to the end of the process: others have died.
-
-    Not collective.
-
-    Parameters
-    ----------
-    buffers : object
-        What holds memory that MPI has been given.
-    """
+    """Keep buffers to the end of the process: others have died."""
     _abandoned.append(buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Up to which size which algorithm serves; the same on all ranks.
+    """Up to which size which algorithm serves; the same on all ranks."""
 
-    Parameters
-    ----------
-    doubling_bytes : int
-        Most bytes that are summed by recursive doubling.
-    segment_bytes : int
-        A ring serves from this size of a rank's segment; where it is smaller, recursive
-        halving and doubling does.
-    chunk_bytes : int
-        Most bytes of a message of a ring.
-    in_flight : int
-        How many messages of a ring are under way at once in each direction.
-    """
-
+    # Most bytes that are summed by recursive doubling.
     doubling_bytes: int = 32 << 10
+    # A ring serves from this size of a rank's segment; where it is smaller, recursive
+    # halving and doubling does.
     segment_bytes: int = 64 << 10
+    # Most bytes of a message of a ring, and how many are under way at once in each
+    # direction.
     chunk_bytes: int = 2 << 20
     in_flight: int = 4
 
 
-class Peers:
-    """Messages with device memory to ranks of a communicator.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    comm : mpi4py.MPI.Intracomm
-        Of the ranks; the caller's.
-    """
+class DeviceMessages:
+    """Messages with device memory to ranks of a communicator, which is the caller's."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._byte = mpi.BYTE
@@ -100,86 +76,34 @@ class Peers:
         self.size: int = comm.size
 
     def send(self, address: int, nbytes: int, rank: int) -> list[Message]:
-        """Begin to send.
-
-        Not collective.
-
-        Parameters
-        ----------
-        address : int
-            Where the bytes lie on the device; not to be written before the end.
-        nbytes : int
-            How many; at most 2**31 - 1. Nothing is sent where there are none.
-        rank : int
-            To whom.
-
-        Returns
-        -------
-        list of Message
-            What to wait for.
-        """
+        """Begin to send at most 2**31 - 1 bytes, not to be written before the end."""
         if not nbytes:
             return []
         data = [self._buffer(address, nbytes), nbytes, self._byte]
         return [Message(self._comm.Isend(data, rank, DEVICE_TAG))]
 
     def receive(self, address: int, nbytes: int, rank: int) -> list[Message]:
-        """Begin to receive.
-
-        Not collective.
-
-        Parameters
-        ----------
-        address : int
-            Where the bytes are to lie on the device; not to be used before the end.
-        nbytes : int
-            How many; at most 2**31 - 1. Nothing is received where there are none.
-        rank : int
-            From whom.
-
-        Returns
-        -------
-        list of Message
-            What to wait for.
-        """
+        """Begin to receive at most 2**31 - 1 bytes, not to be used before the end."""
         if not nbytes:
             return []
         data = [self._buffer(address, nbytes), nbytes, self._byte]
         return [Message(self._comm.Irecv(data, rank, DEVICE_TAG))]
 
 
-class PairSum:
-    """Sums a flat array on the device over the ranks of a communicator, in place.
+class MpiSum:
+    """Sums a flat array on the device over the ranks of a communicator, in place."""
 
-    Parameters
-    ----------
-    peers : Peers
-        To whom messages go.
-    lane : Lane
-        On which the kernels run.
-    limits : Limits, optional
-        Which algorithm serves for which size.
-    """
-
-    def __init__(self, peers: Peers, lane: Lane, limits: Limits | None = None) -> None:
+    def __init__(
+        self, peers: DeviceMessages, lane: Lane, limits: Limits | None = None
+    ) -> None:
         self._peers = peers
         self._lane = lane
         self._limits = limits or Limits()
 
     def scratch_bytes(self, nbytes: int) -> int:
-        """Return how much memory `steps` needs beside the values.
+        """Return how much memory `steps` needs beside the values: a multiple of 64.
 
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of the values.
-
-        Returns
-        -------
-        int
-            A multiple of 64.
+        The same on every rank.
         """
         limits, size = self._limits, self._peers.size
         ring = limits.in_flight * limits.chunk_bytes
@@ -189,22 +113,11 @@ class PairSum:
         return needed + -needed % 64
 
     def steps(self, values: Any, scratch: Any) -> Awaits:
-        """Sum.
+        """Sum contiguous values.
 
-        Collective over the communicator.
-
-        Parameters
-        ----------
-        values : cupy.ndarray of shape (n,)
-            Contiguous; what the lane has been given so far may still write them. In the
-            end they are the sums, which the lane's next work may read.
-        scratch : cupy.ndarray of shape (scratch_bytes,)
-            Of bytes, in device memory that MPI may be given.
-
-        Yields
-        ------
-        Done or Message
-            See `hpcstrat.collectives.work`.
+        Collective over the communicator. What the lane has been given so far may still
+        write them; in the end they are the sums, which the lane's next work may read.
+        ``scratch`` has ``scratch_bytes`` of device memory that MPI may be given.
         """
         size, limits = self._peers.size, self._limits
         if size == 1 or not values.size:

@@ -30,30 +30,12 @@ class _Session:
 def start(
     directory: str, settings: Settings, topology: Topology | None, comm: Any
 ) -> bool:
-    """Begin to record, unless this process records already.
+    """Begin to record, unless this process records already; return whether it did.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    directory : str
-        Where the files go; empty for NVTX ranges alone. It is made where it is missing.
-    settings : Settings
-        Without None.
-    topology : Topology or None
-        Of the ranks; None for a single one without MPI.
-    comm : mpi4py.MPI.Intracomm or None
-        All replicas, for this and nothing else at the time; None for a single one.
-
-    Returns
-    -------
-    bool
-        Whether it began here.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be made. On every rank.
+    Collective over ``topology.replica_comm``. The files go to the directory, which is
+    made where it is missing; empty for NVTX ranges alone. Without topology and comm it
+    is of a single rank without MPI. ``comm`` has all replicas, for this and nothing
+    else at the time. Raises OSError on every rank, if a file cannot be made.
     """
     records = active.recorder is not None
     # Some ranks may record already, for a strategy of fewer ranks.
@@ -106,6 +88,7 @@ def _open(
         except (OSError, RuntimeError) as problem:
             # The latter where the system gives no thread for the writer.
             error = f"{type(problem).__name__}: {problem}"
+    # All ranks come here, and raise the same.
     errors = [error] if comm is None else comm.allgather(error)
     for replica, text in enumerate(errors):
         if text:
@@ -119,6 +102,7 @@ def _open(
 def _new_run(directory: str) -> str:
     """Return a name that no other run in the folder has."""
     os.makedirs(directory, exist_ok=True)
+    # Names of runs sort by time, which is how the newest is found.
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     known, name, number = find_runs(directory), stamp, 1
     while name in known:
@@ -130,14 +114,8 @@ def _new_run(directory: str) -> str:
 def measure(ranks: Topology | None, limit_seconds: float | None = None) -> None:
     """Measure the clocks of all workers again, where a timeline is recorded.
 
-    Collective over the replicas of the timeline.
-
-    Parameters
-    ----------
-    ranks : Topology or None
-        Of the calling ranks; nothing is done unless the timeline is theirs.
-    limit_seconds : float, optional
-        After how long it is given up.
+    Collective over the replicas of the timeline. Nothing is done unless it is that of
+    ``ranks``; it is given up after the limit.
     """
     recorder, topology = active.recorder, _Session.topology
     if recorder is None or recorder.file is None or topology is None:
@@ -157,18 +135,11 @@ def stop(
     together: bool = True,
     limit_seconds: float | None = None,
 ) -> None:
-    """End the timeline, if there is one.
+    """End the timeline, if there is one; only if it is that of ``topology``, if given.
 
-    Collective over the replicas of the timeline with ``together``, else not collective.
-
-    Parameters
-    ----------
-    topology : Topology, optional
-        Only if it is recorded by these ranks.
-    together : bool
-        Whether all ranks do so at the same point; the clocks are then measured again.
-    limit_seconds : float, optional
-        After how long that is given up.
+    Collective over the replicas of the timeline with ``together``, else not collective:
+    all ranks do so at the same point then, and the clocks are measured again, within
+    the limit.
     """
     recorder = active.recorder
     if recorder is None or (topology is not None and _Session.topology is not topology):
@@ -181,10 +152,7 @@ def stop(
 
 
 def flush() -> None:
-    """Write what has been recorded: this process is about to end.
-
-    Not collective.
-    """
+    """Write what has been recorded: this process is about to end."""
     if active.recorder is not None:
         active.recorder.flush()
 

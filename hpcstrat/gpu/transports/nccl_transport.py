@@ -30,24 +30,7 @@ _LINE_BYTES = 256
 
 
 class NcclTransport:
-    """The transport of all replicas by NCCL.
-
-    Parameters
-    ----------
-    topology : Topology or None
-        Whose replicas; None for one replica alone.
-    lane : Lane
-        On which kernels and NCCL's calls run.
-
-    Attributes
-    ----------
-    name : str
-        "nccl".
-    lane : Lane
-        As given.
-    group : NcclGroup
-        What makes the calls; also serves for broadcasts.
-    """
+    """The transport of all replicas by NCCL; without a topology, of one alone."""
 
     name = "nccl"
 
@@ -61,34 +44,14 @@ class NcclTransport:
         self._values: Any = None
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-        """
+        """Make what this rank needs for pieces of at most a size; may raise."""
         self._values = self._buffers.get("values", nbytes)
 
     def connect(self, work: Work, channel: Channel) -> Awaits:
         """Make NCCL's communicator, the first time.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        work : Work
-            Not used.
-        channel : Channel
-            Not used.
-
-        Returns
-        -------
-        iterator
-            See `hpcstrat.collectives.work`. Raises EveryRankError on all ranks, if one
-            of them cannot.
+        Collective over ``topology.replica_comm``. Raises EveryRankError on all ranks,
+        if one of them cannot.
         """
         del work, channel
         return self.group.connect()
@@ -96,30 +59,13 @@ class NcclTransport:
     def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
         """Reduce one piece; waits for nobody, unless the loss of a rank is survived.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Not used.
-
-        Returns
-        -------
-        iterator
-            See `NcclGroup.ended`.
-
-        Raises
-        ------
-        CollectiveError
-            If NCCL says so; on this rank.
+        Collective over ``topology.replica_comm``. Raises CollectiveError on this rank,
+        if NCCL says so.
         """
         del channel
         pairs, packed = [], []
         for run in piece:
+            # A single large array is summed where it lies: two copies less.
             pair = straight(run, work)
             if pair is None:
                 part = pack_run(run, work, self._values, self.lane)
@@ -142,30 +88,12 @@ class NcclTransport:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Give up what is in flight: others have died.
-
-        Not collective.
-        """
+        """Give up what is in flight: others have died."""
         self.group.abandon()
 
 
 class NcclWorker:
-    """The halves of a reduction by NCCL: over a worker's ranks, around what is beyond.
-
-    Parameters
-    ----------
-    topology : Topology
-        Whose worker.
-    lane : Lane
-        On which kernels and NCCL's calls run.
-
-    Attributes
-    ----------
-    name : str
-        "nccl".
-    lane : Lane
-        As given.
-    """
+    """The halves of a reduction by NCCL over a worker, around what is beyond."""
 
     name = "nccl"
 
@@ -173,46 +101,23 @@ class NcclWorker:
         self.lane = lane
         self._topology = topology
         self._group = NcclGroup(
-            *(topology.mpi, topology.worker_comm, lane), survives=topology.survives
+            topology.mpi, topology.worker_comm, lane, survives=topology.survives
         )
         self._connected = False
         self._buffers = Buffers()
         self._values: Any = None
 
     def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of a size.
-
-        Not collective; may raise.
-
-        Parameters
-        ----------
-        nbytes : int
-            Most bytes of a piece; the same on every rank.
-        """
+        """Make what this rank needs for pieces of at most a size; may raise."""
+        # Segments are rounded up to lines, in each run.
         most = nbytes + _MOST_RUNS * self._topology.smallest_worker * _LINE_BYTES
         self._values = self._buffers.get("values", most)
 
     def connect(self, work: Work, channel: Channel) -> Awaits:
         """Make NCCL's communicators of all workers, the first time.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        work : Work
-            Not used.
-        channel : Channel
-            Not used.
-
-        Yields
-        ------
-        Message
-            See `hpcstrat.collectives.work`.
-
-        Raises
-        ------
-        EveryRankError
-            If a rank cannot. On every rank.
+        Collective over ``topology.replica_comm``. Raises EveryRankError on every rank,
+        if one cannot.
         """
         del work, channel
         if self._connected:
@@ -222,6 +127,7 @@ class NcclWorker:
             yield from self._group.connect()
         except EveryRankError as error:
             problem = str(error)
+        # A worker's ranks agree among themselves; the other workers learn it here.
         found = yield from agreed_problem(topology.mpi, topology.replica_comm, problem)
         if found:
             self._group.abandon()
@@ -233,28 +139,10 @@ class NcclWorker:
     ) -> Generator[Awaited, None, list[tuple[Run, Any]]]:
         """Sum this rank's segments of a piece over the worker.
 
-        Collective over ``topology.worker_comm``; waits for nobody.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Not used.
-
-        Returns
-        -------
-        list of (Run, cupy.ndarray of shape (n,))
-            Segment ``worker_comm.rank`` of each run, of ``topology.smallest_worker``
-            segments; none where this rank is beyond the smallest worker's size, or the
-            segment is empty. They are sums once the lane comes there.
-
-        Yields
-        ------
-        object
-            Nothing.
+        Collective over ``topology.worker_comm``; waits for nobody. Of each run, segment
+        ``worker_comm.rank`` of ``topology.smallest_worker``; none where this rank is
+        beyond the smallest worker's size, or the segment is empty. They are sums once
+        the lane comes there.
         """
         del channel
         laid_out = self._laid_out(piece)
@@ -268,6 +156,7 @@ class NcclWorker:
             low, high = segment(run, me, movers) if me < movers else (0, 0)
             if low < high:
                 own.append((run, parts[me][: high - low]))
+        # A generator, as the halves by CUDA IPC are, though nothing is awaited.
         yield from ()
         return own
 
@@ -276,20 +165,6 @@ class NcclWorker:
 
         Collective over ``topology.worker_comm``; waits for nobody, unless the loss of a
         rank is survived.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which elements.
-        work : Work
-            What to reduce.
-        channel : Channel
-            Not used.
-
-        Yields
-        ------
-        Done
-            See `NcclGroup.ended`.
         """
         del channel
         laid_out = self._laid_out(piece)
@@ -337,8 +212,5 @@ class NcclWorker:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Give up what is in flight: others have died.
-
-        Not collective.
-        """
+        """Give up what is in flight: others have died."""
         self._group.abandon()

@@ -11,9 +11,9 @@ from hpcstrat.channel.call import describe_call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.gpu.capabilities import Ability, Capabilities, gather
 from hpcstrat.gpu.streams import Lane
-from hpcstrat.gpu.transports.broadcast_gather import Mover
+from hpcstrat.gpu.transports.byte_movers import Mover
 from hpcstrat.gpu.transports.device_reduction import Transport
-from hpcstrat.gpu.transports.nccl_reduction import NcclTransport
+from hpcstrat.gpu.transports.nccl_transport import NcclTransport
 from hpcstrat.logs import get_logger
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
@@ -25,30 +25,11 @@ _UNBOUND = "was given no GPU when the strategy was made"
 
 
 class DeviceGroup:
-    """The transports of a topology, and what they share.
+    """The transports of a topology of at least two replicas, and what they share.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        At least two replicas.
-
-    Attributes
-    ----------
-    topology : Topology
-        Where.
-    lane : Lane
-        On which all transports work, so that never two of them are in flight.
-    capabilities : Capabilities
-        What all ranks can do.
-    reason : str
-        Why the transport of the last choice was taken.
-
-    Raises
-    ------
-    EveryRankError
-        If a rank cannot use its GPU. On every rank.
+    Collective over ``topology.replica_comm``. Raises EveryRankError on every rank, if
+    one cannot use its GPU. All transports work on one lane, so that never two are in
+    flight.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -72,6 +53,7 @@ class DeviceGroup:
                 "doctor shows what there is"
             )
         self.capabilities: Capabilities = gather(topology)
+        # Why the transport of the last choice was taken, as it was told.
         self.reason = ""
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
@@ -79,19 +61,15 @@ class DeviceGroup:
     def try_nccl(self) -> Awaits:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
-        Collective over ``topology.replica_comm``. What NCCL needs is known to it alone:
-        shared memory, network interfaces, drivers. Does nothing where it is not wanted.
-
-        Yields
-        ------
-        Message
-            See `hpcstrat.collectives.work`.
+        Collective over ``topology.replica_comm``. Does nothing where it is not wanted.
         """
         able = self.capabilities
         if not able.nccl or not able.one_gpu_per_rank:
             return
         made = NcclTransport(self.topology, self.lane)
         try:
+            # What NCCL needs is known to it alone: shared memory, network interfaces,
+            # drivers.
             yield from made.group.connect()
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
@@ -101,20 +79,7 @@ class DeviceGroup:
         self._transports["nccl"] = made
 
     def require_own(self, array: Array) -> None:
-        """Demand an array on this rank's GPU.
-
-        Not collective.
-
-        Parameters
-        ----------
-        array : cupy.ndarray
-            To be reduced.
-
-        Raises
-        ------
-        ValueError
-            If it is on another one.
-        """
+        """Demand an array on this rank's GPU, by a ValueError."""
         gpu = self.topology.gpu
         # An array without elements is nowhere.
         if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
@@ -127,19 +92,7 @@ class DeviceGroup:
     def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
         """Return a transport, made at its first use.
 
-        Not collective; what ranks must do together comes in its ``connect``.
-
-        Parameters
-        ----------
-        name : hashable
-            Its name.
-        make : callable
-            Makes it.
-
-        Returns
-        -------
-        Transport
-            The same for the same name.
+        What ranks must do together comes in its ``connect``.
         """
         found = self._transports.get(name)
         if found is None:
@@ -147,36 +100,13 @@ class DeviceGroup:
         return found
 
     def mover(self, make: Callable[[], Mover]) -> Mover:
-        """Return what gives arrays to other replicas, made at its first use.
-
-        Not collective.
-
-        Parameters
-        ----------
-        make : callable
-            Makes it.
-
-        Returns
-        -------
-        Mover
-            The same each time.
-        """
+        """Return what gives arrays to other replicas, made at its first use."""
         if self._mover is None:
             self._mover = make()
         return self._mover
 
     def explain(self, name: str, reason: str) -> None:
-        """Say once which transport serves, and why.
-
-        Not collective; told by replica 0.
-
-        Parameters
-        ----------
-        name : str
-            Of the transport.
-        reason : str
-            Why this one.
-        """
+        """Say once which transport serves, and why; replica 0 does."""
         text = f"{name}: {reason}"
         if text != self.reason:
             self.reason = text
@@ -184,10 +114,7 @@ class DeviceGroup:
                 get_logger("device").info("arrays on GPUs are reduced by %s", text)
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-        """
+        """Let go of everything on this rank: others have died."""
         if self._mover is not None:
             self._mover.abandon()
         for transport in self._transports.values():
@@ -195,10 +122,9 @@ class DeviceGroup:
         self._transports.clear()
 
     def close(self) -> None:
-        """Free what the transports hold.
-
-        Not collective, but every rank must do it.
-        """
+        """Free what the transports hold; every rank must do it."""
+        # Memory that goes back to CUDA, or to CuPy's pool, must not be written any
+        # more.
         self.lane.synchronize()
         if self._mover is not None:
             self._mover.close()
@@ -213,27 +139,7 @@ def device_group(
     """Return the group of a channel, which its ranks make together at its first use.
 
     Collective over ``topology.replica_comm`` at the first use, then not collective.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of the replicas.
-    what : str
-        The call, for messages.
-    timeout_seconds : float, optional
-        How long to wait for late ranks.
-
-    Returns
-    -------
-    DeviceGroup
-        The channel's.
-
-    Raises
-    ------
-    CollectiveError
-        If a rank does something else. On every rank.
-    ValueError
-        If a rank cannot use its GPU. On every rank.
+    Raises ValueError on every rank, if one cannot use its GPU.
     """
     group: DeviceGroup | None = channel.device_group
     if group is None:
