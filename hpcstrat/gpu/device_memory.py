@@ -37,6 +37,8 @@ def plain_memory(nbytes: int) -> Any:
     """
     import cupy
 
+    # CuPy's pool hands out parts of larger blocks, which other processes could only
+    # open as a whole.
     try:
         memory = cupy.cuda.Memory(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError:

@@ -95,6 +95,7 @@ class Spans:
 
     def number(self, value: float) -> Any:
         """Return a number rounded to the type of the arrays, for a kernel."""
+        # Rounded as the host rounds it, where arrays of a half type meet it.
         return self._real(self.dtype.type(value))
 
     def factor(self, value: float) -> Any:
@@ -177,6 +178,8 @@ class Spans:
                 for _ in range(2)
             ]
             self._lamb = firsts, *pairs, cupy.empty(count)
+        # The norms of values and of directions, of each array: they stay on the device,
+        # where the last kernel makes rates of them.
         firsts, values, directions, rates = self._lamb
         self.launch(
             "lamb_direction",

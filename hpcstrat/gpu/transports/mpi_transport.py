@@ -38,8 +38,8 @@ class MpiTransport:
 
     def prepare(self, nbytes: int) -> None:
         """Make what this rank needs for pieces of at most a size; may raise."""
-        # MPI pins what it is given, and keeps that by address: memory of CuPy's pool
-        # comes and goes.
+        # Not of CuPy's pool, whose arrays are parts of larger blocks, which MPI could
+        # have another process open only as a whole.
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 

@@ -99,6 +99,7 @@ class NcclGroup:
                 unique[:] = *identity, isinstance(identity, bytes)
         except Exception as error:
             problem = described(error)
+        # Agreed before any rank is inside of NCCL, where it might wait for ever.
         yield from self._raise_on_all(problem)
         if self.size > 1:
             yield Message(self._mpi_comm.Ibcast(unique, 0))
@@ -251,6 +252,7 @@ class NcclGroup:
             try:
                 call()
             finally:
+                # Also after an error: a group left open would swallow all later calls.
                 self._nccl.groupEnd()
         except Exception as error:
             self._told = True

@@ -113,6 +113,8 @@ class PeerTransport:
 
         Does nothing where that must wait.
         """
+        # The header stands for R(k) only where it orders all replicas' memory: with
+        # one worker.
         connected = self._needed_bytes <= self._half_bytes
         if connected and self._shares_events and self._topology.num_workers == 1:
             self._lay_out(piece, work)
@@ -143,6 +145,7 @@ class PeerTransport:
         if problem:
             problem = f"on replica {self._topology.replica_id}: {problem}"
         comm = self._topology.replica_comm
+        # Of all workers: none goes on where another one cannot.
         problem = yield from agreed_problem(self._topology.mpi, comm, problem)
         if problem:
             self._windows.close()

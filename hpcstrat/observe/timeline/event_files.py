@@ -47,6 +47,7 @@ class EventFile:
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._ended = False
+        # Children that the program starts must not keep the file open.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o666)
         # The first line opens the array; each further event brings its own comma.

@@ -18,8 +18,8 @@ from hpcstrat.observe.timeline.events import CLOCK_EVENT, Track, metadata
 
 __all__ = ["DATA", "WAIT", "Recorder", "active"]
 
-WAIT = "wait for the others"
 # What a collective call consists of.
+WAIT = "wait for the others"
 DATA = "data"
 
 
