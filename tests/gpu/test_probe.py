@@ -23,8 +23,8 @@ LIMIT_SECONDS = 150
 # The real program, whose calls of MPI end or hang as on a library without support.
 FAULTY = """
 import ctypes, sys, time
-from hpcstrat.gpu import probe_program
-from hpcstrat.gpu.probe.probe_program import _Trial
+from hpcstrat.gpu.probe import probe_program
+from hpcstrat.gpu.probe.probe_program import _TrialRank
 
 def crash(trial, nbytes):
     return ctypes.string_at(0) if nbytes > 8 else ""
@@ -37,10 +37,10 @@ def wait(trial, nbytes):
     # The other rank waits in its call, this one does not come.
     return time.sleep(60) if trial._rank else real(trial, nbytes)
 
-real = _Trial._broadcast
-_Trial._broadcast = wait
-_Trial._sendrecv = wrong
-_Trial._allreduce = crash
+real = _TrialRank._broadcast
+_TrialRank._broadcast = wait
+_TrialRank._sendrecv = wrong
+_TrialRank._allreduce = crash
 probe_program._LIMIT_SECONDS = 3.0
 sys.exit(probe_program.main())
 """
