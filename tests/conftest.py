@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import signal
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.durations import Durations
+from tests.lanes import LaneScheduling, num_lanes
 
 # Every rank must draw the same examples, and a slow machine must fail nothing.
 hypothesis.settings.register_profile(
@@ -45,6 +48,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the tests themselves."""
     parser.addoption(
+        "--short",
+        action="store_true",
+        help="run rank tests only at the sizes and in the layouts where they can fail",
+    )
+    parser.addoption(
         "--keep-durations",
         action="store_true",
         help="write what tests took to tests/durations.json",
@@ -54,3 +62,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the tests."""
     config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the whole suite in two lanes."""
+    return num_lanes(config)
+
+
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: Any
+) -> LoadScopeScheduling | None:
+    """Share tests among the lanes, unless ``--dist`` asks for something else."""
+    automatic = config.option.dist == "load"
+    return LaneScheduling(config, log) if automatic else None

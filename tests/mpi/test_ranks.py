@@ -12,16 +12,30 @@ from hpcstrat import testing
 FILES = sorted(str(path) for path in Path(__file__).parent.glob("ranks/check_*.py"))
 # Each part is to end well before pytest's own limit, also on busy cores.
 NUM_PARTS = 5
+parts = pytest.mark.parametrize("part", range(NUM_PARTS))
+sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_rank_tests_pass(n: int, part: int) -> None:
+def _pass(n: int, part: int, *options: str) -> None:
+    """Run a part of the tests on n ranks, and demand that none fails."""
     files = FILES[part::NUM_PARTS]
     assert files
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *files]
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *options, *files]
     finished = testing.launch(n, command, timeout=560)
     print(finished.stdout)
     print(finished.stderr, file=sys.stderr)
     assert finished.returncode == 0, "a rank test failed; see the report below"
     assert " passed" in finished.stdout or " skipped" in finished.stdout
+
+
+@parts
+@sizes
+def test_rank_tests_pass_where_they_can_fail(n: int, part: int) -> None:
+    _pass(n, part, "--short")
+
+
+@pytest.mark.full
+@parts
+@sizes
+def test_rank_tests_pass_everywhere(n: int, part: int) -> None:
+    _pass(n, part)

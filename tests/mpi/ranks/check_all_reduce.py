@@ -30,6 +30,9 @@ from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
 from tests.mpi.ranks.sums import DTYPES, lock
 
+pytestmark = pytest.mark.algorithm
+
+
 try:
     import ml_dtypes
 except ImportError:

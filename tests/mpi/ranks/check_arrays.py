@@ -11,6 +11,9 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
+
 # Three arrays of a length, and whether no result is lost where two of them, of other
 # values, take results.
 LAYOUTS_OF_OUT: dict[str, Callable[[int], list[Any]]] = {

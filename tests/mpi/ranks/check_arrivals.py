@@ -20,6 +20,9 @@ from hpcstrat.observe.timeline.merging import open_timeline
 from hpcstrat.observe.timeline.recorder import DATA, WAIT
 from tests.trace_format import check_trace
 
+pytestmark = pytest.mark.algorithm
+
+
 LATE_SECONDS = 0.05
 NUM_CALLS = 10
 

@@ -13,6 +13,9 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import outcome
 
+pytestmark = pytest.mark.algorithm
+
+
 _LIMIT_SECONDS = 40
 _SOON_SECONDS = 0.3
 

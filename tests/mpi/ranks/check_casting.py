@@ -10,6 +10,9 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
+
 # What a variable of a type is given, and whether the type holds it as it is.
 GIVEN: list[tuple[str, Any, bool]] = [
     ("int32", 3, True),

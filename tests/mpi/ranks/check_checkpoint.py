@@ -16,6 +16,8 @@ import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError
 from tests.mpi.ranks.saved import KINDS, POLICIES, Counter, fill, make_variable
 
+pytestmark = pytest.mark.rule
+
 
 def _contribution(kind: str, dtype: str, replica: int) -> Any:
     """Return what a replica puts into a variable of shape (2, 3)."""

@@ -16,6 +16,8 @@ import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, ReplicaError
 from tests.mpi.ranks.saved import warnings_of_checkpoints
 
+pytestmark = pytest.mark.rule
+
 
 def _variable(strategy: Any, value: Any = 1.0) -> Any:
     with strategy.scope():

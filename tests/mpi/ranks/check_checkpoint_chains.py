@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 import hpcstrat as hs
 from tests.mpi.ranks.saved import fill, make_variable
 
+pytestmark = pytest.mark.algorithm
+
+
 INTEGERS = ("int8", "uint8", "int32", "int64", "uint64")
 FLOATS = ("float32", "float64", "complex128")
 # What a variable is: its kind, type and shape.

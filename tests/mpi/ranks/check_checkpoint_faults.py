@@ -34,6 +34,8 @@ from tests.mpi.ranks.saved import (
     warnings_of_checkpoints,
 )
 
+pytestmark = pytest.mark.algorithm
+
 
 def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)

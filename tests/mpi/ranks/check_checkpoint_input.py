@@ -22,6 +22,9 @@ from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
 from tests.mpi.ranks.saved import warnings_of_checkpoints
 
+pytestmark = pytest.mark.rule
+
+
 _SECTOR_BYTES = 512
 
 

@@ -26,6 +26,9 @@ from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.effort import examples
 
+pytestmark = pytest.mark.rule
+
+
 _LIMIT_SECONDS = 40.0
 
 

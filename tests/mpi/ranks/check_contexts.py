@@ -13,6 +13,8 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
 
 def place() -> tuple[bool, bool, bool]:
     """Return what a program can see of its context."""

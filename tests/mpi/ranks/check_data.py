@@ -20,6 +20,9 @@ from tests.mpi.ranks.dealing import epoch_rows, flat, rows_of
 from tests.mpi.ranks.effort import examples
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
+
 Columns = dict[str, Any]
 
 

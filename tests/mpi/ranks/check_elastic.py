@@ -9,6 +9,8 @@ import pytest
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.algorithm
+
 
 def _make(strategy: Any) -> dict[str, Any]:
     on_read = {"synchronization": "on_read"}

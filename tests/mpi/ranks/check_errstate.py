@@ -21,7 +21,10 @@ if ml_dtypes is not None:
     TYPES.append(ml_dtypes.bfloat16)
 TYPES += [pytest.param(code, marks=pytest.mark.slow) for code in "BhHiQgDG"]
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.rule,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 def extremes(dtype: Any, rank: int) -> dict[str, Any]:

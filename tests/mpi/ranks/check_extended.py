@@ -10,6 +10,9 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.errors import OutOfRangeError, ReplicaError
 
+pytestmark = pytest.mark.rule
+
+
 ROWS = np.arange(23.0)
 
 

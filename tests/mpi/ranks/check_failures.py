@@ -21,6 +21,9 @@ import hpcstrat as hs
 from hpcstrat import metrics, optimizers
 from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 
+pytestmark = pytest.mark.algorithm
+
+
 BAD_ARGUMENT = -1
 
 REPLICA = ("all_reduce", "assign", "count", "start", "wait", "gather", "gradients")

@@ -25,6 +25,9 @@ from tests.mpi.ranks.sums import (
     random_parts,
 )
 
+pytestmark = pytest.mark.algorithm
+
+
 DTYPES = ("b", "H", "i8", "f2", "f4", "f8", "g", "F", "?", "U3", "S2", "M8[s]", ">i4")
 
 

@@ -22,6 +22,9 @@ from tests.mpi.ranks.outcomes import (
     outcome,
 )
 
+pytestmark = pytest.mark.rule
+
+
 RNG = np.random.default_rng(31)
 ROWS, CHANNELS = 13, 3
 # Each channel has a mean and a scale of its own.

@@ -15,6 +15,9 @@ import hpcstrat as hs
 from hpcstrat.metrics.metric import read_totals
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
+
 RNG = np.random.default_rng(23)
 CLASSES = 3
 

@@ -13,6 +13,8 @@ import hpcstrat as hs
 from hpcstrat.optimizers.non_finite import all_finite
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
 
 @pytest.fixture
 def guarded(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:

@@ -21,6 +21,9 @@ import hpcstrat as hs
 from hpcstrat import optimizers
 from tests.mpi.ranks.outcomes import outcome
 
+pytestmark = pytest.mark.rule
+
+
 DATA = Path(__file__).parents[2] / "unit" / "data"
 CALLS = 7
 MOST = 4

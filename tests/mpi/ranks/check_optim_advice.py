@@ -11,6 +11,9 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import outcome
 
+pytestmark = pytest.mark.rule
+
+
 # Each replica's part, and what all parts are together.
 TOTAL = np.array([1.0, -2.0, 0.5])
 

@@ -20,6 +20,8 @@ from tests.mpi.ranks.outcomes import (
 )
 from tests.mpi.ranks.reference_rules import RULES, Model, batches
 
+pytestmark = pytest.mark.rule
+
 
 @pytest.fixture
 def notes() -> Iterator[list[str]]:

@@ -25,6 +25,8 @@ from tests.mpi.ranks.reference_rules import (
 )
 from tests.mpi.ranks.regression import ROWS, X
 
+pytestmark = pytest.mark.rule
+
 
 class Reference:
     """Training in one process, with all gradients there have been."""

@@ -16,6 +16,8 @@ from tests.mpi.ranks.outcomes import (
 )
 from tests.mpi.ranks.regression import FEATURES, X, Y, gradients
 
+pytestmark = pytest.mark.rule
+
 
 class Reference:
     """The same in one process: the formulas of the documentation."""

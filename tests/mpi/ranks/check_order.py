@@ -12,6 +12,9 @@ from hpcstrat.collectives import select
 from tests.mpi.ranks.outcomes import assert_same_bits
 from tests.mpi.ranks.sums import all_reduce, random_parts
 
+pytestmark = pytest.mark.algorithm
+
+
 try:
     import ml_dtypes
 except ImportError:

@@ -15,6 +15,9 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointMismatchError, CollectiveError, ReplicaError
 
+pytestmark = pytest.mark.rule
+
+
 DRAWS = 10_000
 FIRST = [8993393713734408655, 43150526051168253]
 FIRST_SHARED = [10756711358996851723, 805372543079748514]

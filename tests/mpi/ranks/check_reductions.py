@@ -27,6 +27,9 @@ from tests.mpi.ranks.sums import (
     random_parts,
 )
 
+pytestmark = pytest.mark.algorithm
+
+
 try:
     import ml_dtypes
 except ImportError:

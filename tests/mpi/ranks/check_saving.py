@@ -24,6 +24,9 @@ from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.saved import Counter, fill, make_variable
 
+pytestmark = pytest.mark.rule
+
+
 _LIMIT_SECONDS = 40.0
 
 

@@ -8,9 +8,13 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import outcome
+
+pytestmark = pytest.mark.algorithm
+
 
 _SECONDS = 30
 

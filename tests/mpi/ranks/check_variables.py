@@ -21,6 +21,9 @@ from tests.mpi.ranks.outcomes import (
 )
 from tests.mpi.ranks.sums import NATIVE, is_writable, random_parts
 
+pytestmark = pytest.mark.rule
+
+
 AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
 TYPES = (*NATIVE, np.dtype(bool), np.dtype("U3"))
 METHODS = ("assign", "assign_add", "assign_sub")

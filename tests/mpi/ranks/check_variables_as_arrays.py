@@ -9,6 +9,9 @@ import pytest
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.rule
+
+
 START = np.array([[1.0, -2.0], [3.0, 4.0]])
 
 

@@ -46,6 +46,39 @@ LAYOUTS = (
 )
 
 
+# By a test's marker: the numbers of ranks at which it can fail in another way than at
+# those before, and the layouts there (None: all). A rule of values sees one replica, 2,
+# and workers of unequal size; an algorithm, a header or a wait has first, last and
+# middle ranks from 3 on, and a number of ranks that is a power of two at 4.
+CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
+    "rule": {1: None, 2: None, 3: ("two_replicas_per_worker",)},
+    "algorithm": {3: None, 4: None},
+}
+
+
+def _can_fail(item: pytest.Item, size: int) -> bool:
+    """Whether a test can fail at this size and in its layout as nowhere else."""
+    kinds = {mark.name for mark in item.iter_markers()} & CAN_FAIL.keys()
+    callspec = getattr(item, "callspec", None)
+    layout = callspec.params.get("topology_layout") if callspec else None
+    for kind in kinds:
+        layouts = CAN_FAIL[kind].get(size, ())
+        if layouts is None or (layout.name in layouts if layout else layouts):
+            return True
+    return not kinds
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out, if ``--short``, the tests that say the same at other sizes."""
+    if config.getoption("short"):
+        size = launch_from_environment().size
+        kept = [item for item in items if _can_fail(item, size)]
+        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+        items[:] = kept
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give ``topology_layout`` each layout that differs at this number of ranks."""
     if "topology_layout" not in metafunc.fixturenames:

@@ -1,0 +1,79 @@
+"""Two lanes of tests: jobs that mostly wait run beside those that compute.
+
+On two cores the jobs of the rank tests leave nothing idle, but a job in which a rank
+has left, and the others wait for a limit, does. So the whole suite runs in two
+processes of pytest-xdist, one for each lane; a lane that has ended takes tests from the
+end of the other. Each test is reported by itself, and a time limit prints stacks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+NUM_LANES = 2
+# Their jobs leave the cores alone most of the time.
+WAITING = (
+    "tests/cluster/",
+    "tests/gpu/test_failed_nccl.py",
+    "tests/gpu/test_lost_ranks.py",
+    "tests/gpu/test_probe.py",
+    "tests/mpi/test_chaos.py",
+    "tests/mpi/test_elastic.py",
+    "tests/mpi/test_exits.py",
+    "tests/mpi/test_failing_disk.py",
+    "tests/mpi/test_lateness.py",
+    "tests/mpi/test_resume.py",
+    "tests/mpi/test_starting.py",
+    "tests/mpi/test_testing.py",
+    "tests/mpi/test_watchdog.py",
+)
+# Files of long jobs without a fixture in common: they may be torn apart.
+LONG = ("tests/mpi/test_ranks.py", "tests/gpu/test_ranks_on_gpu.py")
+
+
+def num_lanes(config: pytest.Config) -> int:
+    """Return in how many processes to run; 0 is pytest's own.
+
+    That is where pytest was told what to run, and where tests take several GiB each.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    one_by_one = config.option.markexpr == "slow" or os.cpu_count() == 1
+    return NUM_LANES if whole and not one_by_one else 0
+
+
+class LaneScheduling(LoadScopeScheduling):
+    """Gives each process the files of its own lane, then the last of the other's."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if file in LONG else file
+
+    def _assign_work_unit(self, node: Any) -> None:
+        # One that replaces a process that crashed has a higher number.
+        waits = node.gateway.id == "gw1"
+        while self.workqueue:
+            own = [unit for unit in self.workqueue if unit.startswith(WAITING) == waits]
+            unit = own[0] if own else next(reversed(self.workqueue))
+            # What the class itself takes is the first.
+            self.workqueue.move_to_end(unit, last=False)
+            super()._assign_work_unit(node)
+            # A process runs a test when it knows the next one, or that there is none.
+            if self._pending_of(self.assigned_work[node]) > 1:
+                return
+        node.shutdown()
+
+    def remove_node(self, node: Any) -> str | None:
+        """Give what a process had left to others; without the test that it died in."""
+        units = self.assigned_work.pop(node)
+        left = [
+            name for unit in units.values() for name, done in unit.items() if not done
+        ]
+        for name in left[1:]:
+            self.workqueue.setdefault(self._split_scope(name), {})[name] = False
+        for other in self.nodes:
+            self._reschedule(other)
+        return left[0] if left else None
