@@ -67,6 +67,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
         )
         handler.addFilter(_RankFilter())
         root.addHandler(handler)
+        # Else handlers of the program's root logger would print each line again.
         root.propagate = False
     return root if name is None else root.getChild(name)
 
@@ -85,4 +86,5 @@ def print_once(*values: Any, **options: Any) -> None:
     """
     if _Rank.rank == 0:
         print(*values, **options)
+        # Launchers read pipes, in which lines would be kept back.
         (options.get("file") or sys.stdout).flush()

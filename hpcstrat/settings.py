@@ -204,6 +204,7 @@ def _parsed(field: Any, text: str, name: str) -> Any:
     """Return the value of a variable of the environment."""
     default, word = field.metadata["default"], text.strip()
     value: Any = word
+    # Before numbers: True is an int, too.
     if isinstance(default, bool):
         if word.lower() not in _TRUE + _FALSE:
             raise ValueError(
@@ -227,6 +228,7 @@ def _checked(field: Any, value: Any, name: str) -> Any:
     kind = type(default)
     if kind is float and type(value) is int:
         value = float(value)
+    # Not isinstance, to which True would be a number.
     if type(value) is not kind:
         raise TypeError(
             f"expected {name} of type {kind.__name__}, found {value!r}; change it"

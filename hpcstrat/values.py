@@ -117,6 +117,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         """Return a copy of part of the array."""
         part = self._operand()[key]
         is_array = isinstance(part, np.ndarray) or is_device(part)
+        # A view would change with the next update, and could be written.
         return part.copy() if is_array else part
 
     def __iter__(self) -> Iterator[Any]:
@@ -253,6 +254,7 @@ class Mirrored(ArrayOperators, DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local copy."""
+        # NumPy looks for many of these.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_local"), name)

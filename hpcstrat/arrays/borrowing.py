@@ -24,7 +24,7 @@ _giving_back = threading.Lock()
 _never_returned: list[Array] = []
 
 
-class _Loan:
+class _Borrowed:
     """What arrays over the memory of another library hold."""
 
     __slots__ = ("_array", "_device", "_event", "_stream")
@@ -80,7 +80,7 @@ def borrow(array: Array) -> Array:
     pointer: Any = array.data
     low, high = cupy.byte_bounds(array)
     memory = cupy.cuda.UnownedMemory(
-        *(low, high - low, _Loan(array, cupy.cuda), pointer.device_id)
+        low, high - low, owner=_Borrowed(array, cupy.cuda), device_id=pointer.device_id
     )
     shared: Array = cupy.ndarray(
         array.shape,

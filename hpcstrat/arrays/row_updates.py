@@ -24,6 +24,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")
     ascending = rows[order]
+    # How often each row has come before: one round for each time.
     times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
     operation = getattr(array_module(array), name)
     for time in range(times.max(initial=-1) + 1):
@@ -41,5 +42,6 @@ def replace_at(array: Array, indices: Array, values: Array) -> None:
         array[indices] = values
         return
     rows = to_host(indices)
+    # CuPy leaves open which of several writes to one row is the last.
     last = rows.size - 1 - np.unique(rows[::-1], return_index=True)[1]
     array[to_device(rows[last])] = values[to_device(last)]

@@ -39,6 +39,7 @@ __all__ = [
 KINDS = ("kill", "stop", "delay")
 """What can be done to a rank."""
 
+# Short, so that a delayed rank is slow, rather than still at times.
 _CYCLE_SECONDS = 0.02
 _GUARD_SECONDS = 10.0
 _DEATH_SECONDS = 5.0
@@ -180,6 +181,7 @@ def draw(
         wait = generator.expovariate(1 / every)
         act = Act(wait, generator.choice(kinds), generator.choice(left))
         acts.append(act)
+        # Nothing can be done to it any more.
         if act.kind == "kill":
             left.remove(act.rank)
     return acts
@@ -191,6 +193,7 @@ class _Guard:
     def __init__(self, held: Mapping[int, Held]) -> None:
         self._held = held
         self._process = subprocess.Popen(
+            # Isolated: it needs nothing of the program's paths.
             [sys.executable, "-I", str(Path(__file__).with_name("guard.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -281,6 +284,7 @@ def disturb(
     with contextlib.ExitStack() as stack:
         held: dict[int, Held] = {}
         for rank in sorted({act.rank for act in acts}):
+            # Of one that has ended before the first act, each act says so.
             with contextlib.suppress(NoSuchRankError):
                 held[rank] = Held(processes[rank])
                 stack.callback(held[rank].close)

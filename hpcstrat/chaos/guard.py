@@ -23,6 +23,7 @@ def main() -> None:
             stopped.add(number)
         else:
             stopped.discard(number)
+    # The input ends with the process that wrote it, however that was ended.
     for number in stopped:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(number, signal.SIGCONT)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcstrat.errors import HpcstratError
-from hpcstrat.topology.process_stat import STATE, process_stat
+from hpcstrat.topology.process_stat import PARENT, START, STATE, process_stat
 
 __all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find_jobs"]
 
@@ -75,7 +75,7 @@ class JobRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _LaunchedProcess:
     """A process that a launcher has told a rank."""
 
     pid: int
@@ -93,7 +93,7 @@ def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
     return name, fields
 
 
-def _look(pid: int, uid: int, proc: Path) -> _Process | None:
+def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
     """Return a process if it is this user's, and has a rank."""
     # It may end at any moment, and the environment of others cannot be read.
     with contextlib.suppress(OSError):
@@ -104,7 +104,9 @@ def _look(pid: int, uid: int, proc: Path) -> _Process | None:
         environment = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
         name, fields = _stat(pid, proc)
         if name not in _LAUNCHERS and _rank(environment) is not None:
-            return _Process(pid, int(fields[1]), fields[19], name, environment)
+            return _LaunchedProcess(
+                pid, int(fields[PARENT]), fields[START], name, environment
+            )
     return None
 
 
@@ -126,10 +128,10 @@ def _above(pid: int, proc: Path) -> Iterator[tuple[int, str]]:
         except OSError:
             return
         yield pid, name
-        pid = int(fields[1])
+        pid = int(fields[PARENT])
 
 
-def _job_name(top: _Process, proc: Path) -> str:
+def _job_name(top: _LaunchedProcess, proc: Path) -> str:
     environment = top.environment
     if environment.get("PMIX_NAMESPACE"):
         return environment["PMIX_NAMESPACE"]
@@ -172,7 +174,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     pids = [int(path.name) for path in proc.glob("[0-9]*")]
     looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
     processes = {process.pid: process for process in looked if process is not None}
-    jobs: dict[str, dict[int, list[_Process]]] = {}
+    jobs: dict[str, dict[int, list[_LaunchedProcess]]] = {}
     slurm: dict[str, str] = {}
     for process in processes.values():
         top = process
@@ -193,7 +195,9 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     ]
 
 
-def _chosen(rank: int, processes: Sequence[_Process], proc: Path) -> RankProcess:
+def _chosen(
+    rank: int, processes: Sequence[_LaunchedProcess], proc: Path
+) -> RankProcess:
     """Return the process of a rank: the first that has MPI, else the uppermost."""
     pids = {process.pid for process in processes}
     order = sorted(processes, key=lambda p: (p.parent in pids, int(p.started), p.pid))
@@ -256,7 +260,7 @@ class Held:
         # Only now it is sure whose number that is.
         found = None
         with contextlib.suppress(OSError):
-            found = _stat(process.pid, Path("/proc"))[1][19]
+            found = _stat(process.pid, Path("/proc"))[1][START]
         uid = -1
         with contextlib.suppress(OSError):
             uid = os.stat(f"/proc/{process.pid}").st_uid

@@ -72,6 +72,7 @@ class _MpiClusterResolver(ClusterResolver):
             ``hosts`` was not given.
         """
         hosts = self._hosts
+        # Launchers tell each process of its own host only.
         if hosts is None:
             if self.num_local_tasks != self.num_tasks:
                 raise RuntimeError(
@@ -89,6 +90,7 @@ class _MpiClusterResolver(ClusterResolver):
 
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    # Digits of other scripts are digits to str.isdigit, too.
     texts = (env.get(name, "") for name in names)
     return next((int(t) for t in texts if t.isascii() and t.isdigit()), None)
 

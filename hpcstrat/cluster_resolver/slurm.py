@@ -123,12 +123,14 @@ class SlurmClusterResolver(ClusterResolver):
         places = [(node, i) for node, count in enumerate(counts) for i in range(count)]
         stated = self._variables.get("SLURM_DISTRIBUTION", "")
         across = stated.partition(":")[0].partition(",")[0]
+        # Of neither does the environment say which rank is where.
         if across in ("plane", "arbitrary"):
             raise RuntimeError(
                 f"expected tasks distributed by block or cyclic, found {stated}; "
                 "start the program with srun --distribution=block"
             )
         if across == "cyclic":
+            # One task to each node in turn, see srun(1).
             places.sort(key=lambda place: (place[1], place[0]))
         found = self._variables.get("SLURM_NODEID", "")
         if found.isdigit() and int(found) != places[self._rank][0]:

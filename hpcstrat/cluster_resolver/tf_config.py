@@ -124,6 +124,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if session is not None:
             return str(session)
         spec = self.cluster_spec()
+        # As in tf.distribute: one task alone needs no address.
         if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
             return ""
         return super().master(task_type, task_id, rpc_layer)

@@ -108,6 +108,8 @@ class SyncBatchNormalization(MadeTogether):
         self.moving_variance = Variable(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
+        # For backward: centered values, inverse deviations, type of the result, and the
+        # number of values; None where that was not found, outside training.
         self._kept: tuple[Array, Array, Any, Any] | None = None
 
     @property
@@ -144,6 +146,7 @@ class SyncBatchNormalization(MadeTogether):
         """
         if not training:
             return self._normalized(x, training)
+        # An entry: of an array that does not fit on one replica the others learn.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )
@@ -158,6 +161,7 @@ class SyncBatchNormalization(MadeTogether):
             mean, variance, count = sync_batch_moments(
                 array, self.axis, name=self._forward
             )
+            # Moments of no values say nothing.
             if is_device(count) or count:
                 self._move(self.moving_mean, mean, count)
                 self._move(self.moving_variance, variance, count)

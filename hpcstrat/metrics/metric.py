@@ -72,6 +72,7 @@ class Metric(MadeTogether):
     @property
     def collectives(self) -> Any:
         """The calls between replicas that reading the totals makes here."""
+        # By this name `channel.entries` finds what an entry of any object calls.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
         return first.collectives if distributed else ObjectCollectives(None)

@@ -216,6 +216,7 @@ def _over_columns(values: Array) -> Array:
 @quiet
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
+    # A prediction of 0.1 in float32 is not the label 0.1 in float64.
     if true.dtype.kind == predicted.dtype.kind == "f":
         predicted = predicted.astype(true.dtype, copy=False)
     return as_array(true == predicted)

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hpcstrat.topology.process_stat import START, STATE, process_stat
+
 __all__ = ["Job", "start_time", "wait_until"]
 
 _NAP_SECONDS = 0.02
@@ -45,24 +47,17 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return met
 
 
-def _stat(pid: int) -> list[str]:
-    """Return /proc/PID/stat from the state on; empty if there is no such process."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return []
-    # The second field is the program's name, which may hold blanks and brackets.
-    fields = text[text.rindex(")") + 1 :].split()
-    return [] if fields[0] == "Z" else fields
-
-
 def start_time(pid: int) -> str:
     """Return when a process started, which tells it from a later one of that number.
 
     In clock ticks since the machine started; empty if unknown or no such process.
     """
-    fields = _stat(pid)
-    return fields[19] if fields else ""
+    try:
+        _, fields = process_stat(pid)
+    except OSError:
+        return ""
+    # A zombie has ended, though its number is not free yet.
+    return "" if fields[STATE] == "Z" else fields[START]
 
 
 def _signal(pid: int, number: int) -> None:

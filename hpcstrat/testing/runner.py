@@ -132,6 +132,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     """Return the ranks' environment: no outer job, and this hpcstrat importable."""
     environment = clean_environment(changes)
+    # A rank that crashes in C code shows where; `Job.show_stacks` needs it, too.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     checkout = Path(__file__).parents[2]
     if checkout not in map(Path, sysconfig.get_paths().values()):
@@ -149,6 +150,7 @@ def _sections(title: str, texts: Mapping[int, str]) -> str:
 
 def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
     """Collect the stacks of a job that still runs."""
+    # Now: the end of the job takes its processes with it.
     job.show_stacks()
     stacks, stderr = job.stacks(), job.stderr
     ended = [rank for rank in range(n) if (job.folder / f"{rank}.result").exists()]
@@ -287,6 +289,7 @@ def run(
         words = [*launch_command(n, launcher), *child]
         finished = _finish(words, folder, n, timeout, env)
         results = _results(folder, n, finished)
+    # Through Python's streams, which pytest captures.
     sys.stdout.write(finished.stdout)
     sys.stderr.write(finished.stderr)
     return results

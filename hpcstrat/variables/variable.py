@@ -137,6 +137,7 @@ class Variable(MadeTogether, ArrayOperators):
             strategy = entry.strategy
         if strategy is not None and strategy.puts_on_gpu and not stays:
             array = to_device(array)
+        # A copy: what the program gave stays the program's.
         own: Array = array_module(array).array(array, order="C")
         return own
 
@@ -468,9 +469,11 @@ class Variable(MadeTogether, ArrayOperators):
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
         component = self._component
         operation = _OPERATIONS.get(method)
+        # Always in place: `_view`, which was given away, goes on to show the value.
         if operation is None:
             np.copyto(component, array)
         elif is_device(component):
+            # CuPy gives no warnings, and calls Python code.
             operation(component, array, out=component)
         else:
             quietly(operation, component, array, component)
@@ -527,6 +530,7 @@ class Variable(MadeTogether, ArrayOperators):
         numbers of Python take it, if it holds them.
         """
         dtype = self._component.dtype
+        # The usual case: to look for the marks takes longer.
         array = value if type(value) is np.ndarray else None
         if array is None:
             is_array = any(hasattr(value, mark) for mark in _MARKS)
