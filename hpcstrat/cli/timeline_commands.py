@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcstrat.cli.terminal import UncutGroup
-from hpcstrat.observe.timeline.arrivals import last_arrivals
+from hpcstrat.observe.timeline.last_arrivals import last_arrivals
 from hpcstrat.observe.timeline.merging import Timeline, open_timeline
 
 __all__ = ["timeline"]

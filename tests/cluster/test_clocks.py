@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hpcstrat import testing
-from hpcstrat.observe.timeline.arrivals import last_arrivals
+from hpcstrat.observe.timeline.last_arrivals import last_arrivals
 from hpcstrat.observe.timeline.merging import open_timeline
 from tests.cluster.hosts import Hosts
 from tests.mpi.programs.started import PROGRAMS, run_command

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpcstrat.cli import main
-from hpcstrat.observe.timeline.arrivals import last_arrivals
+from hpcstrat.observe.timeline.last_arrivals import last_arrivals
 from hpcstrat.observe.timeline.merging import open_timeline
 from hpcstrat.observe.timeline.recorder import WAIT
 from hpcstrat.testing import launch_command
