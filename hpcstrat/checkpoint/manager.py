@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -13,14 +13,20 @@ from typing import Any, Literal, Self, SupportsFloat, overload
 from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
 from hpcstrat.checkpoint.file.image import ImageMemory
-from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
+from hpcstrat.checkpoint.file.schema import (
+    Header,
+    checkpoint_name,
+    list_checkpoints,
+    step_of,
+)
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
-from hpcstrat.checkpoint.keep.retention import Retention
+from hpcstrat.checkpoint.keep.retention import Retention, best_path
+from hpcstrat.checkpoint.keep.search import newest_path
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.on_first import on_first
-from hpcstrat.checkpoint.outcomes import SaveStatistics
-from hpcstrat.checkpoint.restore_methods import RestoreMethods
+from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
+from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.errors import CheckpointError
@@ -35,7 +41,7 @@ _ON_BUSY = ("wait", "skip")
 _CREATION = "creation of a CheckpointManager"
 
 
-class CheckpointManager(RestoreMethods):
+class CheckpointManager:
     """Saves a program's state in a folder, and restores it on any number of replicas.
 
     Collective over the strategy's replicas, as are its methods.
@@ -103,15 +109,23 @@ class CheckpointManager(RestoreMethods):
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
+            # No entry yet: its ranks are known only now.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
+        self.directory = folder.path
+        self._objects, self._keep_best = known, keep_best
+        self._strategy = strategy = known.strategy
+        self.collectives = strategy.collectives
+        # Shared: a restore may use what a save has got from the system, and knows no
+        # file as whole that the other one has found damaged.
         retention, memory = Retention(folder.path, rules), ImageMemory()
-        super().__init__(folder.path, known, keep_best, retention, memory)
-        self._saver = Saver(self._strategy, folder, retention, memory)
+        self._saver = Saver(strategy, folder, retention, memory)
+        self._restorer = Restorer(strategy, folder.path, known, retention, memory)
+        # What went wrong with a save in the background, until `wait` may raise it.
         self._pending: CheckpointError | None = None
         # Which part of the variables the next asynchronous save compares.
         self._turn = 0
-        on_first(self._strategy, _CREATION, folder.prepare)
+        on_first(strategy, _CREATION, folder.prepare)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -134,6 +148,22 @@ class CheckpointManager(RestoreMethods):
         Not collective. One in the background counts from the next `save` or `wait` on.
         """
         return self._saver.last
+
+    @property
+    def last_restore(self) -> RestoreReport | None:
+        """What the last restore did; None before.
+
+        Not collective.
+        """
+        return self._restorer.last
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the checkpoints that are in the folder now, oldest step first.
+
+        Not collective; ranks may see different moments.
+        """
+        return list_checkpoints(self.directory)
 
     @overload
     def save(  # numpydoc ignore=GL08
@@ -213,7 +243,12 @@ class CheckpointManager(RestoreMethods):
             share, and the next one the next part.
         """
         began = time.perf_counter()
-        numbers = self._checked(on_busy, metrics)
+        # Nothing has been called yet: the other ranks are told of what is refused here.
+        if on_busy not in _ON_BUSY:
+            raise ValueError(
+                f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
+            )
+        numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
         self.wait()
@@ -227,6 +262,7 @@ class CheckpointManager(RestoreMethods):
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
+            # There have been calls in this entry, which would tell nobody now.
             self.collectives.fail("save", error)
             raise
         kind = "asynchronous save" if asynchronous else "save"
@@ -248,24 +284,188 @@ class CheckpointManager(RestoreMethods):
         header.iterators, header.python = iterators, python
         header.metrics = numbers
         path = os.path.join(self.directory, name)
-        order = Order(path, asynchronous, replaces, overwrite, began, self._bandwidth)
+        order = Order(
+            path=path,
+            asynchronous=asynchronous,
+            replaces=replaces,
+            abandons=overwrite,
+            began=began,
+            bandwidth=self._bandwidth,
+        )
         self._saver.save(order, header, values, compare)
         return path
 
-    def _checked(
-        self, on_busy: str, metrics: Mapping[str, SupportsFloat] | None
-    ) -> dict[str, float]:
-        """Refuse what cannot be, on all ranks; return the metrics."""
-        if on_busy not in _ON_BUSY:
-            raise self._refuse(
-                "save",
-                f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one",
+    @collective
+    def restore(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        allow_cast: bool = False,
+        expect_partial: bool = False,
+        per_replica: str = "error",
+        only: Collection[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> int:
+        """Restore everything from a checkpoint, or some objects.
+
+        Collective over the strategy's replicas.
+
+        A mirrored variable gets the saved value on every replica. A SyncOnRead variable
+        with ``SUM`` gets a share of the saved total, integers so that the shares add up
+        exactly; with ``MEAN`` and ``ONLY_FIRST_REPLICA`` the value; with ``NONE`` its
+        own replica's row.
+
+        Parameters
+        ----------
+        path : str or path, optional
+            Default: the newest checkpoint that can be read; damaged ones are passed
+            over with a warning.
+        allow_cast : bool
+            Whether a saved value may have another dtype.
+        expect_partial : bool
+            Whether saved values that no object takes are left alone.
+        per_replica : str
+            What SyncOnRead variables with ``NONE`` do when another number of replicas
+            saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (row ``r`` modulo
+            the number saved), or ``"init"`` (stay as they are).
+        only : collection of str, optional
+            Names of the objects that are restored, as they were given to the manager;
+            default: all.
+        rename : mapping of str to str, optional
+            Path in the checkpoint, or its beginning up to a ``/``, to the program's:
+            ``{"variables/net": "variables/model"}``.
+
+        Returns
+        -------
+        int
+            The step of the checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, before any variable changes: if there is no checkpoint; if
+            it does not fit (CheckpointMismatchError, also a ValueError, which names
+            all that does not); if it is damaged (CorruptCheckpointError); if a rank
+            has no memory for it, or cannot read it just now.
+        """
+        self._settle()
+        step = self._restore(
+            path,
+            rename,
+            allow_cast=allow_cast,
+            expect_partial=expect_partial,
+            per_replica=per_replica,
+            only=only,
+        )
+        if step is None:
+            found = "none" if os.path.isdir(self.directory) else "no such folder"
+            raise CheckpointError(
+                f"expected a checkpoint in {self.directory}, found {found}; check the "
+                "folder, or call restore_or_initialize"
             )
-        try:
-            return checked_metrics(metrics)
-        except Exception as error:
-            self.collectives.fail("save", error)
-            raise
+        return step
+
+    # An entry of its own, as a save in the background may be settled by a call before:
+    # an argument that one rank refuses is refused before any call of this entry.
+    @collective
+    def _restore(
+        self,
+        path: str | os.PathLike[str] | None,
+        rename: Mapping[str, str] | None,
+        *,
+        only: Collection[str] | None,
+        **rules: Any,
+    ) -> int | None:
+        chosen = None if path is None else os.fspath(path)
+        names = dict(rename or {})
+        known = self._objects.names
+        if isinstance(only, str) or not known.issuperset(only or ()):
+            raise ValueError(
+                f"expected only to hold names of {sorted(known)}, found {only!r}; pass "
+                "a list of such names"
+            )
+        return self._restorer.restore(chosen, names, only=only, **rules)
+
+    @collective
+    def restore_or_initialize(
+        self, init_fn: Callable[[], object] | None = None
+    ) -> int | None:
+        """Restore the newest checkpoint, if there is one.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        init_fn : callable, optional
+            Called on every rank where there is no checkpoint.
+
+        Returns
+        -------
+        int or None
+            Its step; None where there is none, and variables stay as they are, but for
+            what ``init_fn`` does.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if the checkpoint does not fit.
+        """
+        self._settle()
+        step = self._restorer.restore(
+            None, {}, allow_cast=False, expect_partial=False, per_replica="error"
+        )
+        if step is None and init_fn is not None:
+            init_fn()
+        return step
+
+    @collective
+    def latest(self) -> str | None:
+        """Return the newest checkpoint that is whole; its data are not read.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        str or None
+            Its path; None where there is none.
+        """
+        self._settle()
+        newest = partial(newest_path, self.directory)
+        path: str | None = on_first(
+            self._strategy, "search for the newest checkpoint", newest
+        )
+        return path
+
+    @collective
+    def best(self) -> str | None:
+        """Return the best checkpoint that is whole; its data are not read.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        str or None
+            Its path, for `restore`; None where no checkpoint has the metric of
+            ``keep_best``, or it is NaN in all.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the manager was made without ``keep_best``.
+        """
+        rule = self._keep_best
+        if rule is None:
+            raise ValueError(
+                "expected a manager with keep_best, found one without; pass "
+                'keep_best=KeepBest("val_loss"), or the like'
+            )
+        self._settle()
+        path: str | None = on_first(
+            self._strategy,
+            "search for the best checkpoint",
+            partial(best_path, self.directory, rule),
+        )
+        return path
 
     @collective
     def wait(self) -> None:
@@ -303,7 +503,17 @@ class CheckpointManager(RestoreMethods):
             self._saver.close()
 
     def _settle(self) -> None:
+        """Finish a save in the background; `wait` raises what went wrong with it."""
         try:
             self._saver.finish()
         except CheckpointError as error:
             self._pending = error
+
+    def _newest_step(self) -> int:
+        # Not each rank for itself: the folder may change meanwhile.
+        newest = on_first(
+            self._strategy,
+            "search for the newest step",
+            lambda: max((step_of(p) or 0 for p in self.checkpoints), default=0),
+        )
+        return int(newest)
