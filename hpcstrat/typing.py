@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["Array", "ArrayLike", "CopyCheck", "Replicas", "SupportsCheckpoint", "Tree"]
+__all__ = [
+    "Array",
+    "ArrayLike",
+    "CopyCheck",
+    "Replicas",
+    "SupportsCheckpoint",
+    "SupportsDeferredCheckpoint",
+    "Tree",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 """An array that a replica holds; NumPy so far."""
@@ -79,31 +87,85 @@ class CopyCheck(Protocol):
         """
 
 
+@runtime_checkable
 class SupportsCheckpoint(Protocol):
-    """An object whose state is kept in variables, such as an optimizer."""
+    """An object whose state is in variables, which a CheckpointManager saves.
+
+    Any object with this method can be given to a `CheckpointManager`, by itself or in a
+    dict or list of Variables. What its variables are says how their values come back on
+    another number of replicas: see `CheckpointManager.restore`.
+    """
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Return the variables by name; names may hold ``/``."""
+        """Return the variables that hold the state, by name.
+
+        Not collective, but each replica returns the same names, in the same order.
+
+        Returns
+        -------
+        dict of str to Variable
+            All that there are now; called at each save and restore. A name may hold
+            ``/``; the file has it below the object's own name.
+        """
+
+
+@runtime_checkable
+class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
+    """An object that makes variables later than it may be restored.
+
+    Such as an optimizer, whose momentum is there from the first step on. An object in
+    a dict or list of Variables cannot be one.
+    """
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state of a variable may have."""
+        """Return all names that saved state may have.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            As in `checkpoint_variables`.
+
+        Returns
+        -------
+        list of str
+            That one and others; the first that a file has is taken.
+        """
 
     def checkpoint_defer(
         self,
         name: str,
         value: np.ndarray[Any, Any],
-        strategy: Replicas | None = None,
+        strategy: Any = None,
         *,
         is_part: bool = False,
     ) -> None:
-        """Take a saved value whose variable does not exist yet.
+        """Keep a saved value whose variable does not exist yet.
 
-        ``is_part``: it is this replica's part, where each has one, not their total.
-        ``strategy`` is the one whose replicas restore.
+        Not collective, but all replicas are told of the same values, in one order.
+
+        Parameters
+        ----------
+        name : str
+            As `checkpoint_variables` has it later.
+        value : ndarray
+            The saved value.
+        strategy : Strategy, optional
+            Whose replicas restore; default: this process alone.
+        is_part : bool
+            Whether it is this replica's part, where each has one, not their total.
         """
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Go on from what has been restored.
 
-        ``num_replicas`` had parts in what was saved; ``now`` have restored it.
+        Not collective.
+
+        Parameters
+        ----------
+        num_replicas : int
+            How many had parts in what was saved.
+        now : int
+            How many have restored it.
         """

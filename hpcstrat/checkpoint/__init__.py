@@ -3,5 +3,13 @@
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
+from hpcstrat.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 
-__all__ = ["CheckpointManager", "KeepBest", "RestoreReport", "SaveStatistics"]
+__all__ = [
+    "CheckpointManager",
+    "KeepBest",
+    "RestoreReport",
+    "SaveStatistics",
+    "SupportsCheckpoint",
+    "SupportsDeferredCheckpoint",
+]

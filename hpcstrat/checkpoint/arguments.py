@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.typing import SupportsCheckpoint
 
 __all__ = ["refuse_torch", "require_one_writer", "strategy_of"]
 
@@ -29,7 +30,7 @@ def strategy_of(things: Any) -> Any:
         strategy = getattr(thing, "distribute_strategy", None)
         if getattr(strategy, "distributes", False):
             return strategy
-        if hasattr(thing, "checkpoint_variables"):
+        if isinstance(thing, SupportsCheckpoint):
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return get_strategy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.arguments import refuse_torch
@@ -11,30 +11,43 @@ from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import RESERVED, Entry, Header, section_of
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import Array
+from hpcstrat.typing import Array, SupportsCheckpoint, SupportsDeferredCheckpoint
 from hpcstrat.variables import DistributedVariable, SyncOnReadVariable, Variable
 
 __all__ = ["Objects"]
 
 
+@runtime_checkable
+class _SupportsPosition(Protocol):
+    """A data set or random streams: small state of types that the file format knows."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def check_state(self, state: dict[str, Any]) -> None: ...
+
+    def restore_state(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class _SupportsPlainState(Protocol):
+    """An object as of many libraries, whose state is plain; replica 0's is saved."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
 class Objects:
     """Named variables, optimizers, data sets, random streams and plain state.
 
-    Parameters
-    ----------
-    objects : dict of str to object
-        By name.
-
-    Raises
-    ------
-    ValueError
-        If an object cannot be saved, or variables are of several strategies.
+    ValueError if an object cannot be saved, or variables are of several strategies.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
-        self._stateful: dict[str, Any] = {}
-        self._nested: list[Any] = []
+        self._stateful: dict[str, SupportsCheckpoint] = {}
+        # In structures of variables.
+        self._nested: list[SupportsCheckpoint] = []
         self._iterators: dict[str, Any] = {}
         self._python: dict[str, Any] = {}
         for name, thing in objects.items():
@@ -50,11 +63,11 @@ class Objects:
     def _add(self, name: str, thing: Any) -> None:
         if isinstance(thing, (Variable, Mapping, list, tuple)):
             self._add_tree(f"variables/{name}", thing)
-        elif hasattr(thing, "checkpoint_variables"):
+        elif isinstance(thing, SupportsCheckpoint):
             self._stateful[name] = thing
-        elif hasattr(thing, "restore_state"):
+        elif isinstance(thing, _SupportsPosition):
             self._iterators[name] = thing
-        elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+        elif isinstance(thing, _SupportsPlainState):
             refuse_torch(name, thing)
             self._python[name] = thing
         else:
@@ -80,8 +93,10 @@ class Objects:
         elif isinstance(thing, (list, tuple)):
             for index, value in enumerate(thing):
                 self._add_tree(f"{path}/{index}", value)
-        elif hasattr(thing, "checkpoint_variables") and not hasattr(
-            thing, "checkpoint_defer"
+        elif isinstance(thing, SupportsCheckpoint) and not isinstance(
+            # Its variables must be there now: paths in a structure are fixed.
+            thing,
+            SupportsDeferredCheckpoint,
         ):
             self._add_tree(path, thing.checkpoint_variables())
             self._nested.append(thing)
@@ -119,15 +134,7 @@ class Objects:
         return self._python
 
     def variables(self) -> dict[str, Variable]:
-        """Return all variables there are now.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to Variable
-            By path in the file.
-        """
+        """Return all variables there are now, by path in the file."""
         for thing in self._nested:
             # What a metric has yet to add to its totals.
             thing.checkpoint_variables()
@@ -140,22 +147,9 @@ class Objects:
         return found
 
     def spellings(self, path: str) -> list[str]:
-        """Return the paths that a variable's value may have in a file.
-
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Of today.
-
-        Returns
-        -------
-        list of str
-            As it is found first.
-        """
+        """Return the paths that a variable's value may have in a file, best first."""
         owner = self.owner(path)
-        if owner is None or not hasattr(owner[0], "checkpoint_spellings"):
+        if owner is None:
             return [path]
         name = path.partition("/")[0]
         return [f"{name}/{p}" for p in owner[0].checkpoint_spellings(owner[1])]
@@ -165,40 +159,18 @@ class Objects:
     ) -> None:
         """Tell objects how many replicas had parts of what they now have.
 
-        Not collective.
-
-        Parameters
-        ----------
-        num_replicas : int
-            That number.
-        now : int
-            How many have restored it.
-        only : collection of str, optional
-            Names of the objects that were restored; default: all.
+        ``only`` as in `state_problems`.
         """
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
-            if wanted and hasattr(thing, "checkpoint_restored"):
+            if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
-    def owner(self, path: str) -> tuple[Any, str] | None:
-        """Return the stateful object to which a path belongs.
-
-        Not collective.
-
-        Parameters
-        ----------
-        path : str
-            Of an entry.
-
-        Returns
-        -------
-        object, str
-            The object, and the path within it; None where there is none.
-        """
+    def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
+        """Return who makes the variable of a path later, and the path within it."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        return (thing, rest) if hasattr(thing, "checkpoint_defer") else None
+        return (thing, rest) if isinstance(thing, SupportsDeferredCheckpoint) else None
 
     @property
     def names(self) -> set[str]:
@@ -207,35 +179,16 @@ class Objects:
         return first | {*self._stateful, *self._iterators, *self._python}
 
     def iterations(self) -> int | None:
-        """Return an optimizer's number of steps.
-
-        Not collective.
-
-        Returns
-        -------
-        int or None
-            None where there is no optimizer.
-        """
+        """Return an optimizer's number of steps; None where there is no optimizer."""
         for thing in self._stateful.values():
-            if hasattr(thing, "iterations"):
-                return int(to_host(thing.iterations.component))
+            # An optimizer's; other objects may call something else so.
+            steps = getattr(thing, "iterations", None)
+            if isinstance(steps, Variable):
+                return int(to_host(steps.component))
         return None
 
     def describe(self, variables: dict[str, Variable]) -> str:
-        """Say what ranks must agree on.
-
-        Not collective.
-
-        Parameters
-        ----------
-        variables : dict of str to Variable
-            By path.
-
-        Returns
-        -------
-        str
-            Names, types, shapes and aggregations.
-        """
+        """Say what ranks must agree on: names, types, shapes and aggregations."""
         words = [
             f"{path} {v.dtype}{list(v.shape)} {v.synchronization.name} "
             f"{v.aggregation.name}"
@@ -246,21 +199,9 @@ class Objects:
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Array]
     ) -> dict[str, Entry]:
-        """Return what the file says of each variable.
+        """Return what the file says of each variable, by path.
 
-        Not collective.
-
-        Parameters
-        ----------
-        variables : dict of str to Variable
-            By path.
-        values : dict of str to ndarray
-            Logical values, by path; with a row for each replica, that of this one.
-
-        Returns
-        -------
-        dict of str to Entry
-            By path.
+        ``values`` are logical ones; with a row for each replica, that of this one.
         """
         entries = {}
         for path, variable in variables.items():
@@ -279,16 +220,9 @@ class Objects:
         return entries
 
     def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-        """Return positions in data sets, states of random streams, and plain state.
+        """Return states of data sets and random streams, and plain state as text.
 
         Collective over the strategy's replicas where there are random streams.
-
-        Returns
-        -------
-        iterators : dict of str to dict
-            By name.
-        python : dict of str to bytes
-            Likewise, as of `as_text`.
         """
         iterators = {name: thing.state() for name, thing in self._iterators.items()}
         python = {
@@ -300,21 +234,9 @@ class Objects:
     def state_problems(
         self, header: Header, only: Collection[str] | None = None
     ) -> list[str]:
-        """Return which of these a checkpoint lacks, or holds for another object.
+        """Return, for people, which of these a checkpoint lacks, or has for another.
 
-        Not collective.
-
-        Parameters
-        ----------
-        header : Header
-            Of the checkpoint.
-        only : collection of str, optional
-            Names of the objects to look at; default: all.
-
-        Returns
-        -------
-        list of str
-            For people.
+        ``only`` are the names of the objects to look at; None means all.
         """
         problems = []
         for name, thing in self._iterators.items():
@@ -340,14 +262,8 @@ class Objects:
     ) -> None:
         """Give data sets, random streams and plain objects their saved state.
 
-        Not collective.
-
-        Parameters
-        ----------
-        header : Header
-            Of the checkpoint.
-        only : collection of str, optional
-            Names of the objects to restore; default: all.
+        ``only`` as in `state_problems`. They have been found to fit: nothing is refused
+        now.
         """
         for name, thing in self._iterators.items():
             if only is None or name in only:

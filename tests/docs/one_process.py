@@ -45,6 +45,11 @@ def _coming_from(*, shuffle: bool = True, epochs: int = 2) -> dict[str, Any]:
     return {"weights": weights, "loss": loss}
 
 
+def _counted() -> dict[str, Any]:
+    numbers = np.random.default_rng(0).normal(size=100)
+    return {"total": np.histogram(numbers, np.linspace(-3.0, 3.0, 7))[0]}
+
+
 def _training() -> dict[str, Any]:
     x, _ = _data(1000)
     data = x, x @ np.arange(8.0)
@@ -110,6 +115,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
+    ("contributing.md", ""): _counted,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
     ("user-guide/torch-jax.md", "jax"): _jax,
     ("user-guide/training.md", ""): _training,

@@ -77,7 +77,10 @@ def _has_parameters(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     value = getattr(sys.modules.get(module), attribute, None)
     return not inspect.isclass(value) or (
-        "__init__" in vars(value) and name != _OTHERWISE
+        "__init__" in vars(value)
+        and name != _OTHERWISE
+        # typing gives a protocol an __init__ of its own.
+        and not getattr(value, "_is_protocol", False)
     )
 
 
