@@ -25,41 +25,25 @@ __all__ = ["Gathers"]
 _LARGE_BYTES = 1 << 30
 
 
-class Gathers(ObjectCollectives):
-    """The part of `Collectives` that moves arrays without adding them."""
+class Gathers:
+    """Calls that give every replica the arrays of others, as they are."""
+
+    def __init__(self, collectives: ObjectCollectives) -> None:
+        self.collectives = collectives
 
     @collective
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the replicas' arrays along an axis, on every replica.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        tree : tree of array
-            Of any fixed-size dtype; the lengths along ``axis`` may differ.
-        axis : int
-            At least 0, below the number of dimensions.
-        what : str
-            The call, for messages.
-
-        Returns
-        -------
-        tree of ndarray
-            Fresh arrays, in replica order.
-
-        Raises
-        ------
-        ValueError
-            For scalars, or an axis out of range; the others raise ReplicaError.
-        NotImplementedError
-            For IndexedSlices.
-        CollectiveError
-            If replicas disagree on dtype, rank or another dimension. On every replica.
+        Collective over ``topology.replica_comm``. Arrays are of any fixed-size dtype;
+        their lengths along ``axis`` may differ. Results are fresh, in replica order.
+        ValueError for scalars, or an axis out of range, and NotImplementedError for
+        IndexedSlices: the other replicas raise ReplicaError. CollectiveError on every
+        replica, if they disagree on dtype, rank or another dimension.
         """
         leaves, structure = flatten(tree)
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
-        if self.channel is None:
+        if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
         for indices in by_memory(arrays):
             some = [arrays[i] for i in indices]
@@ -77,40 +61,38 @@ class Gathers(ObjectCollectives):
     ) -> list[Array]:
         """Gather arrays on GPUs, whose lengths are agreed on first."""
         module: Any = array_module(arrays[0])
-        channel: Any = self.channel
+        channel: Any = self.collectives.channel
         mover = self._mover(call)
-        try:
+        with self.collectives.all_raise(call.text):
             parts = [module.ascontiguousarray(np.moveaxis(a, axis, 0)) for a in arrays]
-        except Exception as error:
-            self.fail(call.text, error)
-            raise
-        lengths = self.all_gather_object([len(part) for part in parts], call.text)
+        lengths = self.collectives.all_gather_object(
+            [len(part) for part in parts], call.text
+        )
         results: list[Array] = []
         for index, part in enumerate(parts):
             counts = [row[index] * math.prod(part.shape[1:]) for row in lengths]
             rows = sum(row[index] for row in lengths)
-            try:
+            with self.collectives.all_raise(call.text):
                 whole = module.empty((rows, *part.shape[1:]), part.dtype)
-            except Exception as error:
-                self.fail(call.text, error)
-                raise
             if whole.size:
                 flat, result = part.reshape(-1), whole.reshape(-1)
                 steps = byte_movers.all_gather(mover, flat, result, counts)
-                channel.drive(steps, call, self._timeout_seconds)
+                channel.drive(steps, call, self.collectives.timeout_seconds)
             moved_back = np.moveaxis(whole, 0, axis)
             results.append(module.ascontiguousarray(moved_back))
         return results
 
     def _concatenated(self, arrays: list[Array], axis: int, call: Call) -> list[Array]:
         """Gather arrays in host memory, whose lengths are agreed on first."""
-        channel: Any = self.channel
+        channel: Any = self.collectives.channel
         rows = [np.moveaxis(array, axis, 0) for array in arrays]
-        channel.agree(call, self._timeout_seconds)
+        channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             lengths = comm.lengths([len(row) for row in rows])
         wholes, results = self._room(rows, lengths, axis)
-        channel.agree(describe_call(f"data of {call.text}"), self._timeout_seconds)
+        channel.agree(
+            describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
+        )
         with channel.moving(call) as comm:
             for index, (mine, whole) in enumerate(zip(rows, wholes, strict=True)):
                 _gather_rows(comm, mine, whole, lengths[:, index])
@@ -139,32 +121,14 @@ class Gathers(ObjectCollectives):
 
     @collective
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
-        """Give every replica one replica's arrays.
+        """Give every replica one replica's arrays, as fresh ones.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        tree : tree of array
-            Same structure, shapes and dtypes on every replica.
-        root : int
-            The replica whose values are taken.
-        what : str
-            The call, for messages.
-
-        Returns
-        -------
-        tree of ndarray
-            Fresh arrays.
-
-        Raises
-        ------
-        CollectiveError
-            If replicas disagree on root, structure, shape or dtype. On every replica.
+        Collective over ``topology.replica_comm``. CollectiveError on every replica, if
+        they disagree on root, structure, shape or dtype.
         """
         leaves, structure = flatten(tree)
         arrays = [as_array(leaf) for leaf in leaves]
-        if self.channel is None:
+        if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
         for indices in by_memory(arrays):
             some = [arrays[i] for i in indices]
@@ -178,10 +142,10 @@ class Gathers(ObjectCollectives):
 
     def _cast(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays in host memory."""
-        channel: Any = self.channel
+        channel: Any = self.collectives.channel
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
-        channel.agree(call, self._timeout_seconds)
+        channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             for flat in flats:
                 comm.cast_array(flat, root)
@@ -194,28 +158,22 @@ class Gathers(ObjectCollectives):
 
     def _cast_on_gpus(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays on GPUs."""
-        channel: Any = self.channel
+        channel: Any = self.collectives.channel
         mover = self._mover(call)
-        try:
+        with self.collectives.all_raise(call.text):
             results = [array.copy("C") for array in arrays]
-        except Exception as error:
-            self.fail(call.text, error)
-            raise
         filled = [result for result in results if result.size]
         steps = byte_movers.broadcast(mover, filled, filled, root)
-        channel.drive(steps, call, self._timeout_seconds)
+        channel.drive(steps, call, self.collectives.timeout_seconds)
         return results
 
     def _mover(self, call: Call) -> Mover:
         """Return what moves bytes between GPUs, ready for a call."""
-        channel: Any = self.channel
-        group = device_group(channel, call.text, self._timeout_seconds)
-        try:
+        channel: Any = self.collectives.channel
+        group = device_group(channel, call.text, self.collectives.timeout_seconds)
+        with self.collectives.all_raise(call.text):
             mover = transport_select.mover(group)
             mover.prepare()
-        except Exception as error:
-            self.fail(call.text, error)
-            raise
         return mover
 
 

@@ -1,55 +1,23 @@
-"""The one reduction path: tree, plan, header, algorithm, tree."""
+"""All calls between replicas that the rest of the library makes, in one object."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import numpy as np
-
-from hpcstrat.arrays.casting import assign, quietly
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import array_module, is_device, to_reducible
-from hpcstrat.arrays.overlaps import copied_where_overwritten
-from hpcstrat.arrays.recycling import DeviceRecycler, Recycler
-from hpcstrat.channel.awaited import HEADER, Awaits, exhaust
 from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.entries import collective
-from hpcstrat.channel.started import Started
-from hpcstrat.collectives.work import Work
-from hpcstrat.gpu.transports.device_group import DeviceGroup, device_group
-from hpcstrat.observe.timeline import active
-from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.options import CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.gathers import Gathers
-from hpcstrat.reduction.reduction_arrays import (
-    all_plain,
-    by_memory,
-    checked_outs,
-    is_plain,
-    list_structure,
-    require_fitting,
-)
-from hpcstrat.reduction.reduction_plan import ReductionPlan, marked, plan_reduction
-from hpcstrat.tree import flatten, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.reduction.object_collectives import ObjectCollectives
+from hpcstrat.reduction.reductions import Reductions
 
 __all__ = ["Collectives"]
 
-_MOST_PLANS = 1024
 
-# Operation, name of the call, and what holds the arrays; None for a single array.
-_Request = tuple[ReduceOp, str, Any]
-
-
-class Collectives(Gathers):
+class Collectives(ObjectCollectives):
     """The calls that move data between replicas, each with its header.
 
-    Parameters
-    ----------
-    channel : Channel or None
-        Carries the headers; None for a single replica, where nothing moves.
-    ops, options : CrossDeviceOps, CommunicationOptions
-        How arrays are summed; defaults of every call.
+    Those of objects, with `Gathers` and `Reductions` of arrays. ``channel`` is None for
+    a single replica, where nothing moves; ``ops`` and ``options`` are the defaults of
+    every call.
     """
 
     def __init__(
@@ -58,341 +26,19 @@ class Collectives(Gathers):
         ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        self._options = options = options or CommunicationOptions()
+        options = options or CommunicationOptions()
         super().__init__(channel, options.timeout_seconds)
-        self._ops = ops or CrossDeviceOps()
-        self._plans: dict[Any, ReductionPlan] = {}
-        self._recycler = Recycler()
-        self._device_recycler = DeviceRecycler()
+        gathers = Gathers(self)
+        self._reductions = Reductions(gathers, ops or CrossDeviceOps(), options)
+        # Bound here, which costs a call nothing where it is made.
+        self.all_gather = gathers.all_gather
+        self.broadcast = gathers.broadcast
+        self.batch_reduce = self._reductions.batch_reduce
+        self.reduce_inside = self._reductions.reduce_inside
+        self.start_reduce = self._reductions.start_reduce
+        self.start_inside = self._reductions.start_inside
 
     def close(self) -> None:
-        """Refuse all calls from here on.
-
-        Not collective.
-        """
+        """Refuse all calls from here on."""
         super().close()
-        # They hold shared memory.
-        self._plans.clear()
-        self._device_recycler.clear()
-
-    def reduce_inside(
-        self,
-        op: ReduceOp,
-        trees: Tree,
-        what: str,
-        options: CommunicationOptions | None = None,
-        *,
-        out: Tree = None,
-    ) -> Tree:
-        """Reduce all arrays of a tree over the replicas, in as few messages as fit.
-
-        Collective over ``topology.replica_comm``; the only call of what is an entry of
-        the library by itself, see `hpcstrat.channel.entries`.
-
-        Parameters
-        ----------
-        op : ReduceOp
-            ``MEAN`` divides once, after the sum; of integers it is float64.
-        trees : tree of array or IndexedSlices, each of shape (...)
-            Same structure, shapes and dtypes on every replica; not modified. Rows of
-            IndexedSlices are concatenated in replica order.
-        what : str
-            The call, for messages.
-        options : CommunicationOptions, optional
-            For this call.
-        out : tree of ndarray, optional
-            Where the results go, see `Strategy.reduce`; ``trees`` itself reduces in
-            place.
-
-        Returns
-        -------
-        tree
-            Arrays that the caller may write, equal bit for bit on every replica: those
-            of ``out``, or ones of their own.
-
-        Raises
-        ------
-        CollectiveError
-            If replicas disagree on structure, shape or dtype. Raised on every replica.
-        ValueError
-            If an array has no sum, or ``out`` does not fit; the other replicas raise
-            ReplicaError.
-        """
-        options = options or self._options
-        plain = out is None or type(out) is np.ndarray
-        if plain and type(trees) is np.ndarray and trees.dtype.isnative:
-            outs = None if out is None else [out]
-            return self._reduce((op, what, None), [trees], options, outs)[0]
-        if type(trees) is list and out is None and all_plain(trees):
-            request = op, what, list_structure(len(trees))
-            return self._reduce(request, trees, options, None)
-        leaves, structure = flatten(trees)
-        sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
-        arrays = [
-            to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
-            for leaf in leaves
-        ]
-        outs = None if out is None else checked_outs(out, arrays, structure, sparse)
-        for index in sparse:
-            leaves[index] = self._reduce_rows(op, leaves[index], what)
-        dense = [i for i in range(len(leaves)) if i not in sparse]
-        if dense or not leaves:
-            dense_arrays = [arrays[i] for i in dense] if sparse else arrays
-            request = op, what, structure
-            reduced = self._reduce_by_memory(request, dense_arrays, options, outs)
-            for index, array in zip(dense, reduced, strict=True):
-                leaves[index] = array
-        return unflatten(structure, leaves) if out is None else out
-
-    batch_reduce = collective(reduce_inside)
-
-    def start_inside(
-        self,
-        op: ReduceOp,
-        trees: Tree,
-        what: str,
-        options: CommunicationOptions | None = None,
-        *,
-        out: Tree = None,
-    ) -> Started:
-        """Start `reduce_inside`, without waiting for its end.
-
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        op : ReduceOp
-            As there.
-        trees : tree of array, each of shape (...)
-            As there; not to be written before the end. IndexedSlices are refused.
-        what : str
-            The call, for messages.
-        options : CommunicationOptions, optional
-            For this call.
-        out : tree of ndarray, optional
-            As there; not to be read or written before the end.
-
-        Returns
-        -------
-        Started
-            Whose ``wait`` returns the result.
-
-        Raises
-        ------
-        ValueError
-            If an array has no sum, or ``out`` does not fit; the other replicas raise
-            ReplicaError.
-        """
-        options = options or self._options
-        leaves, structure = flatten(trees)
-        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            raise ValueError(
-                "expected arrays in a reduction that is started, found IndexedSlices; "
-                "reduce them with all_reduce"
-            )
-        arrays = [to_reducible(leaf) for leaf in leaves]
-        if len(by_memory(arrays)) > 1:
-            raise ValueError(
-                "expected arrays in one kind of memory in a reduction that is started, "
-                "found host memory and a GPU's; start two reductions"
-            )
-        outs = None if out is None else checked_outs(out, arrays, structure, [])
-        request = op, what, structure
-        if arrays and is_device(arrays[0]):
-            self._group(what, options)
-        begin = self._start, request, arrays, options, outs, out
-        return cast("Started", self.call(what, *begin))
-
-    def _start(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-        out: Tree,
-    ) -> Started:
-        planned, results = self._prepared(request, arrays, options, outs)
-        if planned.choice is not None and not planned.choice.starts:
-            raise ValueError(
-                "expected an algorithm that can be started and awaited later, found "
-                f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
-            )
-        if outs is not None:
-            arrays = copied_where_overwritten(arrays, outs)
-        tree = unflatten(request[2], results) if out is None else out
-        join = None
-        if planned.choice is not None and planned.on_gpu:
-            planned, arrays, join = marked(planned, arrays, results)
-        steps = self._steps(planned, arrays, results, waits=False)
-        return Started(
-            *(self.channel, planned.call, steps, tree, options.timeout_seconds),
-            join=join,
-        )
-
-    start_reduce = collective(start_inside)
-
-    def _prepared(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-    ) -> tuple[ReductionPlan, list[Array]]:
-        """Return the plan of a call, and the arrays for its results."""
-        on_gpu = bool(arrays) and is_device(arrays[0])
-        key = (
-            *(request, options.bytes_per_pack, options.wire_dtype),
-            *(options.implementation, on_gpu),
-            *[(a.dtype, a.shape) for a in arrays],
-        )
-        planned = self._plans.get(key)
-        if planned is None:
-            planned = self._plans[key] = self._plan(request, arrays, options)
-        # Memory runs out here, if it does, and not between the header and the data.
-        if outs is None and not on_gpu:
-            outs = self._recycler.arrays(planned.results)
-        elif outs is None:
-            outs = self._on_gpu(planned, arrays)
-        else:
-            require_fitting(outs, planned.results, on_gpu)
-        return planned, outs
-
-    def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
-        """Return arrays for the results of a call on a GPU."""
-        if self.channel is not None:
-            self.channel.forget_done()
-        module = array_module(arrays[0])
-        return self._device_recycler.arrays(planned.call, planned.results, module)
-
-    def _reduce_by_memory(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-    ) -> list[Array]:
-        """Reduce arrays in host memory, and on GPUs, one kind after the other."""
-        groups, (op, what, _) = by_memory(arrays), request
-        if len(groups) < 2:
-            return list(self.call(what, self._reduce, request, arrays, options, outs))
-        results: list[Any] = [None] * len(arrays)
-        for some in groups:
-            asked, own = (
-                (op, what, list_structure(len(some))),
-                [arrays[i] for i in some],
-            )
-            its_outs = None if outs is None else [outs[i] for i in some]
-            part = self.call(what, self._reduce, asked, own, options, its_outs)
-            for index, result in zip(some, part, strict=True):
-                results[index] = result
-        return results
-
-    def _reduce(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-    ) -> list[Array]:
-        planned, results = self._prepared(request, arrays, options, outs)
-        channel: Any = self.channel
-        if channel is not None and channel.started:
-            channel.started.drain()
-        call, timeout_seconds = planned.call, options.timeout_seconds
-        if planned.small is not None:
-            apart = outs is None or len(arrays) == 1
-            planned.small(arrays, results, planned, timeout_seconds, apart)
-            if (recorder := active.recorder) is not None:
-                recorder.leave_data(call.text, pushed=False)
-            return results
-        if outs is not None:
-            arrays = copied_where_overwritten(arrays, outs)
-        steps = self._steps(planned, arrays, results, waits=True)
-        if channel is None:
-            exhaust(steps)
-        else:
-            channel.drive(steps, call, timeout_seconds)
-        return results
-
-    def _steps(
-        self,
-        planned: ReductionPlan,
-        arrays: list[Array],
-        results: list[Array],
-        *,
-        waits: bool,
-    ) -> Awaits:
-        """Let the algorithm work on contiguous arrays, see `collectives.work`."""
-        choice, channel = planned.choice, cast("Channel | None", self.channel)
-        sources = [
-            (array if is_plain(array) else array.copy("C")).reshape(-1)
-            for array in arrays
-        ]
-        flats = [
-            result.reshape(-1)
-            if is_plain(result)
-            else array_module(result).empty(result.size, result.dtype)
-            for result in results
-        ]
-        if channel is None or choice is None:
-            # A single replica, or nothing to move.
-            yield HEADER
-            for source, flat in zip(sources, flats, strict=True):
-                quietly(assign, flat, ..., source)
-        else:
-            work = Work(
-                *(planned.call, planned.cut(), sources, flats, choice.piece_bytes),
-                divisor=planned.divisor,
-                waits=waits,
-            )
-            yield from choice.algorithm(work, channel)
-        for result, flat in zip(results, flats, strict=True):
-            if not is_plain(result):
-                result[...] = flat.reshape(result.shape)
-
-    def _plan(
-        self, request: _Request, arrays: list[Array], options: CommunicationOptions
-    ) -> ReductionPlan:
-        on_gpu = bool(arrays) and is_device(arrays[0])
-        group = self._group(request[1], options) if on_gpu else None
-        if group is None:
-            return self._planned(request, arrays, options, None)
-        # Its making was a call of all replicas.
-        begin = self._planned, request, arrays, options, group
-        return cast("ReductionPlan", self.call(request[1], *begin))
-
-    def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
-        channel: Any = self.channel
-        seconds = options.timeout_seconds
-        return None if channel is None else device_group(channel, what, seconds)
-
-    def _planned(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        group: DeviceGroup | None,
-    ) -> ReductionPlan:
-        op, what, structure = request
-        for array in arrays:
-            to_reducible(array)
-            if group is not None:
-                group.require_own(array)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        return plan_reduction(
-            *(arrays, cast("Channel | None", self.channel), self._ops),
-            op=op,
-            what=what,
-            structure=structure,
-            options=options,
-            group=group,
-        )
-
-    @np.errstate(all="ignore")
-    def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
-        label = f"{what}({op.name}) of rows of {rows.dense_shape}"
-        values, indices = self.all_gather([rows.values, rows.indices], 0, label)
-        if op is ReduceOp.MEAN:
-            values = values / self.size
-        return IndexedSlices(values, indices, rows.dense_shape)
+        self._reductions.close()

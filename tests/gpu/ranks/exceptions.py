@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.reduction.reductions import Reductions
 from hpcstrat.strategies.cross_replica import CrossReplicaMethods
 from tests.gpu.ranks.rewriting import (
     at_once,
@@ -66,7 +66,7 @@ CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
         "assert_usable": settling,
         "expected": computing,
         "test_half_precision_between_workers_keeps_its_bound": at_seam(
-            Collectives, "batch_reduce"
+            Reductions, "batch_reduce"
         ),
     },
     "check_checkpoint_chains": {"_next": computing, "_restored": computing},
