@@ -18,6 +18,8 @@ def on_first(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
     Collective over the strategy's replicas. What it raises is a CheckpointError on all
     of them: its own, or one with its text.
     """
+    # An error travels as its text and class: not all errors pickle, and a traceback of
+    # replica 0 does not belong to another one's.
     outcome: Any = None
     if strategy.replica_id == 0:
         try:

@@ -67,6 +67,8 @@ class Restorer:
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
+                # All ranks raise it, and all come here: only data that a replica has
+                # read can show that they are damaged.
                 self._distrust([file.path])
                 if path is not None:
                     raise
@@ -87,6 +89,7 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables = self._objects.variables()
+        # Ranks that would restore something else, or otherwise, find out here.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
@@ -100,7 +103,7 @@ class Restorer:
             **rules,
         )
         nbytes, read_seconds = restore_values(
-            *(file, matches, self._strategy, self._memory)
+            file, matches, self._strategy, self._memory
         )
         only = rules.get("only")
         now = self._strategy.num_replicas_in_sync
@@ -108,9 +111,14 @@ class Restorer:
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}
         self.last = RestoreReport(
-            *(file.path, header.step, header.num_replicas, file.vouched is not None),
-            *(nbytes, time.perf_counter() - began, read_seconds),
-            tuple(sorted(file.header.entries.keys() - taken)),
-            tuple(passed_over),
+            path=file.path,
+            step=header.step,
+            num_replicas=header.num_replicas,
+            verified=file.vouched is not None,
+            nbytes=nbytes,
+            seconds=time.perf_counter() - began,
+            read_seconds=read_seconds,
+            unused=tuple(sorted(file.header.entries.keys() - taken)),
+            passed_over=tuple(passed_over),
         )
         return header.step
