@@ -1,0 +1,450 @@
+"""The faults: words of the library, what stands there instead, who should see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault: ``old`` stands once in the library, in whatever module.
+
+    ``tests`` are files that should find it: ``3:reductions`` is
+    tests/mpi/ranks/check_reductions.py on 3 ranks.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: str
+
+
+def _m(name: str, tests: str, old: str, new: str) -> Mutant:
+    return Mutant(name, old, new, tests)
+
+
+MUTANTS = (
+    # Sums: algorithms, packing, memory that a worker shares.
+    _m(
+        "flat: a mean is not divided",
+        "3:reductions",
+        """        if work.divisor:
+            quietly(np.divide, total, work.divisor, total)
+        if packed:""",
+        "        if packed:",
+    ),
+    _m(
+        "flat: the buffer of a type is taken though it is too small",
+        "3:reductions",
+        "kept is None or kept.size < run.size",
+        "kept is None",
+    ),
+    _m(
+        "direct: the first of two ranks adds its own values twice",
+        "2:reductions",
+        "quietly(np.add, own, rows[1], total)",
+        "quietly(np.add, own, rows[0], total)",
+    ),
+    _m(
+        "direct: a mean of mixed arrays is not divided",
+        "2:reductions",
+        """        add_in_order(terms, total)
+        if work.divisor:
+            quietly(np.divide, total, work.divisor, total)
+        if total is not result""",
+        """        add_in_order(terms, total)
+        if total is not result""",
+    ),
+    _m(
+        "shared: the last rank's values are left out",
+        "3:reductions",
+        "for number in range(1, len(terms)):\n        out",
+        "for number in range(1, max(2, len(terms) - 1)):\n        out",
+    ),
+    _m(
+        "shared: a piece is laid over the one before, which others read",
+        "3:all_reduce",
+        """            after = places.take(place_bytes)
+            _lay_out(following, after, work, places, me)
+        own = []""",
+        """            after = place
+            _lay_out(following, after, work, places, me)
+        own = []""",
+    ),
+    _m(
+        "shared: results are taken out before the others have added theirs",
+        "3:all_reduce",
+        """        yield channel.step(work.call)
+        for run in piece:
+            _copy_out""",
+        """        for run in piece:
+            _copy_out""",
+    ),
+    _m(
+        "shared: segments leave out the last lines",
+        "3:all_reduce",
+        "line = _CACHE_LINE_BYTES // run.dtype.itemsize\n"
+        "    length = -(-run.size // (movers * line)) * line",
+        "line = _CACHE_LINE_BYTES // run.dtype.itemsize\n"
+        "    length = run.size // (movers * line) * line",
+    ),
+    _m(
+        "shared: a place begins past the ring's end",
+        "3:all_reduce",
+        "if start >= self.ring_bytes:",
+        "if start > self.ring_bytes:",
+    ),
+    _m(
+        "shared: views of a place are those of another run of its length",
+        "3:all_reduce",
+        "key = run.dtype, place, run.start, run.size",
+        "key = run.dtype, place, run.size",
+    ),
+    _m(
+        "between workers: the own part is added twice",
+        "3:all_reduce",
+        "if p != me else parts[me] for p in range(size)]",
+        "if p > 1 else parts[me] for p in range(size)]",
+    ),
+    _m(
+        "between workers: the third worker's sum is left out",
+        "3:all_reduce",
+        "for row in rows[2:]:",
+        "for row in rows[3:]:",
+    ),
+    _m(
+        "halves: the scale of a message is not taken back",
+        "3:all_reduce",
+        "quietly(np.ldexp, values, -exponent)",
+        "quietly(np.ldexp, values, exponent)",
+    ),
+    _m(
+        "to one: the sum lies where the next values are received",
+        "3:gather_broadcast",
+        "total = next(parts).copy()",
+        "total = next(parts)",
+    ),
+    _m(
+        "packing: single elements of an array are left out",
+        "3:reductions",
+        "first, last = max(low, start), min(high, end)\n        if first < last:\n"
+        "            index = bucket",
+        "first, last = max(low, start), min(high, end)\n        if first < last - 1:\n"
+        "            index = bucket",
+    ),
+    _m(
+        "packing: half types are added in their own type",
+        "2:reductions",
+        """    if is_half(dtype):
+        return np.dtype(np.float32), True
+    if dtype.kind in "iu" and means:""",
+        '    if dtype.kind in "iu" and means:',
+    ),
+    _m(
+        "packing: the mean of unsigned integers is of integers",
+        "2:reductions",
+        'if dtype.kind in "iu" and means:',
+        'if dtype.kind == "i" and means:',
+    ),
+    # Gathers, broadcasts, objects.
+    _m(
+        "gather: parts come in the wrong order",
+        "3:gather_broadcast",
+        "comm.Allgatherv([sent, byte], [flat, sizes, byte])",
+        "comm.Allgatherv([sent, byte], [flat, (sizes, "
+        "[sum(sizes[i + 1 :]) for i in range(len(sizes))]), byte])",
+    ),
+    _m(
+        "gather: no header before the data",
+        "3:failures",
+        'channel.agree(describe_call(f"data of {call.text}"), self._timeout_seconds)',
+        "pass",
+    ),
+    _m(
+        "broadcast: no header",
+        "3:failures",
+        """        channel.agree(call, self._timeout_seconds)
+        with channel.moving(call) as comm:
+            for flat in flats:""",
+        """        with channel.moving(call) as comm:
+            for flat in flats:""",
+    ),
+    _m(
+        "broadcast: always from replica 0",
+        "3:gather_broadcast",
+        "            for flat in flats:\n                comm.cast_array(flat, root)",
+        "            for flat in flats:\n                comm.cast_array(flat, 0)",
+    ),
+    _m(
+        "objects: all parts but the first are read wrongly",
+        "3:gather_broadcast",
+        "view[end - size : end]",
+        "view[end - size : size or end]",
+    ),
+    _m(
+        "pieces: the last bytes of an array are not broadcast",
+        "3:gather_broadcast",
+        """        for start in range(0, data.size, PIECE_BYTES):
+            self.Bcast""",
+        """        for start in range(0, data.size - 1, PIECE_BYTES):
+            self.Bcast""",
+    ),
+    # What one rank could not do.
+    _m(
+        "agreement: a problem of rank 0 is not told",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[2-results]",
+        "comm.rank if problem else -1",
+        "comm.rank or -1 if problem else -1",
+    ),
+    _m(
+        "breaks: who left a call earlier is not found",
+        "3:breaks",
+        "return left < call\n",
+        "return False\n",
+    ),
+    _m(
+        "started: the error of making the call ready is not told",
+        "3:failures",
+        "self._channel.post_header(self.call, self._run, failed=failed)",
+        "self._channel.post_header(self.call, self._run, failed=False)",
+    ),
+    _m(
+        "started: the thread that drives started calls is not woken",
+        "3:all_reduce",
+        "            self._thread.wake()\n",
+        "            pass\n",
+    ),
+    _m(
+        "dealing: the error of one replica's part is kept to itself",
+        "3:data_workers",
+        "states = np.array([state, -state, failed is not None, *marks], np.int64)",
+        "states = np.array([state, -state, 0, *marks], np.int64)",
+    ),
+    _m(
+        "watchdog: nobody asks where the others are",
+        "tests/mpi/test_watchdog.py",
+        "return not self.others_inquire(self.topology.worker_comm.rank)",
+        "return False",
+    ),
+    # Variables and values.
+    _m(
+        "mean of a mirrored variable's updates is their sum",
+        "2:variables",
+        """            op = ReduceOp.from_variable_aggregation(self.aggregation)
+            combined = collectives.batch_reduce(op, array, what)""",
+        """            op = ReduceOp.SUM
+            combined = collectives.batch_reduce(op, array, what)""",
+    ),
+    _m(
+        "shares of an integer: the remainder goes to the wrong replicas",
+        "2:variables",
+        "remainder = replica_id < wide % num_replicas",
+        "remainder = replica_id <= wide % num_replicas",
+    ),
+    _m(
+        "reads: the mean of a variable's parts is their sum",
+        "2:variables",
+        "values = collectives.batch_reduce(op, own, what)\n        for index, value",
+        "values = collectives.batch_reduce(ReduceOp.SUM, own, what)\n"
+        "        for index, value",
+    ),
+    _m(
+        "mean over several axes: the first alone is counted",
+        "3:reductions",
+        "np.prod([array.shape[a] for a in axes], dtype=np.int64)",
+        "np.prod([array.shape[a] for a in axes[:1]], dtype=np.int64)",
+    ),
+    _m(
+        "moments: the means of replicas are not weighted",
+        "2:layers",
+        "between = counts * (means - mean) ** 2",
+        "between = (means - mean) ** 2",
+    ),
+    _m(
+        "metrics: a weight counts as one example",
+        "2:metrics",
+        "count = array_module(weights).broadcast_to(weights, array.shape).sum()",
+        "count = array.size",
+    ),
+    # Optimizers.
+    _m(
+        "SGD: the momentum has the wrong sign",
+        "2:optimizers",
+        "velocity *= number(self.momentum)\n",
+        "velocity *= number(-self.momentum)\n",
+    ),
+    _m(
+        "Adam: the bias of the second moment stays",
+        "2:optimizer_rules",
+        "scratch /= number(math.sqrt(1 - self.beta_2**step.number))\n",
+        "",
+    ),
+    _m(
+        "Adam: its two slots are swapped",
+        "2:optimizer_rules",
+        """        self._direction(step, gradient, *slots)
+        gradient *= value""",
+        """        self._direction(step, gradient, *reversed(slots))
+        gradient *= value""",
+    ),
+    _m(
+        "AdamW: excluded names decay too",
+        "2:optimizer_rules",
+        """        if not self._is_excluded(step.name):
+            value *= value""",
+        """        if step.name:
+            value *= value""",
+    ),
+    _m(
+        "LAMB: the ratio of norms upside down",
+        "2:optimizer_rules",
+        "rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])",
+        "rate *= math.sqrt(norms[1]) / math.sqrt(norms[0])",
+    ),
+    _m(
+        "accumulation: after a bad batch the sums stay as they are",
+        "2:optim_accumulation",
+        "            own_total[...], own_count[...] = total, count\n",
+        "            own_count[...] = count\n",
+    ),
+    _m(
+        "accumulation: a restored sum is not scaled to the new number of replicas",
+        "2:optim_accumulation",
+        "slot.component[...] *= now / num_replicas",
+        "slot.component[...] *= 1",
+    ),
+    _m(
+        "non-finite gradients: long arrays pass",
+        "2:non_finite",
+        "elif not _is_finite(array.reshape(-1)):",
+        "elif not _is_finite(array.reshape(-1)[:_SMALL]):",
+    ),
+    # Data.
+    _m(
+        "splitting: the last replicas get the rows that are left over",
+        "2:data",
+        "return [low + (replica < more) for replica in range(num_replicas)]",
+        "return [low + (num_replicas - replica <= more) for replica in range("
+        "num_replicas)]",
+    ),
+    _m(
+        "splitting: the rest of a batch is lost",
+        "2:data tests/unit/test_sources.py",
+        "self._parts.appendleft((batch, stop, length))",
+        "pass",
+    ),
+    # Checkpoints.
+    _m(
+        "save: the header is renamed before it is on disk",
+        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "            os.ftruncate(file, plan.size)\n            flush(file)",
+        "            os.ftruncate(file, plan.size)",
+    ),
+    _m(
+        "save: the part of a rank is not flushed",
+        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "            if self.error is None:\n                flush(self._file)",
+        "            if self.error is None:",
+    ),
+    _m(
+        "save: the folder is not flushed after the rename",
+        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "published = True\n                flush_folder(os.path.dirname("
+        "self.target.path))",
+        "published = True",
+    ),
+    _m(
+        "save: short writes lose the rest",
+        "tests/unit/test_checkpoint_engine.py 2:checkpoint_faults",
+        "        done += written\n        if written % PAGE_BYTES:",
+        "        done = data.nbytes\n        if written % PAGE_BYTES:",
+    ),
+    _m(
+        "save: the hash of a block stands in its neighbor's place",
+        "2:checkpoint",
+        "self.hashes[index] = block_hash(data)",
+        "self.hashes[index - 1] = block_hash(data)",
+    ),
+    _m(
+        "restore: the hashes are not those of the commit record",
+        "2:checkpoint_input tests/unit/test_checkpoint_damage.py",
+        "if hasher.digest() != root:",
+        "if len(hasher.digest()) != len(root):",
+    ),
+    _m(
+        "restore: the state of another slot of the streams",
+        "2:random",
+        '"counter": words[3:7]',
+        '"counter": words[2:6]',
+    ),
+    _m(
+        "restore: a row that is read alone is its neighbor's",
+        "2:checkpoint_memory 2:restoring",
+        "place = extent.offset + row * each",
+        "place = extent.offset + (row ^ 1) * each",
+    ),
+    _m(
+        "keep: the best is the worst",
+        "tests/unit/test_retention.py",
+        'sign = 1 if best.mode == "min" else -1',
+        'sign = -1 if best.mode == "min" else 1',
+    ),
+    _m(
+        "keep: one less than was asked for",
+        "tests/unit/test_retention.py",
+        "keep = ordered[-rules.max_to_keep :]",
+        "keep = ordered[1 - rules.max_to_keep :] if rules.max_to_keep > 1 else []",
+    ),
+    # Arrays on GPUs, on the stand-in where there is none.
+    _m(
+        "peer: two pieces lie in the same half of the memory",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[2-results]",
+        "shift = self._piece % 2 * self._half_bytes + run.start",
+        "shift = run.start",
+    ),
+    _m(
+        "peer: nobody waits for the others' sums",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[3-peer]",
+        "for rank in ranks:\n                self._windows.join",
+        "for rank in ():\n                self._windows.join",
+    ),
+    _m(
+        "NCCL in a worker: parts begin one line too early",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[2-results]",
+        "length += -length % line",
+        "length -= length % line",
+    ),
+    _m(
+        "MPI on GPUs: a rank of an odd number of them gets no sum",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[3-peer]",
+        "return 2 * other + 1 if other < pairs else other + pairs",
+        "return 2 * other + 1",
+    ),
+    # Elastic, divergence.
+    _m(
+        "elastic: newcomers' term of a mean is counted",
+        "tests/mpi/test_elastic.py",
+        "count = strategy.num_replicas_in_sync - len(without)",
+        "count = strategy.num_replicas_in_sync",
+    ),
+    _m(
+        "elastic: the part of a lost rank is not added to a sum",
+        "tests/mpi/test_elastic.py",
+        "values[path] = quietly(np.add, values[path], array)",
+        "values[path] = values[path]",
+    ),
+    _m(
+        "divergence: the least instead of the most",
+        "3:divergence",
+        "usual = max(counts, key=lambda value: counts[value])",
+        "usual = min(counts, key=lambda value: counts[value])",
+    ),
+    _m(
+        "divergence: the sign of the other extreme",
+        "3:divergence",
+        "extremes = np.concatenate([own, -own])",
+        "extremes = np.concatenate([own, own])",
+    ),
+)
