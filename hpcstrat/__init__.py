@@ -11,6 +11,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hpcstrat import chaos as chaos
     from hpcstrat import cluster_resolver as cluster_resolver
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import get_strategy as get_strategy
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
-    from hpcstrat.strategies.replica_context import ReplicaContext as ReplicaContext
+    from hpcstrat.strategies.base import ReplicaContext as ReplicaContext
     from hpcstrat.topology.topology import Topology as Topology
     from hpcstrat.values import DistributedValues as DistributedValues
     from hpcstrat.values import Mirrored as Mirrored
@@ -90,7 +92,6 @@ if TYPE_CHECKING:
     in_cross_replica_context = _in_cross
     scale_regularization_loss = _scale_regularization_loss
 
-__version__ = "0.1.0"
 
 _MODULES = (
     "chaos",
@@ -154,7 +155,7 @@ _NAMES = {
         "has_strategy",
         "in_cross_replica_context",
     ),
-    "strategies.replica_context": ("ReplicaContext",),
+    "strategies.base": ("ReplicaContext",),
     "observe.timeline": ("trace",),
     "topology.topology": ("Topology",),
     "logs": ("get_logger", "print_once"),

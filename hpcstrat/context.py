@@ -7,10 +7,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Entry", "MadeTogether", "current", "pop", "push"]
+from hpcstrat.options import ReduceOp, VariableSynchronization
+from hpcstrat.typing import Replicas, Tree
+
+__all__ = ["CurrentStrategy", "Entry", "MadeTogether", "current", "pop", "push"]
+
+
+class CurrentStrategy(Replicas, Protocol):
+    """A strategy, as values, variables and its own less common methods see it.
+
+    They all lie below it. What each member is, and who must call it, stands at
+    `hpcstrat.strategies.Strategy`.
+    """
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def is_default(self) -> bool: ...
+
+    @property
+    def update_entry(self) -> Entry: ...
+
+    @property
+    def extended(self) -> Any: ...
+
+    def scope(self) -> AbstractContextManager[Any]: ...
+
+    def _require_cross(self, what: str) -> None: ...
+
+    def run(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any: ...
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, axis: Any = None
+    ) -> Tree: ...
+
+    def gather(self, value: Tree, axis: int) -> Tree: ...
+
+    def distributed(self, tree: Tree) -> Tree: ...
+
+    def experimental_local_results(self, value: Tree) -> tuple[Any, ...]: ...
+
+    def variable_class(self, synchronization: VariableSynchronization) -> Any: ...
+
+    # Variables lie above this module.
+    def register(self, variable: Any) -> None: ...
+
+    def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
 
 
 class Entry:
@@ -20,7 +69,7 @@ class Entry:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: CurrentStrategy,
         replica_context: Any = None,
         *,
         updating: bool = False,

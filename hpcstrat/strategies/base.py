@@ -1,35 +1,303 @@
-"""The strategy: the cross-replica side of a program."""
+"""The strategy, and what a replica function sees of it: the two sides of a program.
+
+They stand in one module because each returns the other.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.entries import collective
+from hpcstrat.channel.started import Started
 from hpcstrat.context import Entry, current, pop, push
-from hpcstrat.observe.timeline import active
-from hpcstrat.options import RunOptions, VariableSynchronization, check_on_error
+from hpcstrat.observe import job_timeline
+from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
+from hpcstrat.observe.timeline import active, trace
+from hpcstrat.options import (
+    CommunicationOptions,
+    InputContext,
+    InputOptions,
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+    VariableSynchronization,
+    check_on_error,
+)
+from hpcstrat.randomness import RandomStreams
 from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.settings import Settings
-from hpcstrat.strategies.cross_replica import CrossReplicaMethods
+from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
-from hpcstrat.strategies.records import RecordMethods
-from hpcstrat.strategies.replica_context import ReplicaContext
-from hpcstrat.tree import tree_map
+from hpcstrat.tree import is_leaf, tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import DistributedValues, PerReplica, localize
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
+    from hpcstrat.data import DealtDataset
     from hpcstrat.topology.topology import Topology
 
-__all__ = ["Strategy"]
+__all__ = ["ReplicaContext", "Strategy"]
 
 
-class Strategy(CrossReplicaMethods, RecordMethods):
+class ReplicaContext:
+    """One replica's side of a running replica function.
+
+    Made by the strategy; valid inside ``run`` only.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy that runs the function.
+    replica_id_in_sync_group : int
+        Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
+
+    Attributes
+    ----------
+    collectives : Collectives
+        For the library's own modules.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self.collectives = strategy.collectives
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs the function."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Which replica this is."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This replica's device."""
+        return (self._strategy.device,)
+
+    def _require_current(self, what: str) -> None:
+        entry = current()
+        active = None if entry is None else entry.replica_context
+        if active is not self and not (entry is None and self._strategy.is_default):
+            raise RuntimeError(
+                f"expected {what} inside the replica function of {self._strategy!r}, "
+                "found another context; call get_replica_context() inside strategy.run"
+            )
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Leave replica context together with all replicas, for one function.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        merge_fn : callable
+            Takes the strategy, then the arguments as distributed values; runs in
+            cross-replica context.
+        args : sequence
+            This replica's positional arguments.
+        kwargs : mapping, optional
+            This replica's keyword arguments.
+
+        Returns
+        -------
+        object
+            What ``merge_fn`` returned, distributed values replaced by this replica's
+            part.
+
+        Raises
+        ------
+        CollectiveError
+            If another replica made another call. On every replica.
+        ReplicaError
+            With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
+        RuntimeError
+            Outside the replica function.
+        """
+        name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
+        what = f"merge_call of {name}"
+        merged, named = self._merged(what, args, kwargs)
+        strategy = self._strategy
+        with strategy.together(what):
+            token = push(strategy.cross_entry)
+            try:
+                result = merge_fn(strategy, *merged, **named)
+            finally:
+                pop(token)
+            return localize(result)
+
+    @collective
+    def _merged(self, what: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Meet all replicas, and return the arguments of a merged function."""
+        self._require_current("merge_call")
+        strategy = self._strategy
+        strategy.collectives.barrier(what)
+        named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
+        return [strategy.distributed(argument) for argument in args], named
+
+    @collective
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+        out: Tree = None,
+    ) -> Tree:
+        """Combine the replicas' values; every replica gets the result.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        value : tree of array or IndexedSlices, each of shape (...)
+            This replica's part: same structure, shapes and dtypes on every replica.
+        options : CommunicationOptions, optional
+            For this call.
+        experimental_hints : CommunicationOptions, optional
+            The older name of ``options``.
+        out : tree of ndarray, optional
+            Where the results go: of the structure, shapes and dtypes of the result,
+            writable, in any memory order; no two share memory. The value itself reduces
+            in place. An array of another library in host memory will do, such as a
+            tensor of PyTorch, if it shares its memory by DLPack. Only for arrays, not
+            for IndexedSlices.
+
+        Returns
+        -------
+        tree
+            ``out``, or arrays of their own; equal bit for bit on every replica.
+            ``MEAN`` of integers is float64.
+
+        Raises
+        ------
+        CollectiveError
+            If replicas disagree. On every replica.
+        ValueError
+            For an unknown operation, a type that has no sum, or an ``out`` that does
+            not fit.
+        RuntimeError
+            Outside the replica function.
+        """
+        entry = current()
+        if entry is None or entry.replica_context is not self:
+            self._require_current("all_reduce")
+        options = options or experimental_hints
+        op = ReduceOp.parse(reduce_op)
+        return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
+
+    @collective
+    def start_all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Started:
+        """Start an `all_reduce`, whose result is awaited later.
+
+        Collective over the strategy's replicas; does not wait for them.
+
+        Several may be under way; they end in the order in which they were started.
+        Messages between workers travel meanwhile, as far as the network carries them by
+        itself; every call of the strategy, and ``test``, takes the reduction further.
+        Inside a worker the ranks themselves move the data, during those calls.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        value : tree of array, each of shape (...)
+            As in `all_reduce`, without IndexedSlices; not to be written before the end.
+        options : CommunicationOptions, optional
+            For this call.
+        out : tree of ndarray, optional
+            As in `all_reduce`; not to be read or written before the end.
+
+        Returns
+        -------
+        Started
+            ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
+            would have returned.
+
+        Raises
+        ------
+        ValueError
+            As in `all_reduce`. A disagreement of the replicas is raised by ``wait``.
+        RuntimeError
+            Outside the replica function.
+        """
+        what = "start_all_reduce"
+        self._require_current(what)
+        op = ReduceOp.parse(reduce_op)
+        return self.collectives.start_inside(op, value, what, options, out=out)
+
+    @collective
+    def all_gather(
+        self, value: Tree, axis: int, options: CommunicationOptions | None = None
+    ) -> Tree:
+        """Concatenate the replicas' values along an axis; every replica gets them.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        value : tree of array, each of shape (...)
+            This replica's part; the lengths along ``axis`` may differ.
+        axis : int
+            At least 0, below the number of dimensions.
+        options : CommunicationOptions, optional
+            Accepted for tf.distribute's sake.
+
+        Returns
+        -------
+        tree of ndarray
+            Fresh arrays, in replica order.
+
+        Raises
+        ------
+        ValueError
+            For scalars, or an axis out of range.
+        CollectiveError
+            If replicas disagree on another dimension. On every replica.
+        RuntimeError
+            Outside the replica function.
+        """
+        del options
+        self._require_current("all_gather")
+        return self.collectives.all_gather(value, axis, "all_gather")
+
+    def __repr__(self) -> str:
+        """Show the replica's place."""
+        return (
+            f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
+        )
+
+
+class Strategy:
     """Base class: everything that strategies share.
 
     Parameters
@@ -357,6 +625,400 @@ class Strategy(CrossReplicaMethods, RecordMethods):
             With PerReplica leaves, where there are several replicas.
         """
         return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
+
+    @collective
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        axis: Any = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Combine the replicas' values into one, on every rank.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        value : PerReplica, SyncOnRead variable, or array_like of shape (...)
+            A plain value is this rank's contribution. A nested structure is allowed
+            without an axis.
+        axis : int or tuple of int, optional
+            Also reduce over these dimensions of each replica's array, whose length may
+            differ; the mean is then weighted by it.
+        out : ndarray or tree of ndarray, optional
+            Where the results go: of the structure, shapes and dtypes of the result,
+            writable, in any memory order; no two share memory. The value itself reduces
+            in place. An array of another library in host memory will do, such as a
+            tensor of PyTorch, if it shares its memory by DLPack. Only without an axis,
+            and for arrays.
+
+        Returns
+        -------
+        ndarray or tree of ndarray
+            ``out``, or arrays of their own; equal bit for bit on every rank. ``MEAN``
+            of integers is float64.
+
+        Raises
+        ------
+        ValueError
+            For an unknown operation, an axis out of range, a type without a sum, the
+            ``SUM`` of a Mirrored value, or an ``out`` that does not fit.
+        TypeError
+            For an axis that is no integer or tuple, or a structure with an axis.
+        CollectiveError
+            If ranks disagree on structure, shape or dtype. On every rank.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("reduce")
+        return value_reduction.reduce(self.collectives, reduce_op, value, axis, out)
+
+    @collective
+    def gather(self, value: Tree, axis: int) -> Tree:
+        """Concatenate the replicas' values along an axis, on every rank.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        value : PerReplica or array_like of shape (...)
+            A plain value is this rank's contribution.
+        axis : int
+            At least 0; the lengths along it may differ.
+
+        Returns
+        -------
+        ndarray
+            In replica order.
+
+        Raises
+        ------
+        ValueError
+            For scalars, or an axis out of range.
+        NotImplementedError
+            For IndexedSlices.
+        CollectiveError
+            If ranks disagree on another dimension. On every rank.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("gather")
+        parts = value_reduction.contributions(value)
+        return self.collectives.all_gather(parts, axis, "gather")
+
+    def local_value(self, tree: Tree) -> Tree:
+        """Return this replica's part of every distributed value.
+
+        Not collective.
+
+        Parameters
+        ----------
+        tree : tree
+            Other leaves stay as they are.
+
+        Returns
+        -------
+        tree
+            The same structure; variables give their component, read-only.
+        """
+        return value_reduction.contributions(tree)
+
+    def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
+        """Return the values of this worker's replicas.
+
+        Not collective, except on a MirroredStrategy, where it is collective over its
+        replicas.
+
+        Parameters
+        ----------
+        value : tree
+            A distributed value, or a structure that holds some.
+
+        Returns
+        -------
+        tuple
+            One value, or structure, per replica; ``(value,)`` for a plain one that is
+            no structure.
+        """
+        distributed = not is_leaf(value) or isinstance(value, DistributedValues)
+        return self._local_results(value, self.local_value(value), distributed)
+
+    def _local_results(
+        self, value: Any, own: Any, distributed: bool
+    ) -> tuple[Any, ...]:
+        return (own if distributed else value,)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Tree]
+    ) -> Tree:
+        """Make a distributed value by a function.
+
+        Not collective, but its end is with ``on_error="raise"``.
+
+        Parameters
+        ----------
+        value_fn : callable
+            Takes a ValueContext and returns this replica's part.
+
+        Returns
+        -------
+        tree
+            With PerReplica leaves, also for one replica.
+        """
+        with self.together("experimental_distribute_values_from_function"):
+            value = value_fn(ValueContext(self.replica_id, self.num_replicas_in_sync))
+        return tree_map(PerReplica, value) if self.distributes else value
+
+    @collective
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Divide the global batches of a data set between the replicas.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives global batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DistributedDataset or DealtDataset
+            Iterable of per-replica batches.
+        """
+        from hpcstrat.data import distribute_dataset
+
+        return distribute_dataset(self, dataset, options or InputOptions())
+
+    @collective
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DealtDataset:
+        """Distribute per-replica batches that a function makes for each worker.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext and returns an iterable of per-replica batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            Iterable of per-replica batches.
+        """
+        from hpcstrat.data import distribute_from_function
+
+        return distribute_from_function(self, dataset_fn, options or InputOptions())
+
+    @collective
+    def random(self, name: str, seed: int = 0) -> RandomStreams:
+        """Return random numbers: this replica's own, and some that all share.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        name : str
+            Of the streams; those of two names are independent, and two calls with one
+            name and seed give the same numbers.
+        seed : int
+            At least 0, below 2**63.
+
+        Returns
+        -------
+        RandomStreams
+            With ``generator`` and ``shared``; a `CheckpointManager` saves it.
+
+        Raises
+        ------
+        ValueError
+            For a seed out of range.
+        CollectiveError
+            If ranks disagree on name or seed. On every rank.
+        """
+        streams = RandomStreams(self, name, seed)
+        self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
+        return streams
+
+    @collective
+    def barrier(self) -> None:
+        """Wait for all replicas.
+
+        Collective over the strategy's replicas.
+        """
+        self.collectives.barrier()
+
+    def check_divergence(self) -> None:
+        """Compare all copies of all mirrored variables now.
+
+        Collective over the strategy's replicas. One replica has nothing to compare.
+
+        Raises
+        ------
+        DivergenceError
+            If copies of a variable differ. On every replica.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("check_divergence")
+
+    @collective
+    def check_equal(self, tree: Tree) -> None:
+        """Compare arrays and numbers of the program itself between replicas.
+
+        Collective over the strategy's replicas. For what is no variable of a strategy,
+        but has to be equal on all replicas: plain arrays, the parameters of a model of
+        another library, a configuration. Costs the hashing of the bytes; arrays on a
+        GPU are copied to the host for it.
+
+        Parameters
+        ----------
+        tree : tree
+            Of arrays of NumPy, CuPy or any library whose arrays can be given elsewhere,
+            tensors of PyTorch with a gradient included, of any shape and type; numbers,
+            str, bytes and None. Structure, types, shapes and all bits are compared:
+            those of NaN count, and -0.0 is not 0.0. Of distributed values and variables
+            it is this replica's component.
+
+        Raises
+        ------
+        DivergenceError
+            If anything differs, naming the first leaf that does, as ``variable``, its
+            first ``element``, and the replicas whose value is not that of most of them,
+            as ``ranks``. On every replica.
+        ValueError
+            For a leaf of another kind; on the other replicas ReplicaError.
+        RuntimeError
+            In replica context.
+        """
+        self._require_cross("check_equal")
+        check_equal(self, tree)
+
+    @collective
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Give every replica one replica's Python object.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        value : object
+            Anything that pickles, of any size; ignored on the other replicas.
+        root : int
+            The replica whose object is taken.
+
+        Returns
+        -------
+        object
+            The object on the root, a copy elsewhere.
+
+        Raises
+        ------
+        ValueError
+            If there is no such replica.
+        CollectiveError
+            If ranks disagree on the root. On every rank.
+        """
+        if not 0 <= root < self.num_replicas_in_sync:
+            raise ValueError(
+                f"expected 0 <= root < {self.num_replicas_in_sync}, the number of "
+                f"replicas, found {root}; choose one of them"
+            )
+        return self.collectives.broadcast_object(value, root, "broadcast_object")
+
+    def arrivals(self) -> ArrivalReport:
+        """Return how long each replica has waited for the others so far.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        ArrivalReport
+            Of all collective calls since the strategies over these ranks were made;
+            ``str`` gives a table, slowest replica first.
+        """
+        channel = self.collectives.channel
+        if isinstance(channel, Channel):
+            own = channel.arrivals.own()
+        else:
+            own = ReplicaArrivals(self.replica_id, platform.node(), 0.0)
+        return ArrivalReport(tuple(self.collectives.all_gather_object(own, "arrivals")))
+
+    @contextmanager
+    def timeline(self, directory: str | os.PathLike[str]) -> Iterator[None]:
+        """Record what each rank does in a block of the program.
+
+        Collective over the strategy's replicas, at both ends of the block.
+
+        Parameters
+        ----------
+        directory : str or path
+            Where each rank writes a file of its own; made where it is missing. The
+            command ``hpcstrat timeline merge`` makes one trace of them.
+
+        Yields
+        ------
+        None
+            Nothing.
+
+        Raises
+        ------
+        RuntimeError
+            If a timeline is being recorded already.
+        OSError
+            If a rank cannot write there. On every rank.
+        """
+        path = os.fspath(directory)
+        self.collectives.barrier(f"timeline in {path}")
+        channel = self.collectives.channel
+        place: Any = (None, None)
+        if isinstance(channel, Channel):
+            place = channel.topology, channel.arrivals.comm
+        if not job_timeline.start(path, self.settings, *place):
+            raise RuntimeError(
+                "expected no timeline around this one, found that one is being "
+                "recorded; end it first, or unset HPCSTRAT_TIMELINE"
+            )
+        together = False
+        try:
+            yield
+            self.collectives.barrier("end of a timeline")
+            together = True
+        finally:
+            # After an error the others may be anywhere.
+            job_timeline.stop(together=together)
+
+    def trace(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Record a part of the program under a name, where a timeline is recorded.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            What the part is called.
+        **args : object
+            More about it, shown with it.
+
+        Returns
+        -------
+        context manager
+            Surrounds the part. Parts may lie in each other.
+        """
+        return trace(name, **args)
 
     def close(self) -> None:
         """Free the communicators.

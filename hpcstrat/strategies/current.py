@@ -8,9 +8,8 @@ from typing import Any
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.context import Entry, current, push
 from hpcstrat.options import ReduceOp
-from hpcstrat.strategies.base import Strategy
+from hpcstrat.strategies.base import ReplicaContext, Strategy
 from hpcstrat.strategies.default import DefaultStrategy
-from hpcstrat.strategies.replica_context import ReplicaContext
 
 __all__ = [
     "experimental_set_strategy",
@@ -42,8 +41,8 @@ def get_strategy() -> Strategy:
     """
     entry = current()
     if entry is not None:
-        strategy: Strategy = entry.strategy
-        return strategy
+        # Whatever is pushed is a Strategy, which lies above the stack.
+        return entry.strategy  # type: ignore[return-value]
     main = threading.current_thread() is threading.main_thread()
     if not main and launch_from_environment().size > 1:
         raise RuntimeError(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.context import current
+from hpcstrat.context import CurrentStrategy, current
 from hpcstrat.options import ReduceOp
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 
 if TYPE_CHECKING:
     from hpcstrat.data import Dataset
-    from hpcstrat.strategies.base import Strategy
 
 __all__ = ["Examples", "MultiStepContext"]
 
@@ -39,7 +38,7 @@ class MultiStepContext:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: CurrentStrategy,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -174,5 +173,5 @@ class Examples:
             yield tree_map(lambda leaf: leaf[0], row)
 
 
-def _local_results(strategy: Strategy, value: Any) -> Any:
+def _local_results(strategy: CurrentStrategy, value: Any) -> Any:
     return strategy.experimental_local_results(value)

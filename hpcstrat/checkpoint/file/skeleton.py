@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-import hpcstrat
+from hpcstrat._version import __version__
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import (
     RECORD_BYTES,
@@ -295,7 +295,7 @@ def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
     root = {
         "hpcstrat_format": FORMAT,
         "hpcstrat_format_version": number(version),
-        "hpcstrat_version": hpcstrat.__version__,
+        "hpcstrat_version": __version__,
         "step": number(0),
         "num_replicas": number(header.num_replicas),
         "created_unix_ns": number(0),

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from hpcstrat.reduction.reductions import Reductions
-from hpcstrat.strategies.cross_replica import CrossReplicaMethods
+from hpcstrat.strategies import Strategy
 from tests.gpu.ranks.rewriting import (
     at_once,
     at_seam,
@@ -80,7 +80,7 @@ CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
     "check_random": {"test_uniform_numbers_of_replicas_are_uncorrelated": numpy_itself},
     "check_reductions": {
         "_uneven": giving,
-        "test_reduction_over_uneven_axes": at_seam(CrossReplicaMethods, "reduce"),
+        "test_reduction_over_uneven_axes": at_seam(Strategy, "reduce"),
     },
     "sums": {"assert_sum": comparing, "random_parts": computing},
     # Of random numbers in a set: without arrays.
