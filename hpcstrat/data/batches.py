@@ -27,65 +27,23 @@ __all__ = [
 
 
 def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return which rows of a batch are a replica's piece.
+    """Return where a replica's piece of a batch begins and ends.
 
-    Not collective.
-
-    Parameters
-    ----------
-    length : int
-        Rows of the batch.
-    num_replicas : int
-        Number of pieces.
-    replica_id : int
-        Which piece.
-
-    Returns
-    -------
-    start, stop : int
-        Where it begins and ends; the last replicas may get fewer rows, or none.
+    The last replicas may get fewer rows, or none.
     """
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
 
 
 def as_batch(element: Tree) -> Tree:
-    """Return a batch with arrays as leaves.
-
-    Not collective.
-
-    Parameters
-    ----------
-    element : tree of array_like
-        A batch, as a program's iterable gives it.
-
-    Returns
-    -------
-    tree of ndarray
-        The same structure.
-    """
+    """Return an element of a program's iterable with arrays as leaves."""
     return tree_map(_leaf, element)
 
 
 def batch_length(batch: Tree) -> int:
     """Return the number of rows of a batch.
 
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray
-        Any batch.
-
-    Returns
-    -------
-    int
-        That of each array.
-
-    Raises
-    ------
-    ValueError
-        For scalars, and arrays of different lengths.
+    Raises ValueError for scalars, and arrays of different lengths.
     """
     leaves = flatten(batch)[0]
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
@@ -99,40 +57,12 @@ def batch_length(batch: Tree) -> int:
 
 
 def rows_of(batch: Tree, start: int, stop: int) -> Tree:
-    """Return some rows of a batch, as views.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray, each of shape (n, ...)
-        Any batch.
-    start, stop : int
-        Which rows.
-
-    Returns
-    -------
-    tree of ndarray
-        The same structure.
-    """
+    """Return some rows of a batch, as views."""
     return tree_map(lambda array: array[start:stop], batch)
 
 
 def empty_like(batch: Tree) -> Tree:
-    """Return a batch of the same structure with no rows.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray, each of shape (n, ...) or ()
-        Any batch.
-
-    Returns
-    -------
-    tree of ndarray, each of shape (0, ...), or None
-        Of the same dtypes; None for scalars, which have no rows to leave out.
-    """
+    """Return a batch of the same structure with no rows; None for scalars."""
     if not all(leaf.ndim for leaf in flatten(batch)[0]):
         return None
     # A view would keep the batch in the memory of a GPU.
@@ -142,19 +72,9 @@ def empty_like(batch: Tree) -> Tree:
 def writable(batch: Tree) -> Tree:
     """Return a batch that the program may write, copies of what it may not.
 
-    Not collective. A copy takes less time than the rows of a shuffled data set, which
-    are copies anyway; and other libraries take read-only memory as if they could write
-    to it, or not at all.
-
-    Parameters
-    ----------
-    batch : tree of ndarray
-        Of either library.
-
-    Returns
-    -------
-    tree of ndarray
-        The arrays themselves, where they can be written.
+    A copy takes less time than the rows of a shuffled data set, which are copies
+    anyway; and other libraries take read-only memory as if they could write to it, or
+    not at all.
     """
     return tree_map(
         lambda leaf: (
@@ -165,29 +85,7 @@ def writable(batch: Tree) -> Tree:
 
 
 def pieces_of(element: Tree, num_replicas: int, replicas: Sequence[int]) -> list[Tree]:
-    """Cut a batch by itself.
-
-    Not collective.
-
-    Parameters
-    ----------
-    element : tree of array_like, each of shape (n, ...)
-        A global batch.
-    num_replicas : int
-        Number of pieces.
-    replicas : sequence of int
-        Which pieces are wanted.
-
-    Returns
-    -------
-    list of tree of ndarray
-        Views of the pieces wanted.
-
-    Raises
-    ------
-    ValueError
-        For scalars, and arrays of different lengths.
-    """
+    """Cut a batch by itself; return the pieces of ``replicas``, as views."""
     batch = as_batch(element)
     length = batch_length(batch)
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
@@ -195,17 +93,7 @@ def pieces_of(element: Tree, num_replicas: int, replicas: Sequence[int]) -> list
 
 @functools.lru_cache(maxsize=1024)
 def warn_of_idle(length: int, num_replicas: int) -> None:
-    """Warn, once in a program, where replicas get no rows of a batch.
-
-    Not collective.
-
-    Parameters
-    ----------
-    length : int
-        Rows of the global batch.
-    num_replicas : int
-        Number of pieces.
-    """
+    """Warn, once in a program, where replicas get no rows of a batch."""
     most = -(-length // num_replicas)
     busy = -(-length // most) if most else num_replicas
     if busy < num_replicas:
@@ -219,20 +107,7 @@ def warn_of_idle(length: int, num_replicas: int) -> None:
 
 
 def own_array(value: Any) -> Array:
-    """Return a copy of an array, or what else can be a leaf of a batch, as an array.
-
-    Not collective.
-
-    Parameters
-    ----------
-    value : array_like
-        A pipeline may fill the same buffer again.
-
-    Returns
-    -------
-    ndarray
-        In the library of the value.
-    """
+    """Return a copy of a leaf of a batch, in its library, as an array."""
     array = _leaf(value)
     return array.copy() if is_device(array) else np.array(array)
 

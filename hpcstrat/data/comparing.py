@@ -37,21 +37,9 @@ _SHOWN_WORKERS = 8
 
 
 def digest(batch: Tree, *, on_gpus: bool) -> int:
-    """Return a hash of a batch, the same in every process.
+    """Return a hash of a batch from 1 to 2**63 - 1, the same in every process.
 
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray
-        A global batch.
-    on_gpus : bool
-        Whether to wait for the bytes of arrays on GPUs.
-
-    Returns
-    -------
-    int
-        From 1 to 2**63 - 1.
+    ``on_gpus``: wait for the bytes of arrays on GPUs, too.
     """
     mark = 0
     for leaf in flatten(batch)[0]:
@@ -79,20 +67,7 @@ def _hashed(array: Array, mark: int) -> int:
 
 
 def show(batch: Tree) -> str:
-    """Return the first row and the hash of the arrays of a batch, in words.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch : tree of ndarray, each of shape (n, ...)
-        A global batch.
-
-    Returns
-    -------
-    str
-        Of the first few arrays.
-    """
+    """Return the first row and the hash of a batch's first few arrays, in words."""
     leaves = flatten(batch)[0]
     try:
         shown = [_show_array(leaf) for leaf in leaves[:_SHOWN_ARRAYS]]
@@ -111,21 +86,9 @@ def _show_array(array: Array) -> str:
 
 
 def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
-    """Return the error that all replicas raise.
+    """Return the error that all replicas raise, from the sightings of all workers.
 
-    Not collective.
-
-    Parameters
-    ----------
-    where : str
-        Which batch of which iteration.
-    sightings : sequence of (int, int, int, str)
-        Of all workers.
-
-    Returns
-    -------
-    CollectiveError
-        With the replicas that run the iterable for the fewer workers.
+    Its ranks run the iterable for the workers that are fewer.
     """
     groups: dict[int, list[Sighting]] = {}
     for sighting in sightings:

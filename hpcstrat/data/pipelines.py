@@ -16,17 +16,10 @@ __all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What makes the steps of a worker.
+    """What makes the steps of a worker: ``cut`` turns the source into lists of parts.
 
-    Parameters
-    ----------
-    source : iterable
-        The program's pipeline.
-    cut : callable
-        Takes an iterable, and returns an iterator of lists of parts.
-    shared : bool
-        Whether all workers read the same batches: one that fails on any of them is
-        then left out on all. The steps are then whole batches, still to be cut.
+    ``shared``: all workers read the same batches, and one that fails on any of them is
+    left out on all. The steps are then whole batches, still to be cut.
     """
 
     source: Iterable[Any]
@@ -34,40 +27,15 @@ class Steps:
     shared: bool = False
 
     def start(self) -> Iterator[list[Tree]]:
-        """Start the pipeline.
-
-        Not collective.
-
-        Returns
-        -------
-        iterator of list of tree
-            For each step, the parts of the worker's replicas.
-        """
+        """Start the pipeline; each step has the parts of the worker's replicas."""
         return self.cut(self.source)
 
 
 class Place:
     """Where this replica stands among those that one pipeline serves.
 
-    Not collective.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Any strategy.
-    single : bool
-        Whether one pipeline serves all replicas, as if they were one worker.
-
-    Attributes
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The replicas that a pipeline serves; its rank 0 runs it.
-    num_workers, worker_id : int
-        Number of pipelines, and which of them serves this replica.
-    replicas : list of int
-        Those that it serves.
-    leads : bool
-        Whether it runs here.
+    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``. With ``single``
+    one serves all replicas, as if they were one worker.
     """
 
     def __init__(self, strategy: Replicas, *, single: bool = False) -> None:
@@ -93,25 +61,9 @@ class Place:
 def iterable_steps(dataset: Any, place: Place) -> Steps:
     """Return what makes a worker's steps from global batches.
 
-    Not collective.
-
-    Parameters
-    ----------
-    dataset : iterable of tree of array_like, each of shape (n, ...)
-        Global batches. It may have ``batch_size`` (int or None), ``auto_shard_policy``,
-        ``files`` (None without files) and ``shard_files(num_shards, index)``.
-    place : Place
-        This replica's.
-
-    Returns
-    -------
-    Steps
-        To be started by each iteration.
-
-    Raises
-    ------
-    ValueError
-        For policy ``FILE`` without files, or with fewer files than workers.
+    The data set may have ``batch_size`` (int or None), ``auto_shard_policy``, ``files``
+    (None without files) and ``shard_files(num_shards, index)``. Raises ValueError for
+    policy ``FILE`` without files, or with fewer files than workers.
     """
     if place.num_replicas == 1:
         return Steps(dataset, _alone)
@@ -147,21 +99,8 @@ def function_steps(
 ) -> Steps:
     """Return what makes a worker's steps from an input function.
 
-    Not collective.
-
-    Parameters
-    ----------
-    dataset_fn : callable
-        Takes an InputContext; called once, here, on the rank that runs the pipeline.
-    place : Place
-        This replica's.
-    per_replica : bool
-        Whether each replica runs a pipeline of its own.
-
-    Returns
-    -------
-    Steps
-        To be started by each iteration.
+    It is called once, here, on the rank that runs the pipeline: ``per_replica`` says
+    whether each replica runs one of its own.
     """
     count = place.num_replicas
     if per_replica:

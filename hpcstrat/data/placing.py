@@ -20,31 +20,15 @@ __all__ = ["Placer", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class _FromDevice:
-    """An array of another replica's GPU, as it travels.
-
-    Parameters
-    ----------
-    host : ndarray
-        A copy in host memory.
-    """
+    """An array of another replica's GPU, as it travels: a copy in host memory."""
 
     host: Array
 
 
 def packed(part: Tree) -> bytes:
-    """Return a part of a batch as it travels to another replica.
+    """Return a part of a batch as it travels, for `Placer.unpacked`.
 
-    Not collective. Waits for a GPU that is still computing it.
-
-    Parameters
-    ----------
-    part : tree of ndarray
-        Of either library.
-
-    Returns
-    -------
-    bytes
-        For `Placer.unpacked`.
+    Waits for a GPU that is still computing it.
     """
     staged = tree_map(
         lambda leaf: _FromDevice(to_host(leaf)) if is_device(leaf) else leaf, part
@@ -55,12 +39,7 @@ def packed(part: Tree) -> bytes:
 class Placer:
     """Puts batches where a strategy wants them; made on the program's thread.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replica's GPU, if it puts batches on one.
-    options : InputOptions
-        ``experimental_fetch_to_device`` False leaves batches where they come from.
+    ``experimental_fetch_to_device=False`` leaves batches where they come from.
     """
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
@@ -71,21 +50,11 @@ class Placer:
         return self._wanted and isinstance(leaf, np.ndarray) and fits_device(leaf.dtype)
 
     def place(self, batch: Tree) -> Tree:
-        """Put a batch where it is wanted.
+        """Put the numbers of a batch on the GPU, if they are wanted there.
 
-        Not collective. The program's current stream waits for the copy, the host does
-        not.
-
-        Parameters
-        ----------
-        batch : tree of ndarray
-            In host memory or on this replica's GPU.
-
-        Returns
-        -------
-        tree of ndarray
-            Numbers on the GPU, if they are wanted there; other leaves as they were, or
-            copies of those that cannot be written: they are the program's own.
+        The program's current stream waits for the copy, the host does not. Other leaves
+        stay as they were, or become copies where they cannot be written: they are the
+        program's own.
         """
         leaves, structure = flatten(batch)
         hosts = {
@@ -104,36 +73,16 @@ class Placer:
         return writable(unflatten(structure, leaves))
 
     def unpacked(self, data: bytes) -> Tree:
-        """Return a part of a batch that another replica has sent.
+        """Return a part that another replica has sent, where it is wanted.
 
-        Not collective.
-
-        Parameters
-        ----------
-        data : bytes
-            From `packed`.
-
-        Returns
-        -------
-        tree of ndarray
-            In the library that it came from, or where it is wanted.
+        It is in the library that it came from, unless numbers are wanted on the GPU.
         """
         return self.place(pickle.loads(data))
 
     def own(self, part: Tree) -> Tree:
-        """Return the part of a batch that this replica keeps for itself.
+        """Put this replica's own part of a batch where it is wanted.
 
-        Not collective.
-
-        Parameters
-        ----------
-        part : tree of ndarray
-            What is in host memory is copied, as the pipeline may fill it again.
-
-        Returns
-        -------
-        tree of ndarray
-            Where it is wanted.
+        What is in host memory is copied, as the pipeline may fill it again.
         """
         return self.place(
             tree_map(

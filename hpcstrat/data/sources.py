@@ -16,19 +16,10 @@ __all__ = ["Columns", "open_source"]
 
 
 class Columns:
-    """Columns of equal length, in a nested structure.
+    """Columns of equal length, in a nested structure of optree.
 
-    Parameters
-    ----------
-    columns : list
-        Arrays of either library, HDF5 datasets or sequences.
-    structure : optree.PyTreeSpec
-        How they are nested.
-
-    Raises
-    ------
-    ValueError
-        If there is none, or their lengths differ.
+    They are arrays of either library, HDF5 datasets or sequences. Raises ValueError if
+    there is none, or their lengths differ.
     """
 
     def __init__(self, columns: list[Any], structure: Any) -> None:
@@ -46,20 +37,10 @@ class Columns:
         self.num_rows = lengths.pop()
 
     def read(self, rows: Array | slice) -> Tree:
-        """Read rows of every column.
+        """Read rows of every column, in the order given.
 
-        Not collective.
-
-        Parameters
-        ----------
-        rows : ndarray of int64 of shape (n,), or slice
-            Which rows, in which order.
-
-        Returns
-        -------
-        tree of ndarray, each of shape (n, ...)
-            For a slice of arrays in memory, views that cannot be written; of those in
-            the memory of a GPU, which do not know of that, copies.
+        For a slice of arrays in memory these are views that cannot be written; of those
+        in the memory of a GPU, which do not know of that, copies.
         """
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
@@ -73,15 +54,7 @@ class Columns:
         return unflatten(self.structure, parts)
 
     def describe(self) -> str:
-        """Say what the columns are, for the agreement between ranks.
-
-        Not collective.
-
-        Returns
-        -------
-        str
-            Number of rows, types and shapes.
-        """
+        """Say what the columns are, for the agreement between ranks."""
         kinds = []
         for column in self.columns:
             dtype = getattr(column, "dtype", type(column).__name__)
@@ -114,26 +87,10 @@ def _read(column: Any, rows: Array | slice) -> Array:
 
 
 def open_source(source: Any) -> Columns:
-    """Return a source as columns.
+    """Return a source as columns; see `Dataset`.
 
-    Not collective.
-
-    Parameters
-    ----------
-    source : array, nested structure of arrays, path, or h5py.File or Group
-        All datasets of a file or group become a mapping of columns, by name.
-
-    Returns
-    -------
-    Columns
-        The columns; an HDF5 file stays open as long as they live.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ValueError
-        If the lengths of the columns differ, or there are none.
+    All datasets of an HDF5 file or group become a mapping of columns, by name; a file
+    that is opened here stays open as long as they live.
     """
     if isinstance(source, (str, os.PathLike)):
         import h5py

@@ -31,22 +31,7 @@ __all__ = ["deal_elements", "deal_pieces", "pour_slots", "slot_sizes"]
 
 
 def slot_sizes(batch_size: int, num_replicas: int) -> list[int]:
-    """Return the rows of each replica's slot.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch_size : int
-        Declared rows of a global batch.
-    num_replicas : int
-        Number of slots.
-
-    Returns
-    -------
-    list of int
-        They add up to ``batch_size``.
-    """
+    """Return the rows of each replica's slot, which add up to ``batch_size``."""
     low, more = divmod(batch_size, num_replicas)
     return [low + (replica < more) for replica in range(num_replicas)]
 
@@ -59,25 +44,9 @@ def pour_slots(
 ) -> Iterator[list[Tree]]:
     """Pour all rows, as one stream, into the replicas' slots.
 
-    Not collective.
-
-    Parameters
-    ----------
-    batches : iterable of tree of array_like, each of shape (n, ...)
-        Batches of one worker.
-    batch_size : int
-        Declared rows of a global batch.
-    num_replicas : int
-        Number of slots in the cycle.
-    replicas : sequence of int
-        The worker's replicas. The worker begins with the slot of the first of them, and
-        then uses every slot of the cycle itself.
-
-    Returns
-    -------
-    iterator of list of tree of ndarray
-        For each step, one batch per replica of the worker. It raises ValueError for
-        scalars, and arrays of different lengths.
+    The worker begins with the slot of the first of its replicas, and then uses every
+    slot of the cycle itself. Each step has one batch per replica of the worker; it
+    raises ValueError for scalars, and arrays of different lengths.
     """
     sizes = slot_sizes(batch_size, num_replicas)
     return _Slots(_Stream(batches), sizes, replicas[0], len(replicas))
@@ -164,22 +133,10 @@ def _concatenated(parts: list[Tree]) -> Tree:
 
 
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
-    """Give successive elements to successive replicas of a worker.
+    """Give successive elements to the ``count`` replicas of a worker.
 
-    Not collective.
-
-    Parameters
-    ----------
-    elements : iterable of tree of array_like
-        Per-replica batches.
-    count : int
-        Replicas of the worker.
-
-    Returns
-    -------
-    iterator of list of tree of ndarray
-        For each step, one element per replica; a last step is filled with batches
-        without rows, and left out where elements are scalars.
+    A last step is filled with batches without rows, and left out where elements are
+    scalars.
     """
     return _Deal(elements, count)
 
@@ -189,22 +146,8 @@ def deal_pieces(
 ) -> Iterator[list[Tree]]:
     """Cut every batch by itself, and give successive pieces to successive replicas.
 
-    Not collective.
-
-    Parameters
-    ----------
-    batches : iterable of tree of array_like, each of shape (n, ...)
-        Batches of one worker.
-    num_replicas : int
-        Number of pieces of each batch: replicas of all workers.
-    count : int
-        Replicas of the worker.
-
-    Returns
-    -------
-    iterator of list of tree of ndarray
-        For each step, one piece per replica of the worker, as from `deal_elements`. It
-        raises ValueError for scalars, and arrays of different lengths.
+    There are ``num_replicas`` pieces, those of all workers, for the ``count`` replicas
+    of this one; a step raises ValueError for scalars, and arrays of different lengths.
     """
     return _Deal(_Pieces(batches, num_replicas), count)
 

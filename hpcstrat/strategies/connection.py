@@ -27,25 +27,7 @@ __all__ = ["Connection", "Wish", "connect"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a strategy is asked for; see `MpiStrategy`.
-
-    Parameters
-    ----------
-    kind : str
-        Name of the strategy.
-    comm : mpi4py.MPI.Intracomm or None
-        The ranks.
-    replicas_per_worker : int or None
-        See `Topology`.
-    on_error, on_lost_rank : str
-        Policies.
-    progress_thread : bool
-        Whether there is to be one.
-    settings : Settings or None
-        What the program gives.
-    devices : sequence of str or None
-        What the program has named.
-    """
+    """What a strategy is asked for; see `MpiStrategy`. Not checked before `check`."""
 
     kind: str
     comm: Any
@@ -67,19 +49,9 @@ class Wish:
         return self.replicas_per_worker if self.comm is None else object()
 
     def call(self, size: int) -> Call:
-        """Return the creation as a call; what is by default is left out.
+        """Return the creation as a call, different for wishes that are not the same.
 
-        Not collective.
-
-        Parameters
-        ----------
-        size : int
-            Number of ranks of the job.
-
-        Returns
-        -------
-        Call
-            Different for wishes that are not the same.
+        What is by default is left out; ``size`` is the number of ranks of the job.
         """
         words = {
             "replicas_per_worker": self.replicas_per_worker,
@@ -95,10 +67,7 @@ class Wish:
         return describe_call(f"creation of {self.kind}({', '.join(given)})")
 
     def check(self) -> None:
-        """Raise an error for what one rank can see to be wrong.
-
-        Not collective.
-        """
+        """Raise an error for what one rank can see to be wrong."""
         check_on_error(self.on_error)
         if self.on_lost_rank not in ("abort", "raise"):
             raise ValueError(
@@ -140,16 +109,8 @@ def _is_intracomm(comm: Any) -> bool:
 class Connection:
     """A topology with its channel, and how many strategies use them.
 
-    Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the ranks; freed with the last of its users.
-    settings : Settings
-        Without None; the same on every rank.
-    replicas_per_worker : int or None
-        See `Topology`.
+    Collective over ``topology.replica_comm``. ``settings`` are resolved, and the same
+    on every rank. The topology is freed with the last of its users.
     """
 
     def __init__(
@@ -204,14 +165,9 @@ class Connection:
             raise
 
     def close(self, key: Any) -> None:
-        """Free everything, when no other strategy uses it.
+        """Free everything, when no other strategy uses it; ``key`` is from `connect`.
 
         Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        key : object
-            From `connect`.
         """
         self.users -= 1
         if self.users:
@@ -227,15 +183,7 @@ class Connection:
         self.topology.close()
 
     def abandon(self, key: Any) -> None:
-        """Let go of everything on this rank: others have died.
-
-        Not collective.
-
-        Parameters
-        ----------
-        key : object
-            From `connect`.
-        """
+        """Let go of everything on this rank, alone: others have died."""
         if _connections.get(key) is self:
             del _connections[key]
         job_timeline.stop(self.topology, together=False)
@@ -327,19 +275,9 @@ def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
 def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connection]:
     """Return the connection of the ranks that are asked for, and its key.
 
-    Collective over ``wish.comm``, the start of MPI over all ranks of the job.
-
-    Parameters
-    ----------
-    wish : Wish
-        What the strategy is asked for.
-    problem : Exception, optional
-        Why this rank cannot make it; raised here, and on the others a ReplicaError.
-
-    Returns
-    -------
-    tuple of object and Connection
-        Whose users are one more.
+    Collective over ``wish.comm``, the start of MPI over all ranks of the job. The
+    connection has one user more. ``problem`` is why this rank cannot make the strategy:
+    raised here, and on the others a ReplicaError.
     """
     given = wish.settings if isinstance(wish.settings, Settings) else Settings()
     with Creation(f"creation of {wish.kind}", given) as creation:

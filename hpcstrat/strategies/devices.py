@@ -24,25 +24,7 @@ _NAME = re.compile(r"/?(?:.*/)?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
 
 def parse_device(name: str) -> str:
-    """Return a device's canonical name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        ``"GPU:1"``, ``"/gpu:1"`` or ``"/device:GPU:1"``.
-
-    Returns
-    -------
-    str
-        Such as ``GPU:1``.
-
-    Raises
-    ------
-    ValueError
-        For a name of another form.
-    """
+    """Return a device's name as ``GPU:1``, also of ``/gpu:1`` and ``/device:GPU:1``."""
     match = _NAME.fullmatch(str(name))
     if match is None:
         raise ValueError(
@@ -52,24 +34,9 @@ def parse_device(name: str) -> str:
 
 
 def gpu_numbers(names: Sequence[str]) -> list[int] | None:
-    """Return the numbers of GPUs that were named.
+    """Return the numbers of the GPUs in names from `parse_device`; None without any.
 
-    Not collective.
-
-    Parameters
-    ----------
-    names : sequence of str
-        As `parse_device` gives them.
-
-    Returns
-    -------
-    list of int or None
-        None if all of them are CPU devices.
-
-    Raises
-    ------
-    ValueError
-        If only some are GPUs.
+    Raises ValueError if only some are GPUs.
     """
     numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
     if numbers and len(numbers) < len(names):
@@ -83,19 +50,7 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 def use_gpu(number: int) -> None:
     """Compute on one of the GPUs that this process sees.
 
-    Not collective.
-
-    Parameters
-    ----------
-    number : int
-        Which one.
-
-    Raises
-    ------
-    ValueError
-        If there are not as many.
-    TopologyError
-        If there is no CuPy, or no GPU.
+    Raises ValueError if there are not as many; TopologyError without CuPy or a GPU.
     """
     library.load()
     gpus = library.visible_gpus()
@@ -112,13 +67,6 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
 
     Not collective; does nothing once MPI runs. The first rank makes the trial, if its
     outcome is not known; the others wait for it in the start of MPI.
-
-    Parameters
-    ----------
-    given : Settings
-        Of the strategy that is being made.
-    names : sequence of str, optional
-        The devices that the program has named.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
@@ -155,18 +103,10 @@ def _try_mpi() -> None:
 
 
 class Devices:
-    """The devices of the replicas of a topology.
+    """The devices of the replicas of a topology, whose attributes about GPUs they set.
 
-    Not collective.
-
-    Parameters
-    ----------
-    topology : Topology
-        Of the replicas; its attributes about GPUs are set when these are given.
-    settings : Settings
-        The same on every rank.
-    replicas_per_worker : int, optional
-        Whether a host may have several workers, whose ranks then see the same GPUs.
+    ``replicas_per_worker`` says whether a host may have several workers, whose ranks
+    then see the same GPUs.
     """
 
     def __init__(
@@ -178,26 +118,11 @@ class Devices:
         self._names: tuple[str, ...] | None = None
 
     def bind(self, names: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Give each rank its GPU, the first time; name the devices.
+        """Give each rank its GPU, the first time; name this worker's devices.
 
-        Collective over ``topology.replica_comm``.
-
-        Parameters
-        ----------
-        names : sequence of str, optional
-            The devices that the program has named, one for each replica.
-
-        Returns
-        -------
-        tuple of str
-            Devices of this worker's replicas.
-
-        Raises
-        ------
-        TopologyError
-            If ranks have the same GPU, or some have none. On every rank.
-        ValueError
-            If these are not the GPUs of the strategies that are open.
+        Collective over ``topology.replica_comm``. ``names`` has one device for each
+        replica, the same on every rank. Raises TopologyError on every rank if ranks
+        have the same GPU, or some have none.
         """
         topology = self._topology
         numbers = None if names is None else gpu_numbers(names)

@@ -28,42 +28,14 @@ __all__ = ["MpiStrategy"]
 class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
-    Collective over ``comm``.
+    Collective over ``comm``. What its arguments mean stands at its subclasses, which
+    add ``devices`` that the program has named, and a ``problem`` that they have found
+    on this rank: it is raised here, once the other ranks know.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all of the job.
-    replicas_per_worker : int, optional
-        See `Topology`.
-    cross_device_ops : CrossDeviceOps, optional
-        How buffers are summed; default: chosen by the library.
-    communication_options : CommunicationOptions, optional
-        Defaults of every call.
-    on_error : str
-        See `Strategy`.
-    progress_thread : bool
-        Take started reductions further in a thread.
-    on_lost_rank : str
-        See `MultiWorkerMirroredStrategy`.
-    settings : Settings, optional
-        How the strategy watches over its ranks; what is not given comes from the
-        environment.
-    devices : sequence of str, optional
-        What the program has named; subclasses give them to the ranks.
-    problem : Exception, optional
-        What a subclass has found wrong on this rank: raised here, once the other ranks
-        know.
-
-    Raises
-    ------
-    ValueError
-        If the environment has a ``HPCSTRAT_`` variable that is unknown, or another
-        strategy over the same ranks is open with other settings. On every rank.
-    ReplicaError
-        If an argument is wrong on another rank.
-    CollectiveError
-        If ranks make different strategies, or one does not come in time.
+    Raises on every rank if the environment has a ``HPCSTRAT_`` variable that is unknown
+    (ValueError), if another strategy over the same ranks is open with other settings
+    (ValueError), and if ranks make different strategies, or one does not come in time
+    (CollectiveError). A wrong argument on another rank is a ReplicaError.
     """
 
     def __init__(

@@ -18,20 +18,7 @@ __all__ = ["contributions", "reduce"]
 
 
 def contributions(tree: Tree) -> Tree:
-    """Return this rank's part of each value.
-
-    Not collective.
-
-    Parameters
-    ----------
-    tree : tree
-        Distributed values, or plain ones.
-
-    Returns
-    -------
-    tree
-        Components; of variables, too.
-    """
+    """Return this rank's part of each value, also of variables."""
     return tree_map(
         lambda leaf: leaf._local if isinstance(leaf, DistributedValues) else leaf, tree
     )
@@ -40,27 +27,9 @@ def contributions(tree: Tree) -> Tree:
 def reduce(
     collectives: Collectives, reduce_op: Any, value: Tree, axis: Any, out: Tree = None
 ) -> Tree:
-    """Combine the replicas' values.
+    """Combine the replicas' values; see `Strategy.reduce`.
 
     Collective over ``topology.replica_comm``.
-
-    Parameters
-    ----------
-    collectives : Collectives
-        The calls between replicas.
-    reduce_op : ReduceOp or str
-        ``SUM`` or ``MEAN``.
-    value : tree
-        See ``Strategy.reduce``.
-    axis : int, tuple of int or None
-        See ``Strategy.reduce``.
-    out : tree of ndarray, optional
-        See ``Strategy.reduce``.
-
-    Returns
-    -------
-    tree of ndarray
-        The same on every rank.
     """
     op = ReduceOp.parse(reduce_op)
     if axis is not None:
