@@ -31,6 +31,7 @@ def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
 
     The last replicas may get fewer rows, or none.
     """
+    # As tf.distribute rounds: up, so that the last replicas bear what is missing.
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
 
@@ -91,6 +92,7 @@ def pieces_of(element: Tree, num_replicas: int, replicas: Sequence[int]) -> list
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
 
 
+# The cache is what makes it once; its bound, for data whose batches all differ.
 @functools.lru_cache(maxsize=1024)
 def warn_of_idle(length: int, num_replicas: int) -> None:
     """Warn, once in a program, where replicas get no rows of a batch."""
@@ -101,8 +103,12 @@ def warn_of_idle(length: int, num_replicas: int) -> None:
             "global batches of %d rows leave %d of %d replicas without rows, and give "
             "up to %d to each of the others; with a batch size of %d, which takes as "
             "long, all have %d",
-            *(length, num_replicas - busy, num_replicas),
-            *(most, most * num_replicas, most),
+            length,
+            num_replicas - busy,
+            num_replicas,
+            most,
+            most * num_replicas,
+            most,
         )
 
 

@@ -90,6 +90,7 @@ class Dataset:
         """
         if not self.shuffle:
             return None
+        # A generator of its own for each epoch, so that a restore can begin with any.
         key = np.random.SeedSequence((self.seed, epoch))
         generator = np.random.Generator(np.random.Philox(key))
         return generator.permutation(self.num_rows)

@@ -96,7 +96,9 @@ class DealtDataset(ReducibleDataset):
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
         elements = _Elements(
-            *(self._strategy, self._place, self._placer),
+            self._strategy,
+            self._place,
+            self._placer,
             steps=self._steps,
             alone=self._alone,
             every=self._every,

@@ -54,6 +54,7 @@ class DistributedDataset(ReducibleDataset):
         self._strategy = strategy
         self._dataset = dataset
         self._placer = Placer(strategy, options or InputOptions())
+        # An epoch that is shorter than a batch is no mistake of the batch size.
         if strategy.replica_id == 0 and dataset.num_rows >= dataset.batch_size:
             warn_of_idle(dataset.batch_size, strategy.num_replicas_in_sync)
         self._next = (0, 0)
@@ -161,6 +162,7 @@ class DistributedDataset(ReducibleDataset):
         """Begin the next epoch, or go on where `restore_state` said."""
         strategy, dataset = self._strategy, self._dataset
         epoch, position = self._next
+        # The header compares what would make the replicas read different rows.
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
         )
@@ -227,6 +229,7 @@ class _Batches:
             return tree_map(PerReplica, batch) if count > 1 else batch
 
 
+# Shared by an iteration and its data set, whose `state` tells where the latest stands.
 class _Position:
     """Where an iteration stands: examples given out in an epoch, over all replicas."""
 
@@ -239,6 +242,7 @@ class _Position:
 
 def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
     """Refuse N programs that each go through everything, unless they are meant."""
+    # By the launcher, as such a strategy starts no MPI that could be asked.
     size = launch_from_environment().size
     if strategy.distributes or size == 1 or options.independent:
         return
@@ -299,6 +303,7 @@ def distribute_dataset(
             f"{type(dataset).__name__}, whose rows are not batches; wrap it: "
             "hpcstrat.Dataset(arrays, batch_size)"
         )
+    # The steps are made later, on the ranks that run a pipeline alone.
     place = Place(strategy, single=options.single_pipeline)
     return DealtDataset(
         strategy, place, lambda: iterable_steps(dataset, place), options

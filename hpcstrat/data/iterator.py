@@ -103,6 +103,7 @@ class ReducibleDataset:
             The last state.
         """
         state = initial_state
+        # The function is the program's, and may fail on one replica alone.
         with self._strategy.together("reduce of a data set"):
             for element in self:
                 state = reduce_func(state, element)

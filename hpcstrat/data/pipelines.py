@@ -67,6 +67,7 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
     """
     if place.num_replicas == 1:
         return Steps(dataset, _alone)
+    # Asked by attributes, so that any library's data sets can say it.
     policy = AutoShardPolicy.parse(
         getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
     )
@@ -84,6 +85,7 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
         source = dataset.shard_files(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     count, own = place.num_replicas, place.replicas
+    # Whether each worker reads rows of its own, and none of the others'.
     apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
         return Steps(
@@ -104,6 +106,7 @@ def function_steps(
     """
     count = place.num_replicas
     if per_replica:
+        # To the function each replica is then a worker by itself.
         context = InputContext(count, place.replica_id, count)
         dataset = dataset_fn(context)
         return Steps(dataset, _alone)

@@ -33,6 +33,7 @@ def packed(part: Tree) -> bytes:
     staged = tree_map(
         lambda leaf: _FromDevice(to_host(leaf)) if is_device(leaf) else leaf, part
     )
+    # By pickle, so that text and fields of Python objects travel, too.
     return pickle.dumps(staged, protocol=5)
 
 
@@ -44,6 +45,7 @@ class Placer:
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
         self._wanted = strategy.puts_on_gpu and options.experimental_fetch_to_device
+        # Made with the first batch: it takes memory that cannot be paged out.
         self._feeder: Feeder | None = None
 
     def _takes(self, leaf: Any) -> bool:

@@ -101,6 +101,7 @@ def open_source(source: Any) -> Columns:
                 f"expected an HDF5 file with the data set, found nothing at {path}; "
                 "check the path"
             )
+        # All ranks of a node read it, and file systems of clusters often have no locks.
         source = h5py.File(path, "r", locking=False)
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))

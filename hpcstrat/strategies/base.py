@@ -19,6 +19,7 @@ from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.context import Entry, current, pop, push
 from hpcstrat.observe import job_timeline
+from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.observe.timeline import active, trace
 from hpcstrat.options import (
@@ -43,7 +44,6 @@ from hpcstrat.values import DistributedValues, PerReplica, localize
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
-    from hpcstrat.data import DealtDataset
     from hpcstrat.topology.topology import Topology
 
 __all__ = ["ReplicaContext", "Strategy"]
@@ -95,6 +95,7 @@ class ReplicaContext:
     def _require_current(self, what: str) -> None:
         entry = current()
         active = None if entry is None else entry.replica_context
+        # The default strategy's context is what stands outside everything.
         if active is not self and not (entry is None and self._strategy.is_default):
             raise RuntimeError(
                 f"expected {what} inside the replica function of {self._strategy!r}, "
@@ -134,7 +135,9 @@ class ReplicaContext:
             Outside the replica function.
         """
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
+        # Part of the header: replicas that merge different functions are told apart.
         what = f"merge_call of {name}"
+        # Outside of `together`: what this raises is raised on every replica anyway.
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
         with strategy.together(what):
@@ -201,6 +204,7 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
+        # The one look that every call pays; the words for the message come later.
         entry = current()
         if entry is None or entry.replica_context is not self:
             self._require_current("all_reduce")
@@ -347,6 +351,7 @@ class Strategy:
         self.replica_id = replica_id
         self.device = device
         self.extended = StrategyExtended(self)
+        # Made once, as every `run` and merged function pushes one of them.
         self.cross_entry = Entry(self)
         self.update_entry = Entry(self, updating=True)
         self.replica_entry = Entry(self, ReplicaContext(self, replica_id))
@@ -375,6 +380,8 @@ class Strategy:
     @property
     def settings(self) -> Settings:
         """How this strategy watches over its ranks; the same on every replica."""
+        # Not in the constructor: the environment may be wrong, and the default strategy
+        # is made when the package's names are loaded.
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
@@ -445,6 +452,7 @@ class Strategy:
         entry = current()
         if entry is None or (entry.strategy is self and not entry.replica_context):
             return
+        # The default strategy is no other one: it stands for none.
         if entry.strategy.is_default or self.is_default:
             return
         if entry.strategy is not self:
@@ -501,12 +509,15 @@ class Strategy:
         if entry is not None:
             self._require_cross("run")
         channel = self.collectives.channel
+        # Counted before anything can fail, so that the headers tell who has left out
+        # a step, whatever becomes of it.
         if channel is not None:
             channel.position.enter_run()
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
         try:
+            # Wrong arguments are inside: with on_error="raise" all ranks learn of them.
             with self.together("run"):
                 if not isinstance(args, (list, tuple)):
                     raise ValueError(
@@ -530,6 +541,7 @@ class Strategy:
         return result
 
     def _end_run(self, failed: bool) -> None:
+        # Taken off first: a function that raises must not be called by the next run.
         ends, self.run_ends = self.run_ends, []
         for function in ends:
             function(failed)
@@ -601,6 +613,7 @@ class Strategy:
         if not self.raises_together:
             yield
             return
+        # Another replica may fail where this one does not, and takes it back.
         before = variable.component.copy()
         try:
             with self.together(f"{what} of variable {variable.name!r}"):
@@ -793,8 +806,6 @@ class Strategy:
         DistributedDataset or DealtDataset
             Iterable of per-replica batches.
         """
-        from hpcstrat.data import distribute_dataset
-
         return distribute_dataset(self, dataset, options or InputOptions())
 
     @collective
@@ -819,8 +830,6 @@ class Strategy:
         DealtDataset
             Iterable of per-replica batches.
         """
-        from hpcstrat.data import distribute_from_function
-
         return distribute_from_function(self, dataset_fn, options or InputOptions())
 
     @collective
@@ -850,6 +859,7 @@ class Strategy:
             If ranks disagree on name or seed. On every rank.
         """
         streams = RandomStreams(self, name, seed)
+        # Name and seed travel in the header, as the digest of these words.
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
@@ -1032,9 +1042,11 @@ class Strategy:
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         """Close the strategy, unless an error is on its way."""
+        # Closing is collective: after an error the others may be anywhere.
         if kind is None:
             self.close()
 
+    # Two objects would free one communicator, and be two strategies to the stack.
     def __copy__(self) -> Self:
         """Refuse to be copied."""
         raise RuntimeError(
@@ -1053,10 +1065,12 @@ class Strategy:
         )
 
 
+# One for all: it keeps no state, and `run` is the hot path.
 _ALONE = nullcontext()
 
 
 def _wrap(leaf: Any) -> Any:
+    # None says that there is nothing, on this replica or on all.
     if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
         return leaf
     return PerReplica(leaf)

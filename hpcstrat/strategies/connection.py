@@ -46,6 +46,8 @@ class Wish:
     @property
     def key(self) -> Any:
         """What is equal for strategies that share a connection."""
+        # Only strategies over all ranks share one; a communicator that is given gets a
+        # topology of its own, of which nobody else has the key.
         return self.replicas_per_worker if self.comm is None else object()
 
     def call(self, size: int) -> Call:
@@ -60,6 +62,7 @@ class Wish:
             "on_lost_rank": "raise" if self.survives else None,
             "progress_thread": self.progress_thread or None,
         }
+        # Settings are left out: replica 0's hold, see `_agree_on_settings`.
         given = [f"{name}={value!r}" for name, value in words.items() if value]
         if self.comm is not None:
             own = self.comm.size
@@ -103,6 +106,7 @@ class Wish:
 
 
 def _is_intracomm(comm: Any) -> bool:
+    # By its methods, as nothing is loaded yet of MPI; COMM_NULL is false.
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 
@@ -160,6 +164,7 @@ class Connection:
         try:
             job_timeline.start(directory, self.settings, self.topology, comm)
         except OSError:
+            # Raised on every rank, so that all free what they have made so far.
             if channel is not None:
                 channel.close()
             raise
@@ -173,10 +178,13 @@ class Connection:
         if self.users:
             return
         _connections.pop(key, None)
+        # Both exchange what the ranks have seen, so that they come before the channel
+        # is closed.
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
         job_timeline.stop(self.topology)
         if self.channel is not None:
+            # Neither may look at a channel that is closed.
             exits.unregister(self.channel)
             watchdog.unregister(self.channel)
             self.channel.close()
@@ -184,6 +192,7 @@ class Connection:
 
     def abandon(self, key: Any) -> None:
         """Let go of everything on this rank, alone: others have died."""
+        # The key may be another's: one of the survivors, or None, before there is one.
         if _connections.get(key) is self:
             del _connections[key]
         job_timeline.stop(self.topology, together=False)
@@ -208,6 +217,7 @@ def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
             found = given.resolved()
         except (TypeError, ValueError) as error:
             found = error
+    # The environment may differ between hosts; that of replica 0 holds.
     found = topology.replica_comm.bcast(found)
     if isinstance(found, Exception):
         raise found
@@ -259,7 +269,7 @@ def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
     channel = _job_channel()
     if channel is None or comm.size < world.size:
         creation.meet(
-            *(mpi, comm, call, problem), survives=wish.survives, guesses=not good
+            mpi, comm, call, problem, survives=wish.survives, guesses=not good
         )
         return
     # Its own watchdog looks after the ranks.
@@ -267,6 +277,7 @@ def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
     if problem is not None:
         channel.fail(call.text, problem)
         raise problem
+    # An open channel tells more than the creation could: who is at another call.
     channel.meet()
     channel.agree(call)
     creation.pause(False)
@@ -286,6 +297,7 @@ def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connecti
                 wish.check()
             except Exception as error:
                 problem = error
+        # Before MPI starts, which may look for a GPU once: see `gpu.binding.foresee`.
         if problem is None:
             prepare_mpi(given, wish.devices)
         world = start_mpi(threads=bool(wish.progress_thread)).COMM_WORLD
@@ -309,6 +321,7 @@ def _found(key: Any, wish: Wish) -> Connection:
             f"expected on_lost_rank as in the strategies that are open, found "
             f"{wish.on_lost_rank!r}; give all the same, or close them first"
         )
+    # Replica 0's settings again, so that all ranks raise or none.
     elif connection.topology.replica_comm.bcast(
         settings is not None and settings.differ_from(connection.settings)
     ):
@@ -324,6 +337,7 @@ def _found(key: Any, wish: Wish) -> Connection:
         try:
             connection.channel.use_progress_thread(connection.enter_device)
         except TopologyError:
+            # Of all ranks together, so that closing is, too.
             connection.close(key)
             raise
     return connection

@@ -43,6 +43,7 @@ def get_strategy() -> Strategy:
     if entry is not None:
         # Whatever is pushed is a Strategy, which lies above the stack.
         return entry.strategy  # type: ignore[return-value]
+    # With one rank the default strategy is right in any thread.
     main = threading.current_thread() is threading.main_thread()
     if not main and launch_from_environment().size > 1:
         raise RuntimeError(

@@ -51,6 +51,7 @@ class SingleReplicaStrategy(Strategy):
             For an unknown operation, an axis out of range, or an ``out`` that does not
             fit.
         """
+        # Wrong operations are errors here, too: the program may move to more ranks.
         ReduceOp.parse(reduce_op)
         if axis is None and out is None:
             self._require_cross("reduce")

@@ -38,6 +38,7 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 
     Raises ValueError if only some are GPUs.
     """
+    # Mixed devices would give one collective two kinds of memory.
     numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
     if numbers and len(numbers) < len(names):
         raise ValueError(
@@ -128,6 +129,8 @@ class Devices:
         numbers = None if names is None else gpu_numbers(names)
         if names is not None and numbers is None:
             return tuple(names)
+        # Once for all strategies over these ranks: they share the channel, and with it
+        # the way between their GPUs.
         if self._names is None:
             binding = self._bound(numbers)
             if binding is None:
@@ -151,6 +154,7 @@ class Devices:
         assert device is not None
         if device == "cpu":
             return None
+        # The ranks that see the same GPUs; a worker may be a part of them.
         node: Any = topology.worker_comm
         if self._several:
             comm = topology.replica_comm

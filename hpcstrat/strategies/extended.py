@@ -169,6 +169,7 @@ class StrategyExtended:
             The value; bare where there is one replica.
         """
         del destinations
+        # Constants of the program are the same everywhere, and stay what they are.
         if isinstance(tensor, (bool, int, float, complex)):
             return tensor
         strategy = self._strategy
@@ -217,12 +218,15 @@ class StrategyExtended:
         """
         strategy = self._strategy
         entry = current()
+        # As tf.distribute has it: an update in replica context is a merge call.
         if entry is not None and entry.strategy is strategy and entry.replica_context:
             return entry.replica_context.merge_call(
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
         named = kwargs or {}
+        # Apart from the change itself: what is refused here leaves no component to
+        # put back.
         with strategy.together("update"):
             self._check_update(var, [*args, *named.values()])
         with strategy.all_or_none(var, "update"):
@@ -239,6 +243,7 @@ class StrategyExtended:
             return (result,)
         if strategy.num_replicas_in_sync == 1:
             return result
+        # Components of a SyncOnRead variable differ, and so do results made of them.
         kind = Mirrored if isinstance(var, MirroredVariable) else PerReplica
         return _grouped(result, kind)
 
@@ -377,6 +382,7 @@ class StrategyExtended:
     @contextmanager
     def _in_scope(self, what: str) -> Iterator[None]:
         """Be in cross-replica context, also outside of every scope."""
+        # Inside a scope the program is where it must be, or it is refused.
         if current() is not None:
             self._strategy._require_cross(what)
             yield
@@ -590,6 +596,7 @@ def _update_in_merge(
     group: Any = True,
     **kwargs: Any,
 ) -> Any:
+    # A merge call wraps each argument as a PerReplica, the function as well.
     function = fn._local if isinstance(fn, PerReplica) else fn
     same = [_unwrapped(argument) for argument in args]
     named = {k: _unwrapped(v) for k, v in kwargs.items()}

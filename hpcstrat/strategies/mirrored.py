@@ -72,6 +72,7 @@ class MirroredStrategy(MpiStrategy):
             devices=names,
             problem=problem,
         )
+        # From here on the ranks know the same, so that all raise, and close, or none.
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:
             workers = self.topology.num_workers

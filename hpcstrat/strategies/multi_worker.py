@@ -72,6 +72,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
+        # Told to the other ranks before it is raised, see `MpiStrategy`.
         problem = None
         if hasattr(cluster_resolver, "Get_size"):
             problem = TypeError(

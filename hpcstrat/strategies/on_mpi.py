@@ -52,6 +52,8 @@ class MpiStrategy(Strategy):
         devices: Sequence[str] | None = None,
         problem: Exception | None = None,
     ) -> None:
+        # Whatever is wrong with an argument is found before the ranks meet, and told
+        # there: one that raised here alone would leave the others waiting.
         if problem is None:
             try:
                 Collectives(None, cross_device_ops, communication_options)
@@ -69,6 +71,7 @@ class MpiStrategy(Strategy):
         )
         self._key, connection = connect(wish, problem)
         self._connection = connection
+        # Of this strategy; the connection lives on with others over the same ranks.
         self._closed = False
         collectives = Collectives(
             connection.channel, cross_device_ops, communication_options
@@ -80,6 +83,8 @@ class MpiStrategy(Strategy):
         try:
             self._devices = self._connection.devices.bind(names)
         except Exception as error:
+            # The ranks agree on devices, so that all are here; but after a loss closing
+            # would wait for the lost.
             topology = self.topology
             lost = topology.survives and is_loss(
                 topology.mpi, error, topology.replica_comm
@@ -95,6 +100,8 @@ class MpiStrategy(Strategy):
                 "another of those that are left"
             ) from error
         self.device = self._devices[self.topology.worker_comm.rank]
+        # A GPU that was found by itself serves the program's arrays that are there
+        # already; only one that was asked for takes variables and batches.
         named = names is not None or self.settings.device == "gpu"
         self.puts_on_gpu = named and self.device.startswith("GPU:")
 
@@ -144,6 +151,7 @@ class MpiStrategy(Strategy):
         ValueError
             If ``seconds`` is not positive and finite.
         """
+        # Checks the argument.
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
 
@@ -199,13 +207,16 @@ class MpiStrategy(Strategy):
         CollectiveError
             If another rank does something else. On every rank.
         """
+        # Nothing collective ends any more once a rank is lost.
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:
+            # Ranks that have left out a step are to meet here nevertheless.
             if self._connection.channel is not None:
                 self._connection.channel.meet()
             self.collectives.barrier("close")
             self._closed = True
+            # Its plans hold shared memory of the topology: they go before it.
             self.collectives.close()
             if self._connection.copies is not None:
                 self._connection.copies.leave_out(self)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcstrat.context import CurrentStrategy, current
+from hpcstrat.data import Dataset
 from hpcstrat.options import ReduceOp
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
-
-if TYPE_CHECKING:
-    from hpcstrat.data import Dataset
 
 __all__ = ["Examples", "MultiStepContext"]
 
@@ -90,8 +88,6 @@ class Examples:
 
         The arguments are those of `Dataset`.
         """
-        from hpcstrat.data import Dataset
-
         return Dataset(
             self._source,
             batch_size,

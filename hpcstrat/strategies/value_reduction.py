@@ -40,6 +40,7 @@ def reduce(
                 "it out"
             )
         return _over_axes(collectives, op, array, axes)
+    # One value is what most calls have; it needs no list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
         part = value._local if isinstance(value, DistributedValues) else value
         return collectives.reduce_inside(op, part, "reduce", out=out)
@@ -62,6 +63,7 @@ def _structure(collectives: Collectives, op: ReduceOp, value: Tree, out: Tree) -
             f"Mirrored value, which is the same on all {collectives.size}; use MEAN, "
             "or multiply it by the number of replicas"
         )
+    # Only what may differ travels: the mean of equal values is one of them.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = [contributions(leaves[i]) for i in rest]
@@ -110,6 +112,7 @@ def _over_axes(
 ) -> Array:
     dtype = array.dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
+    # Halves are added up in float32, and rounded once.
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":
         wide = np.dtype(np.float64)
@@ -120,6 +123,8 @@ def _over_axes(
         own = rounded(own, dtype)
         total: Array = collectives.batch_reduce(ReduceOp.SUM, own, label)
         return total
+    # Lengths may differ between replicas: sum and count travel in one message, and
+    # the mean is that of all elements, not of the replicas' means.
     count = np.int64(np.prod([array.shape[a] for a in axes], dtype=np.int64))
     total, count = collectives.batch_reduce(ReduceOp.SUM, [own, count], label)
     with np.errstate(all="ignore"):

@@ -60,7 +60,8 @@ def test_every_mismatch_is_an_error_on_every_rank_that_names_both_calls(
             assert first in str(error), (first, second)
             assert second in str(error), (first, second)
             assert f"rank {odd} called" in str(error)
-            assert "check_" in str(error)
+            # Where the program called, which for all_reduce is a helper of the tests.
+            assert "check_" in str(error) or "sums.py" in str(error)
     assert_usable(strategy, job)
 
 
