@@ -18,8 +18,8 @@ from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.context import Entry, current, pop, push
-from hpcstrat.observe import job_timeline
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
+from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.observe.timeline import active, trace
 from hpcstrat.options import (
