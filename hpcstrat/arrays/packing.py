@@ -27,6 +27,7 @@ __all__ = [
     "cut",
     "pack",
     "plan",
+    "side_by_side",
     "unpack",
     "wire_dtype",
 ]
@@ -155,6 +156,16 @@ def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
 def unpack(bucket: Bucket, flat: Array) -> list[Array]:
     """Return the parts of a flat buffer in their own shapes: views of the buffer."""
     return [flat[start:end].reshape(shape) for start, end, shape in bucket.parts]
+
+
+def side_by_side(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Return views of a flat buffer, one behind the other."""
+    views, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        views.append(flat[start:end].reshape(shape))
+        start = end
+    return views
 
 
 def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:

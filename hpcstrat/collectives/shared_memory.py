@@ -223,12 +223,15 @@ class SmallReduction:
         planned: Any,
         timeout_seconds: float | None,
         separate: bool,
+        *,
+        flat: Array | None = None,
     ) -> None:
         """Reduce arrays, in any memory order.
 
         ``separate`` says that no result lies over another array. All values are in the
         rings before the first result is written, and so are right in any case; this
-        rank's own are nearer.
+        rank's own are nearer. ``flat`` is the memory of all results, side by side,
+        where they are of one type.
         """
         me, channel, call = self._rank, self._channel, planned.call
         places, divisor = channel.places, planned.divisor
@@ -241,6 +244,11 @@ class SmallReduction:
                 quietly(assign, parts[me], ..., arrays[index])
         channel.agree(call, timeout_seconds)
         try:
+            if flat is not None and flat.dtype == self._piece[0].dtype:
+                # One run, in which the arrays lie as their results do.
+                rows = places.rows(self._piece[0], place)
+                _add_small(rows, flat, divisor, me, None)
+                return
             for index, parts, same in views:
                 own = arrays[index] if same and separate else None
                 _add_small(parts, results[index], divisor, me, own)

@@ -44,6 +44,7 @@ class Adagrad(Optimizer):
         For numbers out of range.
     """
 
+    _elementwise = True
     _by_rows = True
 
     def __init__(

@@ -50,6 +50,7 @@ class Adam(Optimizer):
         For numbers out of range.
     """
 
+    _elementwise = True
     _state = {"first_moment": 0.0, "second_moment": 0.0}  # noqa: RUF012
 
     def __init__(
@@ -191,6 +192,8 @@ class AdamW(AdamWithDecay):
     ValueError
         For numbers out of range, or what is no regular expression.
     """
+
+    _elementwise = True
 
     def __init__(
         self,

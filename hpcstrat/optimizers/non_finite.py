@@ -23,7 +23,7 @@ from hpcstrat.strategies import Strategy
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
-__all__ = ["NonFinite", "all_finite"]
+__all__ = ["NonFinite", "all_finite", "are_finite", "is_finite"]
 
 # So many elements cost less to copy than a call for each array.
 _SMALL = 1024
@@ -53,9 +53,8 @@ class NonFinite:
         strategy: Strategy,
         pairs: Sequence[tuple[Any, Variable]],
         combined: Sequence[Gradient],
-        tables: Tables,
     ) -> bool:
-        """Return whether a step is to be left out, on all replicas alike.
+        """Return whether a step whose gradients are not finite is to be left out.
 
         Collective over the strategy's replicas.
 
@@ -69,13 +68,11 @@ class NonFinite:
             This replica's gradients.
         combined : sequence of ndarray or IndexedSlices
             Those of all replicas together, in the same order.
-        tables : Tables
-            For those on a GPU, which is waited for.
 
         Returns
         -------
         bool
-            False where all are finite, and where there is a warning only. Warnings are
+            The same on all replicas. False where there is a warning only. Warnings are
             given of the 1st, 2nd, 4th, 8th ... such step.
 
         Raises
@@ -83,11 +80,6 @@ class NonFinite:
         NonFiniteError
             As a policy. On every replica.
         """
-        arrays = _arrays(combined)
-        host = [array for array in arrays if not is_device(array)]
-        device = [array for array in arrays if is_device(array)]
-        if all_finite(host) and on_device.all_finite(tables, device):
-            return False
         self._steps += 1
         if policy == "raise":
             message = _describe(strategy, pairs, combined)
@@ -102,6 +94,14 @@ class NonFinite:
                     *(message, self._steps, "left out" if skips else "applied"),
                 )
         return skips
+
+
+def are_finite(combined: Sequence[Gradient], tables: Tables) -> bool:
+    """Return whether all gradients are finite; waits for a GPU that has any of them."""
+    arrays = _arrays(combined)
+    host = [array for array in arrays if not is_device(array)]
+    device = [array for array in arrays if is_device(array)]
+    return all_finite(host) and on_device.all_finite(tables, device)
 
 
 def all_finite(arrays: Iterable[Array]) -> bool:
@@ -123,12 +123,13 @@ def all_finite(arrays: Iterable[Array]) -> bool:
     for array in arrays:
         if array.size <= _SMALL:
             small.setdefault(array.dtype, []).append(array)
-        elif not _is_finite(array.reshape(-1)):
+        elif not is_finite(array.reshape(-1)):
             return False
-    return all(_is_finite(np.concatenate(group, axis=None)) for group in small.values())
+    return all(is_finite(np.concatenate(group, axis=None)) for group in small.values())
 
 
-def _is_finite(flat: Array) -> bool:
+def is_finite(flat: Array) -> bool:
+    """Return whether no element of a flat array is NaN or infinite."""
     # One pass of the BLAS, at the speed of memory; it has no other types than these.
     # The square of a finite number may overflow: vdot does not warn of that.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):

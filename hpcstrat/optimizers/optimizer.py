@@ -21,8 +21,7 @@ from hpcstrat.optimizers.gradients import (
     require_names,
     scale,
 )
-from hpcstrat.optimizers.non_finite import NonFinite
-from hpcstrat.optimizers.on_device import DeviceStep
+from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
 from hpcstrat.optimizers.pairs import Pairs, checked, require_gradients
 from hpcstrat.optimizers.parameters import (
     LearningRate,
@@ -83,6 +82,9 @@ class Optimizer(MadeTogether, SavedState, ABC):
 
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
+
+    _elementwise: bool = False
+    """Whether ``_update`` treats each element by itself, whatever the array's shape."""
 
     def __init__(
         self,
@@ -219,20 +221,24 @@ class Optimizer(MadeTogether, SavedState, ABC):
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
+        if plain and updated:
+            routine.repeat(self._op)
         return updated
 
     def _combine_and_update(
         self, collectives: Collectives, pairs: Pairs, routine: Routine
     ) -> bool:
         rate = self._rate(collectives)
-        reduced = collectives.batch_reduce(
-            self._op, [gradient for gradient, _ in pairs], routine.label
-        )
+        gradients: list[Any] = [gradient for gradient, _ in pairs]
+        if routine.again is None:
+            reduced = collectives.batch_reduce(self._op, gradients, routine.label)
+        else:
+            reduced = collectives.reduce_again(routine.again, gradients)
         return self._use(reduced, pairs, routine, rate)
 
     @np.errstate(all="ignore")
     def _use(
-        self, reduced: list[Gradient], pairs: Pairs, routine: Routine, rate: float
+        self, reduced: list[Any], pairs: Pairs, routine: Routine, rate: float
     ) -> bool:
         """Update variables with combined gradients; quiet, as the sums of them are."""
         policy = routine.non_finite
@@ -240,24 +246,30 @@ class Optimizer(MadeTogether, SavedState, ABC):
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
-        if policy != "off" and self._non_finite.refuses(
-            *(policy, get_strategy(), pairs, reduced), self._slots.tables
-        ):
-            return False
+        if policy == "off":
+            finite = True
+        elif routine.again is None:
+            finite = are_finite(reduced, self._slots.tables)
+        elif routine.flat is None:
+            finite = all_finite(reduced)
+        else:
+            finite = is_finite(routine.flat)
+        if not finite:
+            # A combined gradient has the same bits on every replica.
+            strategy = get_strategy()
+            if self._non_finite.refuses(policy, strategy, pairs, reduced):
+                return False
         if not routine.targets:
             # The first step makes the state, after the first agreement of the ranks.
-            routine.targets = [self._target(variable) for _, variable in pairs]
-            if any(is_device(wholes[0]) for _, wholes in routine.targets):
-                routine.on_device = DeviceStep(
-                    *(self, self._slots.tables, routine.targets, reduced)
-                )
+            targets = [self._target(variable) for _, variable in pairs]
+            routine.begin(self, targets, reduced)
         number = int(self.iterations.component) + 1
-        for step, _ in routine.targets:
+        for step in routine.steps:
             step.rate, step.number = rate, number
         if routine.on_device is not None:
             routine.on_device.update(reduced, self._mean, self._limit)
         else:
-            self._update_all(reduced, routine.targets)
+            self._update_all(reduced, routine)
         self.iterations.component[...] = number
         return True
 
@@ -271,12 +283,13 @@ class Optimizer(MadeTogether, SavedState, ABC):
                 raise
         return rate
 
-    def _update_all(
-        self, gradients: Sequence[Gradient], targets: Sequence[Target]
-    ) -> None:
-        if self._op is ReduceOp.MEAN or self._limit is not None:
+    def _update_all(self, gradients: list[Any], routine: Routine) -> None:
+        if self._limit is not None or self._mean != 1:
             self._condition(gradients)
-        for gradient, (step, wholes) in zip(gradients, targets, strict=True):
+        for bundle in routine.bundles:
+            bundle.update(self, gradients)
+        for index in routine.apart:
+            gradient, (step, wholes) = gradients[index], routine.targets[index]
             if type(gradient) is np.ndarray:
                 self._update(step, gradient, *wholes)
             else:

@@ -40,6 +40,8 @@ class SGD(Optimizer):
         For a negative momentum, or Nesterov's form without momentum.
     """
 
+    _elementwise = True
+
     def __init__(
         self,
         learning_rate: LearningRate,

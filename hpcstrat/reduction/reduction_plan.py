@@ -27,7 +27,7 @@ from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.reduction_arrays import is_plain
 from hpcstrat.typing import Array
 
-__all__ = ["ReductionPlan", "marked", "plan_reduction"]
+__all__ = ["ReductionPlan", "Repetition", "marked", "plan_reduction"]
 
 # Pieces of larger calls are worked out each time: it is the smallest part of the work.
 _MOST_KEPT_PIECES = 4096
@@ -58,6 +58,31 @@ class ReductionPlan:
             return self.pieces
         assert self.choice is not None
         return cut(self.signatures, bool(self.divisor), self.choice.piece_bytes)
+
+
+class Repetition:
+    """A reduction that a loop makes in each step, of arrays of the same kinds.
+
+    The arrays are plain ones of NumPy, of native byte order. Each repetition overwrites
+    ``results``, which lie side by side in ``flat``, in their order and of the one type
+    that the arrays have, too; without them, each has arrays of its own.
+    """
+
+    __slots__ = ("flat", "key", "op", "results", "what")
+
+    def __init__(
+        self,
+        op: ReduceOp,
+        what: str,
+        flat: Array | None = None,
+        results: list[Array] | None = None,
+    ) -> None:
+        self.op = op
+        self.what = what
+        self.flat = flat
+        self.results = results
+        # Found by its identity. Plans outlive this, and must not keep its memory.
+        self.key = object()
 
 
 def plan_reduction(

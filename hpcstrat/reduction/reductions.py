@@ -29,7 +29,12 @@ from hpcstrat.reduction.reduction_arrays import (
     list_structure,
     require_fitting,
 )
-from hpcstrat.reduction.reduction_plan import ReductionPlan, marked, plan_reduction
+from hpcstrat.reduction.reduction_plan import (
+    ReductionPlan,
+    Repetition,
+    marked,
+    plan_reduction,
+)
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -253,13 +258,46 @@ class Reductions:
         outs: list[Array] | None,
     ) -> list[Array]:
         planned, results = self._prepared(request, arrays, options, outs)
+        return self._carry_out(planned, arrays, results, options, outs)
+
+    def reduce_again(self, again: Repetition, arrays: list[Array]) -> list[Array]:
+        """Reduce arrays of the kinds that a repetition knows, looking at none of them.
+
+        Collective over ``topology.replica_comm``; only inside an entry of the library.
+        Returns the repetition's own arrays, where it has any.
+        """
+        options = self._options
+        planned = self._plans.get(again.key)
+        if planned is None:
+            request = again.op, again.what, list_structure(len(arrays))
+            planned, _ = self._prepared(request, arrays, options, None)
+            self._plans[again.key] = planned
+        results, flat = again.results, again.flat
+        if results is None:
+            results = self._recycler.arrays(planned.results)
+        elif self.collectives.channel is None:
+            for result, array in zip(results, arrays, strict=True):
+                result[...] = array
+            return results
+        return self._carry_out(planned, arrays, results, options, None, flat=flat)
+
+    def _carry_out(
+        self,
+        planned: ReductionPlan,
+        arrays: list[Array],
+        results: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+        *,
+        flat: Array | None = None,
+    ) -> list[Array]:
         channel: Any = self.collectives.channel
         if channel is not None and channel.started:
             channel.started.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
             apart = outs is None or len(arrays) == 1
-            planned.small(arrays, results, planned, timeout_seconds, apart)
+            planned.small(arrays, results, planned, timeout_seconds, apart, flat=flat)
             if (recorder := active.recorder) is not None:
                 recorder.leave_data(call.text, pushed=False)
             return results

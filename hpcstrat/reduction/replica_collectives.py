@@ -35,6 +35,7 @@ class Collectives(ObjectCollectives):
         self.broadcast = gathers.broadcast
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_inside = self._reductions.reduce_inside
+        self.reduce_again = self._reductions.reduce_again
         self.start_reduce = self._reductions.start_reduce
         self.start_inside = self._reductions.start_inside
 

@@ -208,3 +208,58 @@ def test_regularization_is_a_sum_of_one_replica() -> None:
     assert hs.scale_regularization_loss(np.float16(0.5)).dtype == np.float16
     with hs.OneDeviceStrategy().scope(), pytest.raises(RuntimeError, match="replica"):
         hs.scale_regularization_loss(1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adagrad", "Adam", "AdamW"])
+def test_small_variables_are_updated_as_one_with_the_same_bits(
+    kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ml_dtypes  # noqa: F401
+
+    def train(most: int) -> list[bytes]:
+        monkeypatch.setattr("hpcstrat.optimizers.routine._SMALL", most)
+        draw = np.random.default_rng(5)
+        shapes = [(3,), (), (0, 2), (7, 5), (1,), (64,), (2, 3, 4), (33,)]
+        variables = [
+            hs.Variable(np.array(draw.standard_normal(shape), dtype), name=f"v{index}")
+            for index, shape in enumerate(shapes)
+        ]
+        options: dict[str, Any] = {"clip_global_norm": 3.0, "aggregation": "mean"}
+        if kind == "AdamW":
+            options["exclude"] = ("v1", "v6")
+        optimizer = (
+            hs.optimizers.SGD(0.1, 0.9, True, **options)
+            if kind == "momentum"
+            else getattr(hs.optimizers, kind)(0.1, **options)
+        )
+        for _ in range(5):
+            gradients = [
+                np.array(draw.standard_normal(shape), dtype, order="F")
+                for shape in shapes
+            ]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            # Programs go on writing them between the steps.
+            variables[3].assign(np.full((7, 5), 0.5, dtype))
+        state = optimizer.checkpoint_variables()
+        routine = optimizer._routine
+        assert len(routine.bundles) == (0 if most < 0 else 1 + (kind == "AdamW"))
+        assert (routine.flat is not None) == (most > 0)
+        return [v.numpy().tobytes() for v in (*variables, *state.values())]
+
+    assert train(64) == train(-1)
+
+
+def test_a_rule_of_ones_own_over_a_bundled_one_is_called_for_each_variable() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Own(hs.optimizers.SGD):
+        def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+            seen.append(value.shape)
+            super()._update(step, gradient, value, *slots)
+
+    variables = [hs.Variable(np.zeros(size), name=f"v{size}") for size in (2, 3)]
+    optimizer = Own(0.1)
+    for _ in range(2):
+        optimizer.apply_gradients([(np.ones(v.shape), v) for v in variables])
+    assert seen == [(2,), (3,)] * 2
