@@ -14,8 +14,10 @@ buffer for one ``Allreduce``, and in the fastest form that we know, where they a
 computed right in that buffer, which is summed in pieces of 1 MiB. All are given the
 same rows, in alternating steps of one process, and must end with the same weights and
 losses, up to rounding. The difference of two is the median of the differences of steps
-of the same round; ``timing.py`` says how times are taken. With ``--device`` the step is
-one on GPUs: see ``device_step.py``.
+of the same round; ``timing.py`` says how times are taken. Before, the step of
+``small_step.py`` says what the library itself costs: ``run`` and one update of 20
+arrays of 64 elements, above the same by hand. With ``--device`` the step is one on
+GPUs: see ``device_step.py``.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from report import (
     table,
     write_json,
 )
+from small_step import BY_ARRAY, BY_HAND, measure_small
 from timing import measure_for
 from trainers import NUM_FEATURES, ByHand, Ours, Trainer, require_equal
 
@@ -104,7 +107,9 @@ def measure_width(
     return sum(array.nbytes for array in trainers[OURS].parameters()), times
 
 
-def differences(times: dict[str, Any]) -> dict[str, Any]:
+def differences(
+    times: dict[str, Any], others: tuple[str, ...] = (PACKED, FASTEST)
+) -> dict[str, Any]:
     """Return how much longer hpcstrat's step takes than those by hand.
 
     Not collective.
@@ -113,6 +118,8 @@ def differences(times: dict[str, Any]) -> dict[str, Any]:
     ----------
     times : dict of str to ndarray of shape (rounds,)
         From `timing.measure`.
+    others : tuple of str
+        The names of those.
 
     Returns
     -------
@@ -120,9 +127,23 @@ def differences(times: dict[str, Any]) -> dict[str, Any]:
         Lower quartile, median and upper quartile of the differences in seconds.
     """
     return {
-        name: np.percentile(times[OURS] - times[name], [25, 50, 75])
-        for name in (PACKED, FASTEST)
+        name: np.percentile(times[OURS] - times[name], [25, 50, 75]) for name in others
     }
+
+
+def describe_differences(found: dict[str, Any]) -> str:
+    """Return a line for each of the `differences`; not collective."""
+    return "\n".join(
+        f"{OURS} above {name}: {median * 1e6:+.1f} us, quartiles "
+        f"{low * 1e6:+.1f} and {high * 1e6:+.1f}"
+        for name, (low, median, high) in found.items()
+    )
+
+
+def with_names(found: dict[str, Any]) -> dict[str, Any]:
+    """Return `differences` with the names of quartiles; not collective."""
+    names = "lower", "median", "upper"
+    return {name: dict(zip(names, v, strict=True)) for name, v in found.items()}
 
 
 def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
@@ -223,18 +244,21 @@ def main(
     hs.print_once(f"{what}, {where}; OMP_NUM_THREADS: {threads}")
     if threads != "1":
         hs.print_once("set OMP_NUM_THREADS=1: threads of NumPy disturb the other rank")
+    small_times = measure_small(strategy, options.seconds)
+    small = differences(small_times, (BY_HAND, BY_ARRAY))
+    hs.print_once(
+        "\nrun and update of 20 arrays of 64 elements, "
+        f"{len(small_times[OURS])} steps; faster: than {BY_HAND}\n"
+        f"{table(small_times, BY_HAND, BY_ARRAY)}\n{describe_differences(small)}"
+    )
     times = {}
     for width in options.widths:
         nbytes, by_name = measure_width(strategy, width, options)
         times[nbytes] = by_name
-        lines = [
-            f"{OURS} above {name}: {median * 1e6:+.1f} us, quartiles "
-            f"{low * 1e6:+.1f} and {high * 1e6:+.1f}"
-            for name, (low, median, high) in differences(by_name).items()
-        ]
         hs.print_once(
             f"\n{size_text(nbytes)} of gradients, {len(by_name[OURS])} steps; faster: "
-            f"than {PACKED}\n{table(by_name, PACKED, FASTEST)}\n" + "\n".join(lines)
+            f"than {PACKED}\n{table(by_name, PACKED, FASTEST)}\n"
+            + describe_differences(differences(by_name))
         )
     if strategy.topology.replica_id:
         return
@@ -245,10 +269,7 @@ def main(
             for name, values in by_name.items()
         ]
         quartiles = {
-            size_text(nbytes): {
-                name: dict(zip(("lower", "median", "upper"), values, strict=True))
-                for name, values in differences(by_name).items()
-            }
+            size_text(nbytes): with_names(differences(by_name))
             for nbytes, by_name in times.items()
         }
         write_json(
@@ -258,6 +279,7 @@ def main(
             threads=threads,
             rounds={size_text(size): len(t[OURS]) for size, t in times.items()},
             seconds_of_hpcstrat_above=quartiles,
+            seconds_above_in_steps_of_20_small_arrays=with_names(small),
         )
     if options.picture:
         draw(options.picture, times, f"{what}\n{where}")
