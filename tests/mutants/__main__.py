@@ -63,7 +63,7 @@ def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
     for words in mutant.tests.split():
         n, _, name = words.partition(":")
         if name:
-            ranks = ["-m", "tests.mpi.ranks", "-x", "--short", "--color=no"]
+            ranks = ["-m", "tests.mpi.ranks", "-x", "--color=no"]
             file = f"tests/mpi/ranks/check_{name}.py"
             commands.append([*launch_command(int(n)), sys.executable, *ranks, file])
         else:
@@ -98,6 +98,8 @@ def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
         said = output.read()
     if not failed:
         return False, ""
+    if "no tests ran" in said or "error: " in said.partition("\n")[0]:
+        raise RuntimeError(f"expected tests in {command}, found: {said[-500:]}")
     # Of a job of ranks inside of a test its own test, which is said first.
     names = re.findall(r"^(?:E +)?(?:FAILED|ERROR) (\S+)", said, re.M)
     hung = re.findall(r"(\S+::\S+) failed here", said)
