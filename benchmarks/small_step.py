@@ -27,8 +27,8 @@ Array = np.ndarray[Any, Any]
 class RuleByArray(hs.optimizers.SGD):
     """Gradient descent, called for each variable as any rule of a program's own."""
 
-    def _update(self, step: Any, gradient: Array, value: Array, *state: Array) -> None:
-        super()._update(step, gradient, value, *state)
+    def update(self, step: Any, gradient: Array, value: Array, *state: Array) -> None:
+        super().update(step, gradient, value, *state)
 
 
 class ByHand:

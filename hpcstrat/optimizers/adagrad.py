@@ -44,7 +44,7 @@ class Adagrad(Optimizer):
         For numbers out of range.
     """
 
-    _elementwise = True
+    elementwise = True
     _by_rows = True
 
     def __init__(
@@ -58,9 +58,11 @@ class Adagrad(Optimizer):
         require_range("epsilon", epsilon, 0.0, open_below=True)
         super().__init__(learning_rate, **options)
         self.epsilon = epsilon
-        self._state = {"sum_of_squares": initial_accumulator_value}
+        self.state = {"sum_of_squares": initial_accumulator_value}
 
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(  # numpydoc ignore=GL08
+        self, step: Step, gradient: Array, value: Array, *slots: Array
+    ) -> None:
         (squares,) = slots
         number = value.dtype.type
         scratch = np.multiply(gradient, gradient, out=self._scratch(value))

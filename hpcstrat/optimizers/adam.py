@@ -50,8 +50,8 @@ class Adam(Optimizer):
         For numbers out of range.
     """
 
-    _elementwise = True
-    _state = {"first_moment": 0.0, "second_moment": 0.0}  # noqa: RUF012
+    elementwise = True
+    state = {"first_moment": 0.0, "second_moment": 0.0}  # noqa: RUF012
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ class Adam(Optimizer):
         self.beta_2 = beta_2
         self.epsilon = epsilon
 
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(  # numpydoc ignore=GL08
+        self, step: Step, gradient: Array, value: Array, *slots: Array
+    ) -> None:
         self._direction(step, gradient, *slots)
         gradient *= value.dtype.type(step.rate)
         value -= gradient
@@ -193,7 +195,7 @@ class AdamW(AdamWithDecay):
         For numbers out of range, or what is no regular expression.
     """
 
-    _elementwise = True
+    elementwise = True
 
     def __init__(
         self,
@@ -213,10 +215,12 @@ class AdamW(AdamWithDecay):
             **options,
         )
 
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(  # numpydoc ignore=GL08
+        self, step: Step, gradient: Array, value: Array, *slots: Array
+    ) -> None:
         if not self._is_excluded(step.name):
             value *= value.dtype.type(1 - step.rate * self.weight_decay)
-        super()._update(step, gradient, value, *slots)
+        super().update(step, gradient, value, *slots)
 
     def _fused(self, step: Step) -> Fused:
         kept = 1 - step.rate * self.weight_decay

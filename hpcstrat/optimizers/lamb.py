@@ -68,7 +68,9 @@ class LAMB(AdamWithDecay):
             **options,
         )
 
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(  # numpydoc ignore=GL08
+        self, step: Step, gradient: Array, value: Array, *slots: Array
+    ) -> None:
         self._direction(step, gradient, *slots)
         rate: Any = step.rate
         number = value.dtype.type

@@ -37,7 +37,7 @@ def _has_kernel(kind: type) -> bool:
     for each in kind.__mro__:
         if "_fused" in vars(each):
             return True
-        if "_update" in vars(each) or "_direction" in vars(each):
+        if "update" in vars(each) or "_direction" in vars(each):
             return False
     return False
 

@@ -43,7 +43,7 @@ __all__ = ["Optimizer"]
 class Optimizer(MadeTogether, SavedState, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
-    A subclass brings an update rule, ``_update``, and names the state that it needs.
+    A subclass brings an update rule, `update`, and names the state that it needs.
     Variables on a GPU, whose gradients are there, too, are updated there, without
     waiting for it; the rules of this package take one launch for all of a type.
 
@@ -70,6 +70,13 @@ class Optimizer(MadeTogether, SavedState, ABC):
     ----------
     iterations : Variable
         Number of steps done, int64.
+    state : mapping of str to float
+        The first value of each kind of state that a variable has, by its name in
+        checkpoints; a subclass sets it.
+    elementwise : bool
+        Whether `update` treats each element by itself, whatever the array's shape, so
+        that small variables may be updated as one. It holds for the class that sets it,
+        and not for a subclass with another `update`.
 
     Raises
     ------
@@ -77,14 +84,11 @@ class Optimizer(MadeTogether, SavedState, ABC):
         For options out of range.
     """
 
-    _state: Mapping[str, float] = {}
-    """The first value of each kind of state."""
+    state: Mapping[str, float] = {}
+    elementwise: bool = False
 
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
-
-    _elementwise: bool = False
-    """Whether ``_update`` treats each element by itself, whatever the array's shape."""
 
     def __init__(
         self,
@@ -117,10 +121,23 @@ class Optimizer(MadeTogether, SavedState, ABC):
         return {**self.__dict__, "_routine": None}
 
     @abstractmethod
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
-        """Update a value and its state, in the order of ``_state``, in place.
+    def update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+        """Update a value and its state in place: the rule, which a subclass brings.
 
-        The gradient's array is free to be overwritten.
+        Not collective: all replicas are given the same. `apply_gradients` calls it for
+        each variable, or of rules that are ``elementwise`` for several small ones at
+        once, side by side in flat arrays.
+
+        Parameters
+        ----------
+        step : Step
+            Learning rate and number of the step; name of the variable.
+        gradient : ndarray
+            Combined, scaled and clipped; free to be overwritten.
+        value : ndarray of the same shape and dtype
+            Of the variable.
+        *slots : ndarray of the same shape and dtype
+            Its state, in the order of ``state``.
         """
 
     def _is_marked(self, name: str) -> bool:
@@ -291,7 +308,7 @@ class Optimizer(MadeTogether, SavedState, ABC):
         for index in routine.apart:
             gradient, (step, wholes) = gradients[index], routine.targets[index]
             if type(gradient) is np.ndarray:
-                self._update(step, gradient, *wholes)
+                self.update(step, gradient, *wholes)
             else:
                 self._update_one(step, gradient, wholes)
 
@@ -311,18 +328,18 @@ class Optimizer(MadeTogether, SavedState, ABC):
 
     def _target(self, variable: Variable) -> Target:
         """Return the arrays of a variable and its state, which is made if need be."""
-        kinds = self._state.items()
+        kinds = self.state.items()
         state = [self._slots.get(k, variable, i).component for k, i in kinds]
         return Step(0.0, 0, variable.name), [variable.component, *state]
 
     def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
         if not isinstance(gradient, IndexedSlices):
-            self._update(step, gradient, *wholes)
+            self.update(step, gradient, *wholes)
         elif not self._by_rows:
-            self._update(step, gradient.to_dense(), *wholes)
+            self.update(step, gradient.to_dense(), *wholes)
         else:
             parts = [whole[gradient.indices] for whole in wholes]
-            self._update(step, gradient.values, *parts)
+            self.update(step, gradient.values, *parts)
             for whole, part in zip(wholes, parts, strict=True):
                 whole[gradient.indices] = part
 
@@ -364,6 +381,6 @@ class Optimizer(MadeTogether, SavedState, ABC):
         """
         require_names(variables)
         for variable in variables:
-            for kind, initial in self._state.items():
+            for kind, initial in self.state.items():
                 self._slots.get(kind, variable, initial)
         self._accumulation.build(variables)

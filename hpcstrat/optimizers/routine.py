@@ -59,7 +59,7 @@ class Bundle:
                 view[...] = gradients[index]
         for view, whole in self._copies:
             view[...] = whole
-        rule._update(self.step, self.gradient, *self._flats)
+        rule.update(self.step, self.gradient, *self._flats)
         for view, whole in self._copies:
             whole[...] = view
 
@@ -70,9 +70,9 @@ def _is_of_elements(kind: type) -> bool:
     A subclass may have another rule than its base.
     """
     for each in kind.__mro__:
-        if "_elementwise" in vars(each):
-            return bool(vars(each)["_elementwise"])
-        if "_update" in vars(each) or "_direction" in vars(each):
+        if "elementwise" in vars(each):
+            return bool(vars(each)["elementwise"])
+        if "update" in vars(each) or "_direction" in vars(each):
             return False
     return False
 

@@ -40,7 +40,7 @@ class SGD(Optimizer):
         For a negative momentum, or Nesterov's form without momentum.
     """
 
-    _elementwise = True
+    elementwise = True
 
     def __init__(
         self,
@@ -58,10 +58,12 @@ class SGD(Optimizer):
         self.momentum = momentum
         self.nesterov = nesterov
         if momentum:
-            self._state = {"momentum": 0.0}
+            self.state = {"momentum": 0.0}
         self._by_rows = not momentum
 
-    def _update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(  # numpydoc ignore=GL08
+        self, step: Step, gradient: Array, value: Array, *slots: Array
+    ) -> None:
         number = value.dtype.type
         gradient *= number(-step.rate)
         if not slots:
@@ -79,7 +81,7 @@ class SGD(Optimizer):
         value += gradient
 
     def _fused(self, step: Step) -> Fused:
-        if not self._state:
+        if not self.state:
             return "sgd", (-step.rate,)
         kernel = "nesterov" if self.nesterov else "momentum"
         return kernel, (-step.rate, self.momentum)

@@ -196,7 +196,7 @@ def test_kernels_of_bfloat16_round_as_ml_dtypes(rule: str) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     optimizer = RULES[rule]()
     rng = np.random.default_rng(6)
-    count = 1 + len(optimizer._state)
+    count = 1 + len(optimizer.state)
     arrays = [abs(drawn(rng, 9000, dtype)) for _ in range(count)]
     bits = [cupy.asarray(array.view(np.uint16)) for array in arrays]
     states = [tuple(array.data.ptr for array in bits)]
@@ -210,7 +210,7 @@ def test_kernels_of_bfloat16_round_as_ml_dtypes(rule: str) -> None:
             spans.lamb([moved], updates.Scaling(), numbers[:-1], numbers[-1])
         else:
             spans.update(kernel, [moved], updates.Scaling(), numbers)
-        optimizer._update(step, gradient, *arrays)
+        optimizer.update(step, gradient, *arrays)
     for array, changed in zip(arrays, bits, strict=True):
         assert array.tobytes() == cupy.asnumpy(changed).tobytes()
 
@@ -285,9 +285,9 @@ def test_complex_variables_and_those_in_host_memory_take_part(
 class Signs(optimizers.Optimizer):
     """A rule of a user, who knows nothing of GPUs."""
 
-    _state = {"last": 0.0}  # noqa: RUF012
+    state = {"last": 0.0}  # noqa: RUF012
 
-    def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+    def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
         (last,) = slots
         last[...] = np.sign(gradient) + last / 2
         value -= np.multiply(last, value.dtype.type(step.rate), out=self._scratch(last))
@@ -296,7 +296,7 @@ class Signs(optimizers.Optimizer):
 class Ascent(optimizers.Adam):
     """Another rule than that of its base, which has a kernel."""
 
-    def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+    def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
         value += gradient
 
 
@@ -367,7 +367,7 @@ class Nothing(optimizers.Optimizer):
     def __init__(self) -> None:
         super().__init__(0.1)
 
-    def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+    def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
         pass
 
 

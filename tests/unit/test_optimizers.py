@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat import optimizers
 from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, sum_of_squares
+from tests.docs.page import blocks
 
 ALL = ("SGD", "Adagrad", "Adam", "AdamW", "LAMB")
 
@@ -63,7 +65,7 @@ def test_unknown_parameters_are_refused(name: str) -> None:
 
 def test_an_update_rule_is_all_that_a_subclass_needs() -> None:
     class Signs(optimizers.Optimizer):
-        def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+        def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
             value -= step.rate * np.sign(gradient)
 
     variable = hs.Variable(np.zeros(2), name="v")
@@ -254,12 +256,48 @@ def test_a_rule_of_ones_own_over_a_bundled_one_is_called_for_each_variable() -> 
     seen: list[tuple[int, ...]] = []
 
     class Own(hs.optimizers.SGD):
-        def _update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+        def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
             seen.append(value.shape)
-            super()._update(step, gradient, value, *slots)
+            super().update(step, gradient, value, *slots)
 
     variables = [hs.Variable(np.zeros(size), name=f"v{size}") for size in (2, 3)]
     optimizer = Own(0.1)
     for _ in range(2):
         optimizer.apply_gradients([(np.ones(v.shape), v) for v in variables])
     assert seen == [(2,), (3,)] * 2
+
+
+def test_the_optimizer_of_the_guide_accumulates_clips_and_is_restored(
+    tmp_path: Path,
+) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "contributing.md"
+    (code,) = (b.code for b in blocks(guide.read_text()) if "RMSProp(hs." in b.code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+
+    def made() -> tuple[list[hs.Variable], Any]:
+        values = [np.arange(1, size + 1, dtype=np.float32) for size in (3, 5)]
+        variables = [hs.Variable(v, name=f"w{v.size}") for v in values]
+        return variables, names["RMSProp"](0.1, accumulate_steps=2)
+
+    def call(variables: list[hs.Variable], optimizer: Any) -> bool:
+        pairs = [(v.value().copy(), v) for v in variables]
+        return bool(optimizer.apply_gradients(pairs))
+
+    variables, optimizer = made()
+    gradients = [2 * v.numpy() for v in variables]
+    before = [v.numpy() for v in variables]
+    assert [call(variables, optimizer) for _ in range(2)] == [False, True]
+    for variable, gradient, old in zip(variables, gradients, before, strict=True):
+        mean = 0.1 * gradient**2
+        expected = old - 0.1 * gradient / (np.sqrt(mean) + 1e-7)
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+    # In the midst of a step, whose sums are saved, too.
+    call(variables, optimizer)
+    hs.CheckpointManager(tmp_path, weights=variables, optimizer=optimizer).save()
+    others, restored = made()
+    hs.CheckpointManager(tmp_path, weights=others, optimizer=restored).restore()
+    assert call(others, restored)
+    assert call(variables, optimizer)
+    for one, other in zip(variables, others, strict=True):
+        assert one.numpy().tobytes() == other.numpy().tobytes()
