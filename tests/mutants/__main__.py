@@ -71,6 +71,16 @@ def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
     return commands
 
 
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """End a job that is in a session of its own."""
+    os.killpg(job.pid, signal.SIGTERM)
+    try:
+        job.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
 def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
     """Run a command in the copy; return whether it failed, and what it says."""
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -87,13 +97,11 @@ def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
         try:
             failed = job.wait(limit) != 0
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGTERM)
-            try:
-                job.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+            _end(job)
             return True, f"no end within {limit:g} s"
+        except BaseException:
+            _end(job)
+            raise
         output.seek(0)
         said = output.read()
     if not failed:

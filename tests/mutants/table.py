@@ -159,13 +159,16 @@ MUTANTS = (
     _m(
         "gather: no header before the data",
         "3:failures",
-        'channel.agree(describe_call(f"data of {call.text}"), self._timeout_seconds)',
-        "pass",
+        """        channel.agree(
+            describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
+        )
+""",
+        "",
     ),
     _m(
         "broadcast: no header",
         "3:failures",
-        """        channel.agree(call, self._timeout_seconds)
+        """        channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             for flat in flats:""",
         """        with channel.moving(call) as comm:
@@ -318,8 +321,8 @@ MUTANTS = (
     _m(
         "non-finite gradients: long arrays pass",
         "2:non_finite",
-        "elif not _is_finite(array.reshape(-1)):",
-        "elif not _is_finite(array.reshape(-1)[:_SMALL]):",
+        "elif not is_finite(array.reshape(-1)):",
+        "elif not is_finite(array.reshape(-1)[:_SMALL]):",
     ),
     # Data.
     _m(
