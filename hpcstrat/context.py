@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hpcstrat.options import ReduceOp, VariableSynchronization
 from hpcstrat.typing import Replicas, Tree
 
-__all__ = ["CurrentStrategy", "Entry", "MadeTogether", "current", "pop", "push"]
+__all__ = ["ContextEntry", "CurrentStrategy", "MadeTogether", "current", "pop", "push"]
 
 
 class CurrentStrategy(Replicas, Protocol):
@@ -31,7 +31,7 @@ class CurrentStrategy(Replicas, Protocol):
     def is_default(self) -> bool: ...
 
     @property
-    def update_entry(self) -> Entry: ...
+    def update_entry(self) -> ContextEntry: ...
 
     @property
     def extended(self) -> Any: ...
@@ -62,7 +62,7 @@ class CurrentStrategy(Replicas, Protocol):
     def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
 
 
-class Entry:
+class ContextEntry:
     """One level of the stack: the current strategy, and on which side of it we are."""
 
     __slots__ = ("is_base", "replica_context", "strategy", "updating")
@@ -84,19 +84,19 @@ class Entry:
         self.is_base = is_base
 
 
-_stack: ContextVar[Entry | None] = ContextVar("hpcstrat_context", default=None)
+_stack: ContextVar[ContextEntry | None] = ContextVar("hpcstrat_context", default=None)
 
 # Not a function around it: this is on the way of every call.
 current = _stack.get
-"""Return the innermost `Entry`, or None outside everything."""
+"""Return the innermost `ContextEntry`, or None outside everything."""
 
 
-def push(entry: Entry | None) -> Token[Entry | None]:
+def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
     """Enter a level; None leaves everything. Returns what `pop` takes."""
     return _stack.set(entry)
 
 
-def pop(token: Token[Entry | None]) -> None:
+def pop(token: Token[ContextEntry | None]) -> None:
     """Leave the level that `push` has entered."""
     _stack.reset(token)
 

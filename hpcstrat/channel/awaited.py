@@ -34,7 +34,7 @@ Awaits = Iterator[Awaited]
 """What a call waits for, one after the other."""
 
 
-class _Header:
+class _HeaderStep:
     """Stands for the header of a call, which only who drives the call can post."""
 
     def agreed(self) -> bool:
@@ -46,7 +46,7 @@ class _Header:
         return [] if self.agreed() else [-1]
 
 
-HEADER: Final[Awaited] = _Header()
+HEADER: Final[Awaited] = _HeaderStep()
 """What an algorithm yields once it has done all that it can do before the header."""
 
 

@@ -34,7 +34,7 @@ _MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Asked:
     """What the command line asks for."""
 
     directory: str
@@ -62,7 +62,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
-            wish = _Wish(directory, folder, size, rounds, output)
+            wish = _Asked(directory, folder, size, rounds, output)
             if launch.launcher:
                 _bench_ranks(wish, launch.launcher)
             else:
@@ -76,20 +76,20 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
         raise SystemExit(1) from error
 
 
-def _bench_ranks(wish: _Wish, launcher: str) -> None:
+def _bench_ranks(wish: _Asked, launcher: str) -> None:
     # A rank that is interrupted ends at once, and so the job: the others wait for it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = Topology.world()
     _bench(world, wish, f"{world.size} ranks ({launcher})")
 
 
-def _bench_threads(wish: _Wish) -> None:
+def _bench_threads(wish: _Asked) -> None:
     count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     words = f"{count} threads that stand for ranks, which mpirun or srun would start"
     run_in_threads(count, lambda group: _bench(group, wish, words))
 
 
-def _bench(group: Writers, wish: _Wish, writers: str) -> None:
+def _bench(group: Writers, wish: _Asked, writers: str) -> None:
     """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
@@ -226,7 +226,7 @@ def _setting(direct: Measured, cached: Measured, auto: bool) -> str:
 
 
 def _report(
-    wish: _Wish,
+    wish: _Asked,
     kind: str,
     num_writers: int,
     results: Sequence[Measured],

@@ -58,7 +58,7 @@ class DistributedDataset(ReducibleDataset):
         if strategy.replica_id == 0 and dataset.num_rows >= dataset.batch_size:
             warn_of_idle(dataset.batch_size, strategy.num_replicas_in_sync)
         self._next = (0, 0)
-        self._latest: _Position | None = None
+        self._latest: _EpochPlace | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -167,7 +167,7 @@ class DistributedDataset(ReducibleDataset):
             f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
         )
         with strategy.together("iteration"):
-            place = _Position(epoch, position)
+            place = _EpochPlace(epoch, position)
             batches = _Batches(strategy, dataset, place, self._placer)
         self._next = (epoch + 1, 0)
         self._latest = batches.place
@@ -181,7 +181,7 @@ class _Batches:
         self,
         strategy: Replicas,
         dataset: Dataset,
-        place: _Position,
+        place: _EpochPlace,
         placer: Placer,
     ) -> None:
         self._strategy = strategy
@@ -230,7 +230,7 @@ class _Batches:
 
 
 # Shared by an iteration and its data set, whose `state` tells where the latest stands.
-class _Position:
+class _EpochPlace:
     """Where an iteration stands: examples given out in an epoch, over all replicas."""
 
     __slots__ = ("epoch", "position")

@@ -49,10 +49,10 @@ def pour_slots(
     raises ValueError for scalars, and arrays of different lengths.
     """
     sizes = slot_sizes(batch_size, num_replicas)
-    return _Slots(_Stream(batches), sizes, replicas[0], len(replicas))
+    return _SlotPieces(_Stream(batches), sizes, replicas[0], len(replicas))
 
 
-class _Slots:
+class _SlotPieces:
     """What `pour_slots` returns."""
 
     def __init__(
@@ -138,7 +138,7 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
     A last step is filled with batches without rows, and left out where elements are
     scalars.
     """
-    return _Deal(elements, count)
+    return _DealtPieces(elements, count)
 
 
 def deal_pieces(
@@ -149,7 +149,7 @@ def deal_pieces(
     There are ``num_replicas`` pieces, those of all workers, for the ``count`` replicas
     of this one; a step raises ValueError for scalars, and arrays of different lengths.
     """
-    return _Deal(_Pieces(batches, num_replicas), count)
+    return _DealtPieces(_Pieces(batches, num_replicas), count)
 
 
 class _Pieces:
@@ -170,7 +170,7 @@ class _Pieces:
         return self._ready.popleft()
 
 
-class _Deal:
+class _DealtPieces:
     """What `deal_elements` returns."""
 
     def __init__(self, elements: Iterable[Tree], count: int) -> None:

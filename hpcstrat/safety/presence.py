@@ -200,7 +200,7 @@ class Board:
         os.close(handle)
 
 
-class _Own:
+class _OwnBoard:
     """The board of this process."""
 
     board: Board | None = None
@@ -211,7 +211,7 @@ def own_board() -> Board | None:
 
     The first call takes this process's page.
     """
-    own = _Own.board
+    own = _OwnBoard.board
     if own is None:
         launch = launch_from_environment()
         name = _job_name(os.environ) if launch.size > 1 else ""
@@ -225,7 +225,7 @@ def own_board() -> Board | None:
                 return None
         except OSError:
             return None
-        _Own.board = own
+        _OwnBoard.board = own
         atexit.register(_leave, own)
     return own if own.is_open else None
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
-from hpcstrat.context import Entry, current, pop, push
+from hpcstrat.context import ContextEntry, current, pop, push
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
@@ -352,9 +352,9 @@ class Strategy:
         self.device = device
         self.extended = StrategyExtended(self)
         # Made once, as every `run` and merged function pushes one of them.
-        self.cross_entry = Entry(self)
-        self.update_entry = Entry(self, updating=True)
-        self.replica_entry = Entry(self, ReplicaContext(self, replica_id))
+        self.cross_entry = ContextEntry(self)
+        self.update_entry = ContextEntry(self, updating=True)
+        self.replica_entry = ContextEntry(self, ReplicaContext(self, replica_id))
         self.raises_together = on_error == "raise"
         self.run_ends: list[Callable[[bool], None]] = []
         self._settings: Settings | None = None

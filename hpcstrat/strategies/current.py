@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.context import Entry, current, push
+from hpcstrat.context import ContextEntry, current, push
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies.base import ReplicaContext, Strategy
 from hpcstrat.strategies.default import DefaultStrategy
@@ -122,7 +122,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "expected experimental_set_strategy outside every scope, found that of "
             f"{entry.strategy!r}; leave the scope first"
         )
-    push(None if strategy is None else Entry(strategy, is_base=True))
+    push(None if strategy is None else ContextEntry(strategy, is_base=True))
 
 
 def get_loss_reduction() -> Any:

@@ -16,12 +16,12 @@ from hpcstrat.checkpoint.file.extents import part_of
 from hpcstrat.topology.segment import Segment
 from hpcstrat.typing import Array, Replicas
 
-__all__ = ["Deal", "Shared"]
+__all__ = ["BlockDeal", "Shared"]
 
 _PIECE_BYTES = 8 << 20
 
 
-class Deal:
+class BlockDeal:
     """Which replica reads which blocks, and how many it keeps.
 
     The same on every replica. ``own`` are this replica's blocks, ``column`` is its

@@ -21,7 +21,7 @@ from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.image import Image, ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.file.schema import named_dtype
-from hpcstrat.checkpoint.restore.block_sharing import Deal, Shared
+from hpcstrat.checkpoint.restore.block_sharing import BlockDeal, Shared
 from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
@@ -139,7 +139,7 @@ class _ParallelRead:
             for block in self._plan.blocks_of(sink.extent.offset, sink.extent.stop)
         }
         most_kept = max(1, _KEPT_BYTES // self._plan.block_bytes)
-        self._deal = Deal(sorted(needed), most_kept, strategy)
+        self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
         self._image: Image | None = None

@@ -40,7 +40,7 @@ NotFinite = tuple[MirroredVariable, int, Any]
 """A variable, the place of its first element that is NaN or infinite, its value."""
 
 
-class _Piece:
+class _HashedPiece:
     """Elements of a variable, from ``start`` on."""
 
     __slots__ = ("array", "start", "variable")
@@ -72,7 +72,7 @@ class DeviceCopies:
     """Slices of the mirrored variables on a GPU, which hold the variables' memory."""
 
     def __init__(self) -> None:
-        self.slices: list[list[_Piece]] = []
+        self.slices: list[list[_HashedPiece]] = []
         self._variables: list[weakref.ref[MirroredVariable]] = []
         self._slots: list[Array] = []
         self._marks: list[Mark] = []
@@ -84,7 +84,7 @@ class DeviceCopies:
         total = sum(v.component.nbytes + _PIECE_BYTES for v in variables)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
         budget = min(share, _MOST_BYTES)
-        slices: list[list[_Piece]] = []
+        slices: list[list[_HashedPiece]] = []
         left = 0
         for variable in variables:
             flat: Any = variable.component.reshape(-1)
@@ -94,7 +94,7 @@ class DeviceCopies:
                     slices.append([])
                     left = budget
                 count = max(1, (left - _PIECE_BYTES) // width)
-                piece = _Piece(variable, start, flat[start : start + count])
+                piece = _HashedPiece(variable, start, flat[start : start + count])
                 slices[-1].append(piece)
                 left -= piece.array.nbytes + _PIECE_BYTES
                 start += count
@@ -178,7 +178,7 @@ class DeviceCopies:
         return mark >> 1
 
 
-def _nbytes(part: Sequence[_Piece]) -> int:
+def _nbytes(part: Sequence[_HashedPiece]) -> int:
     return sum(piece.array.nbytes for piece in part)
 
 

@@ -84,7 +84,7 @@ class Process:
     handle: int
 
 
-class _Own:
+class _OwnProcess:
     """This process, once it is prepared, and for which signal."""
 
     process: Process | None = None
@@ -104,18 +104,20 @@ def prepare(offset: int, *, quiet: bool = False) -> Process:
             f"expected stack_signal <= {signal.SIGRTMAX - signal.SIGRTMIN}, found "
             f"{offset}; choose another real-time signal"
         )
-    own, pid = _Own.process, os.getpid()
-    if own is not None and own.pid == pid and _Own.offset == offset:
+    own, pid = _OwnProcess.process, os.getpid()
+    if own is not None and own.pid == pid and _OwnProcess.offset == offset:
         return own
     handle = -1 if own is None or own.pid != pid else own.handle
     taken = number if own is not None and own.signal == number else 0
     if offset and not taken:
         taken, handle = _register(number, handle, quiet)
     if not quiet or taken or not offset:
-        _Own.offset = offset
+        _OwnProcess.offset = offset
     main = threading.main_thread().ident or 0
-    _Own.process = Process(pid, _stat(pid)[1], main, taken if offset else 0, handle)
-    return _Own.process
+    _OwnProcess.process = Process(
+        pid, _stat(pid)[1], main, taken if offset else 0, handle
+    )
+    return _OwnProcess.process
 
 
 def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
