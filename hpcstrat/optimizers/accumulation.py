@@ -43,21 +43,6 @@ class Accumulation:
     A checkpoint holds their total over replicas. Restored, on any number of them, each
     has an equal share, and who had which gradient is not known any more: at the end all
     replicas ask each other which variables have one.
-
-    Parameters
-    ----------
-    slots : Slots
-        Holds them.
-    steps : int
-        How many calls make one step; at least 2 for sums to be kept.
-    is_mean : bool
-        Whether the end is a mean over replicas: what another number of them had summed
-        is scaled.
-
-    Attributes
-    ----------
-    inherits : bool
-        Whether the sums have been restored.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
@@ -90,19 +75,8 @@ class Accumulation:
         """Add gradients to the sums.
 
         Collective over the strategy's replicas, the first time; then not collective.
-
-        Parameters
-        ----------
-        pairs : sequence of (ndarray, IndexedSlices or None, Variable)
-            As checked.
-        strategy : Strategy
-            In whose ``run`` this is.
-
-        Returns
-        -------
-        sequence of (ndarray or None, Variable), or None
-            The sums once they are complete, or None; of a single step the gradients
-            themselves.
+        Returns the sums once they are complete, else None; of a single step the
+        gradients themselves.
         """
         if self.steps == 1:
             return pairs
@@ -144,24 +118,14 @@ class Accumulation:
     def sums(self) -> list[Array]:
         """Return this replica's sums, of zeros where it has no gradient.
 
-        Not collective.
-
-        Returns
-        -------
-        list of ndarray
-            In the order in which `add` returns them.
+        In the order in which `add` returns them.
         """
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return for which variables sums were restored that have not come.
+        """Return which variables have restored sums, and have not come.
 
-        Not collective.
-
-        Returns
-        -------
-        dict of str to bool
-            By name, whether this replica has a gradient.
+        By name, with whether this replica has a gradient.
         """
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
@@ -170,11 +134,6 @@ class Accumulation:
         """Make the sums of variables.
 
         Collective over the strategy's replicas, if there are new variables.
-
-        Parameters
-        ----------
-        variables : iterable of Variable
-            Those to be updated.
         """
         if self.steps == 1:
             return
@@ -196,10 +155,7 @@ class Accumulation:
         return total.component, count.component
 
     def restart(self) -> None:
-        """Set everything to zero.
-
-        Not collective.
-        """
+        """Set everything to zero."""
         if self.steps == 1:
             return
         self._pending.clear()
@@ -214,15 +170,8 @@ class Accumulation:
     def undo(self, error: Exception, strategy: Strategy) -> None:
         """Put things in order after a call that has failed.
 
-        Not collective. Where all replicas leave ``run`` together, they go back to its
-        beginning, so that a step without it can be made; else each begins anew.
-
-        Parameters
-        ----------
-        error : Exception
-            Why.
-        strategy : Strategy
-            In whose ``run`` this is.
+        Where all replicas leave ``run`` together, they go back to its beginning, so
+        that a step without it can be made; else each begins anew.
         """
         if isinstance(error, NonFiniteError) or not strategy.raises_together:
             self.restart()
@@ -251,25 +200,9 @@ class Accumulation:
     def defer(
         self, name: str, value: Array, strategy: Replicas | None, *, is_part: bool
     ) -> bool:
-        """Take restored state, if it is of an accumulation.
+        """Take restored state and return True, if it is of an accumulation.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As saved.
-        value : ndarray
-            As saved, or this replica's part.
-        strategy : Strategy or None
-            Of the replicas that restore.
-        is_part : bool
-            Which of the two.
-
-        Returns
-        -------
-        bool
-            Whether it is.
+        ``value`` is the total over replicas, or with ``is_part`` this replica's part.
         """
         if name.partition("/")[0] not in (_SUM, _COUNT):
             return False
@@ -280,21 +213,9 @@ class Accumulation:
         return True
 
     def restored(self, num_replicas: int, now: int) -> bool:
-        """Go on with restored sums.
+        """Go on with restored sums of one number of replicas, now among another.
 
-        Not collective.
-
-        Parameters
-        ----------
-        num_replicas : int
-            Of how many replicas' gradients they are the sum.
-        now : int
-            Among how many they are shared.
-
-        Returns
-        -------
-        bool
-            Whether there are sums, but nothing continues them: they are dropped.
+        Returns whether there are sums that nothing continues: they are dropped.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
@@ -304,6 +225,7 @@ class Accumulation:
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
+        # The end divides by as many replicas as there are now.
         if self._is_mean and now != num_replicas:
             sums = [slot for _, slot in slots.of_kind(_SUM)]
             sums += slots.waiting(_SUM).values()

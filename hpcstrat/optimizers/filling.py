@@ -32,28 +32,11 @@ class Filling:
     ) -> list[tuple[Gradient | None, Variable]]:
         """Return the gradients, zeros where only other replicas have one.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        collectives : Collectives
-            Of the strategy.
-        pairs : sequence of (ndarray, IndexedSlices or None, Variable)
-            This replica's.
-        shares : sequence of ndarray, optional
-            What this replica has in the place of zeros.
-        unclaimed : mapping of str to bool, optional
-            Variables that have not been given, and whether this replica has a gradient.
-
-        Returns
-        -------
-        list of (ndarray, IndexedSlices or None, Variable)
-            None where no replica has one; dense where any replica's is.
-
-        Raises
-        ------
-        ValueError
-            If a replica has one for a variable that is not given. On every replica.
+        Collective over the strategy's replicas. ``shares`` are what this replica has in
+        the place of zeros; ``unclaimed`` are variables that have not been given, with
+        whether this replica has a gradient. In the result None is where no replica has
+        one, and a gradient is dense where any replica's is. Raises ValueError on every
+        replica if any has one for a variable that is not given.
         """
         others = unclaimed or {}
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)

@@ -43,26 +43,9 @@ _BLOCK = 1 << 15
 def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     """Return a gradient as an array, or rows, of its variable's type.
 
-    Not collective.
-
-    Parameters
-    ----------
-    gradient : array_like or IndexedSlices
-        Of the variable's shape, in the memory of the variable, which numbers of Python
-        are copied to; not modified.
-    variable : Variable
-        What it is for.
-
-    Returns
-    -------
-    ndarray or IndexedSlices
-        Not a copy where none is needed.
-
-    Raises
-    ------
-    ValueError
-        If shapes or types do not fit, an index of a row lies outside, or variable and
-        gradient are in different memory.
+    Numbers of Python are copied to the memory of the variable; an array must be there
+    already, and is not copied where it has the type. Raises ValueError for whatever
+    does not fit.
     """
     dtype, shape, name = variable.dtype, variable.shape, variable.name
     if dtype.kind not in "fc" and not is_half(dtype):
@@ -126,22 +109,9 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
 
 
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
-    """Return a gradient that adds nothing.
+    """Return a gradient that adds nothing, in the memory of the variable.
 
-    Not collective.
-
-    Parameters
-    ----------
-    variable : Variable
-        What it is for.
-    sparse : bool
-        Whether it is to be without rows.
-
-    Returns
-    -------
-    ndarray or IndexedSlices
-        In the memory of the variable. In host memory it takes none; the array is
-        read-only.
+    In host memory it takes none: all elements are one, and the array is read-only.
     """
     module = array_module(variable.component)
     if sparse:
@@ -154,20 +124,7 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
 
 
 def merged_rows(rows: IndexedSlices) -> IndexedSlices:
-    """Add up the rows that come several times.
-
-    Not collective.
-
-    Parameters
-    ----------
-    rows : IndexedSlices
-        With any indices.
-
-    Returns
-    -------
-    IndexedSlices
-        With ascending indices, each once; fresh arrays.
-    """
+    """Add up the rows that come several times; fresh arrays, indices ascending."""
     if is_device(rows.values):
         return IndexedSlices(*sum_rows(rows.values, rows.indices), rows.dense_shape)
     indices, places = np.unique(rows.indices, return_inverse=True)
@@ -179,20 +136,10 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
 
 
 def sum_of_squares(array: Array) -> Any:
-    """Return the square of an array's norm.
+    """Return the square of an array's norm, summed in double precision.
 
-    Not collective; equal bits give equal bits, whatever the alignment of the array.
-    Does not wait for a GPU.
-
-    Parameters
-    ----------
-    array : ndarray
-        Contiguous, floating or complex.
-
-    Returns
-    -------
-    float or cupy.ndarray of shape ()
-        Summed in double precision; on the GPU of an array that is on one.
+    Equal bits give equal bits, whatever the alignment of the contiguous array. Does not
+    wait for a GPU: of an array there, the result is there, too.
     """
     if is_device(array):
         reals = real_view(array)
@@ -211,23 +158,11 @@ def sum_of_squares(array: Array) -> Any:
 
 
 def clip_to_norm(arrays: Sequence[Array], limit: float) -> float:
-    """Scale arrays in place, so that the norm over all of them is within a limit.
+    """Scale arrays in place to a norm over all of them, and return the norm before.
 
-    Not collective. Pascanu, Mikolov and Bengio, On the difficulty of training recurrent
-    neural networks, ICML 2013, arXiv:1211.5063.
-
-    Parameters
-    ----------
-    arrays : sequence of ndarray
-        Contiguous.
-    limit : float
-        Positive.
-
-    Returns
-    -------
-    float
-        The norm before. Where it is not finite, all elements become NaN, so that a
-        broken step is seen, as tf.clip_by_global_norm does.
+    Where it is not finite, all elements become NaN, so that a broken step is seen, as
+    tf.clip_by_global_norm does. Pascanu, Mikolov and Bengio, On the difficulty of
+    training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
     norm = math.sqrt(sum(sum_of_squares(array) for array in arrays))
     if not norm <= limit:
@@ -236,17 +171,7 @@ def clip_to_norm(arrays: Sequence[Array], limit: float) -> float:
 
 
 def scale(arrays: Iterable[Array], factor: float) -> None:
-    """Multiply arrays in place.
-
-    Not collective.
-
-    Parameters
-    ----------
-    arrays : iterable of ndarray
-        Floating; those of half types are multiplied in float32.
-    factor : float
-        By what.
-    """
+    """Multiply arrays in place, those of half types in float32."""
     if factor == 1:
         return
     with np.errstate(all="ignore"):
@@ -262,20 +187,7 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
 
 
 def require_names(variables: Iterable[Variable]) -> None:
-    """Demand variables, each with a name of its own.
-
-    Not collective.
-
-    Parameters
-    ----------
-    variables : iterable of Variable
-        To be updated.
-
-    Raises
-    ------
-    ValueError
-        If there is none, or a name comes twice.
-    """
+    """Raise ValueError unless there are variables, each with a name of its own."""
     names = [variable.name for variable in variables]
     if not names:
         raise ValueError(

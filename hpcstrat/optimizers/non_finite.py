@@ -35,13 +35,7 @@ _ADVICE = (
 
 
 class NonFinite:
-    """One optimizer's dealing with gradients that are not finite.
-
-    Attributes
-    ----------
-    skipped : int
-        Steps left out.
-    """
+    """One optimizer's dealing with gradients that are not finite."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -56,29 +50,9 @@ class NonFinite:
     ) -> bool:
         """Return whether a step whose gradients are not finite is to be left out.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        policy : str
-            ``"warn"``, ``"raise"`` or ``"skip"``.
-        strategy : Strategy
-            Of the replicas.
-        pairs : sequence of (ndarray or IndexedSlices, Variable)
-            This replica's gradients.
-        combined : sequence of ndarray or IndexedSlices
-            Those of all replicas together, in the same order.
-
-        Returns
-        -------
-        bool
-            The same on all replicas. False where there is a warning only. Warnings are
-            given of the 1st, 2nd, 4th, 8th ... such step.
-
-        Raises
-        ------
-        NonFiniteError
-            As a policy. On every replica.
+        Collective over the strategy's replicas, with the same result. Warnings are
+        given of the 1st, 2nd, 4th, 8th ... such step; where the policy is to raise, a
+        NonFiniteError is raised on every replica.
         """
         self._steps += 1
         if policy == "raise":
@@ -108,16 +82,6 @@ def all_finite(arrays: Iterable[Array]) -> bool:
     """Return whether no element of any array is NaN or infinite.
 
     Not collective; the answer depends on the elements alone.
-
-    Parameters
-    ----------
-    arrays : iterable of ndarray
-        Contiguous, floating or complex.
-
-    Returns
-    -------
-    bool
-        True without arrays, too.
     """
     small: dict[np.dtype[Any], list[Array]] = {}
     for array in arrays:

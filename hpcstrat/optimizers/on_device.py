@@ -45,17 +45,8 @@ def _has_kernel(kind: type) -> bool:
 class DeviceStep:
     """How to update variables some of which are on a GPU.
 
-    Parameters
-    ----------
-    rule : Optimizer
-        With a method ``_fused``, which returns a kernel and its numbers for a step, if
-        its rule has one.
-    tables : Tables
-        Where what the kernels know of arrays is kept.
-    targets : sequence of (Step, list of ndarray)
-        As in `Routine`.
-    gradients : sequence of ndarray or IndexedSlices
-        As in each step: which of them are sparse.
+    ``rule._fused`` returns a kernel and its numbers for a step, if the rule has one.
+    ``gradients`` say which are sparse, as in each step.
     """
 
     def __init__(
@@ -97,17 +88,8 @@ class DeviceStep:
     ) -> None:
         """Make the step, for all variables.
 
-        Not collective. Waits for the GPU only where a norm is limited to which
-        gradients in host memory contribute, too.
-
-        Parameters
-        ----------
-        combined : sequence of ndarray or IndexedSlices
-            The gradients, which are overwritten.
-        mean : float
-            What they are multiplied by.
-        limit : float or None
-            Of their norm thereafter.
+        Overwrites the gradients. Waits for the GPU only where a norm is limited to
+        which gradients in host memory contribute, too.
         """
         gradients: list[Any] = list(combined)
         for group, _ in self._groups:
@@ -179,19 +161,7 @@ def _by_type(
 def all_finite(tables: Tables, arrays: Sequence[Array]) -> bool:
     """Return whether no element of any array on a GPU is NaN or infinite.
 
-    Not collective. Waits for the GPU.
-
-    Parameters
-    ----------
-    tables : Tables
-        Where what the kernels know of arrays is kept.
-    arrays : sequence of cupy.ndarray
-        Contiguous, floating or complex.
-
-    Returns
-    -------
-    bool
-        True without arrays, too.
+    Waits for the GPU.
     """
     return not arrays or are_finite(list(_by_type(tables, arrays)))
 
@@ -199,14 +169,7 @@ def all_finite(tables: Tables, arrays: Sequence[Array]) -> bool:
 def add(tables: Tables, pairs: Sequence[tuple[Array, Array]]) -> None:
     """Add gradients to sums on a GPU, in one launch for each type.
 
-    Not collective.
-
-    Parameters
-    ----------
-    tables : Tables
-        Where what the kernels know of arrays is kept.
-    pairs : sequence of (cupy.ndarray, cupy.ndarray)
-        Sum, contiguous, and gradient, which need not be; of one type and shape.
+    Sums are contiguous; gradients need not be.
     """
     groups: dict[np.dtype[Any], list[tuple[Any, Any]]] = {}
     for total, gradient in pairs:
@@ -221,16 +184,6 @@ def add(tables: Tables, pairs: Sequence[tuple[Array, Array]]) -> None:
 
 
 def set_zero(tables: Tables, arrays: Sequence[Array]) -> None:
-    """Set arrays on a GPU to zero, in one launch for each type.
-
-    Not collective.
-
-    Parameters
-    ----------
-    tables : Tables
-        Where what the kernels know of arrays is kept.
-    arrays : sequence of cupy.ndarray
-        Contiguous, floating or complex.
-    """
+    """Set arrays on a GPU to zero, in one launch for each type."""
     for spans, _ in _by_type(tables, arrays, as_states=True):
         spans.clear()

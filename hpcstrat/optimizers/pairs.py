@@ -20,27 +20,9 @@ Pairs = Sequence[tuple[Gradient | None, Variable]]
 
 @np.errstate(all="ignore")
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
-    """Return what the caller of `apply_gradients` gives, if it can be used.
+    """Return what the caller of `apply_gradients` gives, of the variables' types.
 
-    Not collective.
-
-    Parameters
-    ----------
-    grads_and_vars : iterable of (gradient, Variable)
-        The gradient may be None.
-
-    Returns
-    -------
-    list of (Gradient or None, Variable)
-        Of the variables' shapes and types.
-
-    Raises
-    ------
-    ValueError
-        If a gradient does not fit its variable, names repeat, or a variable is not
-        the strategy's.
-    RuntimeError
-        Outside of the function that the strategy runs.
+    Raises ValueError for what cannot be used, before the replicas meet.
     """
     pairs = [
         (None if gradient is None else checked_gradient(gradient, variable), variable)
@@ -74,20 +56,7 @@ def _require_owner(variables: Iterable[Variable]) -> None:
 
 
 def require_gradients(pairs: Pairs) -> None:
-    """Refuse gradients that are all None.
-
-    Not collective.
-
-    Parameters
-    ----------
-    pairs : sequence of (Gradient or None, Variable)
-        Of all replicas together.
-
-    Raises
-    ------
-    ValueError
-        Naming the variables.
-    """
+    """Refuse gradients that are all None."""
     if all(gradient is None for gradient, _ in pairs):
         names = ", ".join(variable.name for _, variable in pairs)
         raise ValueError(

@@ -97,27 +97,7 @@ def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
 class Routine:
     """A step with a dense gradient for each of the same variables.
 
-    Attributes
-    ----------
-    label : str
-        Name of the call.
-    non_finite : str
-        What to do about gradients that are not finite, see `Settings`.
-    again : Repetition or None
-        How the gradients are summed, after the first step, if they are of NumPy.
-    targets : list of (Step, list of ndarray)
-        For each gradient, what to tell the update rule; the arrays of the variable and
-        its state, which stay the same for good. Empty before the first step.
-    steps : list of Step
-        Those that tell rules of the rate: of bundles, and of other variables.
-    bundles : list of Bundle
-        Small variables that are updated together.
-    apart : list of int
-        All others.
-    flat : ndarray or None
-        All combined gradients side by side, where all are bundled and of one type.
-    on_device : DeviceStep or None
-        How variables on a GPU are updated; None without any.
+    Its arrays, those of variables and their state, stay the same for good.
     """
 
     def __init__(
@@ -133,11 +113,15 @@ class Routine:
         ]
         self.label = label
         self.non_finite: str = strategy.settings.non_finite
+        # How the gradients are summed after the first step, if they are of NumPy.
         self.again: Repetition | None = None
+        # For each gradient; empty before the first step.
         self.targets: list[Target] = []
+        # Those that tell rules of the rate: of bundles, and of variables apart.
         self.steps: list[Step] = []
         self.bundles: list[Bundle] = []
         self.apart: list[int] = []
+        # All combined gradients side by side, where all are bundled and of one type.
         self.flat: Array | None = None
         self.on_device: DeviceStep | None = None
 
@@ -171,22 +155,7 @@ class Routine:
         self.again = Repetition(op, self.label, flat, results)
 
     def fits(self, strategy: Replicas, pairs: Sequence[tuple[Any, Variable]]) -> bool:
-        """Return whether another step is like this one, so that its checks hold.
-
-        Not collective.
-
-        Parameters
-        ----------
-        strategy : Strategy
-            Inside which it is made.
-        pairs : sequence of (object, Variable)
-            What was given.
-
-        Returns
-        -------
-        bool
-            Whether variables, types, shapes and devices are those of the first step.
-        """
+        """Return whether another step is like this one, so that its checks hold."""
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
         for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(

@@ -19,20 +19,7 @@ def _escaped(name: str) -> str:
 
 
 def unescaped(path: str) -> str:
-    """Return ``<kind>/<name>`` of a name that `file_names` has given.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : str
-        The name in the file.
-
-    Returns
-    -------
-    str
-        The program's name.
-    """
+    """Return ``<kind>/<name>`` of a name that `file_names` has given."""
     kind, slash, name = path.partition("/")
     for letter, code in reversed(_ESCAPES.items()):
         name = name.replace(code, letter)
@@ -40,20 +27,7 @@ def unescaped(path: str) -> str:
 
 
 def spellings(name: str) -> list[str]:
-    """Return the names under which files may have some state.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        ``<kind>/<name of the variable>``.
-
-    Returns
-    -------
-    list of str
-        That one, and the escaped one.
-    """
+    """Return the names under which files may have some state."""
     kind, slash, rest = name.partition("/")
     escaped = kind + slash + _escaped(rest)
     return [name] if escaped == name else [name, escaped]
@@ -62,23 +36,8 @@ def spellings(name: str) -> list[str]:
 def file_names(names: Sequence[str]) -> list[str]:
     """Return the names for files of ``<kind>/<name>``, each a dataset of its own.
 
-    Not collective. They depend on what there is, not on its order. Most are as given,
+    They depend on what there is, not on its order. Most are as given,
     as in old files.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The program's.
-
-    Returns
-    -------
-    list of str
-        In the same order.
-
-    Raises
-    ------
-    ValueError
-        If a name comes twice.
     """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

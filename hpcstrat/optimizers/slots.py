@@ -38,13 +38,7 @@ class _Owned:
 
 
 class Slots:
-    """Variables that are made when they are first needed.
-
-    Attributes
-    ----------
-    tables : Tables
-        What the kernels of a GPU know of the arrays.
-    """
+    """Variables that are made when they are first needed."""
 
     def __init__(self) -> None:
         self._owned: dict[int, _Owned] = {}
@@ -60,43 +54,15 @@ class Slots:
         return copied
 
     def find(self, kind: str, variable: Variable) -> Variable | None:
-        """Return state of a variable, if it was made.
-
-        Not collective.
-
-        Parameters
-        ----------
-        kind : str
-            Which state.
-        variable : Variable
-            Whose.
-
-        Returns
-        -------
-        Variable or None
-            The state.
-        """
+        """Return state of a variable; None if it was not made."""
         owned = self._owned.get(id(variable))
         return None if owned is None else owned.kinds.get(kind)
 
     def get(self, kind: str, variable: Variable, initial: float) -> Variable:
         """Return state of a variable that is the same on every replica.
 
-        Collective over the strategy's replicas, the first time.
-
-        Parameters
-        ----------
-        kind : str
-            Which state.
-        variable : Variable
-            Whose.
-        initial : float
-            Its first value.
-
-        Returns
-        -------
-        Variable
-            Of the variable's strategy, shape and dtype, in the same memory.
+        Collective over the strategy's replicas, the first time. It has the variable's
+        strategy, shape and dtype, and is in the same memory.
         """
         slot = self.find(kind, variable)
         if slot is None:
@@ -110,30 +76,10 @@ class Slots:
     ) -> Variable:
         """Make state of a variable, or take what waits for a variable of its name.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        kind : str
-            Which state.
-        variable : Variable
-            Whose.
-        array : ndarray
-            The first value otherwise; the state is in the same memory.
-        is_sum : bool
-            Whether each replica has a part of it: synchronized on read, with
-            aggregation ``SUM``, so that checkpoints hold the total and any number of
-            replicas can share it.
-
-        Returns
-        -------
-        Variable
-            The new state.
-
-        Raises
-        ------
-        ValueError
-            If the restored value has another shape.
+        Collective over the strategy's replicas. With ``is_sum`` each replica has a part
+        of it: synchronized on read, with aggregation ``SUM``, so that checkpoints hold
+        the total and any number of replicas can share it. Raises ValueError where the
+        restored value has another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         slot = self._claimed(name, strategy, array, is_sum)
@@ -152,18 +98,6 @@ class Slots:
         """Return a count of the optimizer's own, which belongs to no variable.
 
         Collective over the strategy's replicas, where it has not been restored.
-
-        Parameters
-        ----------
-        name : str
-            Its name.
-        strategy : Strategy or None
-            Of the variables.
-
-        Returns
-        -------
-        Variable of shape ()
-            Of int64, in host memory.
         """
         zero = np.zeros((), np.int64)
         slot = self._claimed(name, strategy, zero, False)
@@ -204,37 +138,14 @@ class Slots:
     ) -> None:
         """Keep restored state until the variable of its name needs it.
 
-        Not collective, but all replicas do it in the same order.
-
-        Parameters
-        ----------
-        name : str
-            ``<kind>/<variable>``.
-        value : ndarray
-            This replica's component.
-        strategy : Strategy or None
-            Of the replicas that restore.
-        is_sum : bool
-            As for `make`.
+        Not collective, but all replicas do it in the same order. ``name`` is
+        ``<kind>/<variable>``, ``value`` this replica's component.
         """
         slot = _made(name, strategy, value, is_sum=is_sum, is_own=True)
         self._waiting[name] = slot
 
     def waiting(self, kind: str) -> dict[str, Variable]:
-        """Return restored state for which no variable has come.
-
-        Not collective.
-
-        Parameters
-        ----------
-        kind : str
-            Which state.
-
-        Returns
-        -------
-        dict of str to Variable
-            By the name of the variable.
-        """
+        """Return restored state whose variable has not come, by the variable's name."""
         kinds = {n: n.partition("/") for n in self._waiting}
         return {
             rest: self._waiting[name]
@@ -243,20 +154,7 @@ class Slots:
         }
 
     def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
-        """Yield the variables that are alive and have state of a kind, with it.
-
-        Not collective.
-
-        Parameters
-        ----------
-        kind : str
-            Which state.
-
-        Yields
-        ------
-        Variable, Variable
-            In the order in which they got it.
-        """
+        """Yield the living variables that have state of a kind, in the order of it."""
         # A copy in one step: the garbage collector may free a variable meanwhile.
         for owned in list(self._owned.values()):
             variable, slot = owned.variable(), owned.kinds.get(kind)
@@ -266,18 +164,9 @@ class Slots:
     def named(self) -> dict[str, Variable]:
         """Return all state, also what waits for its variable, by its names for files.
 
-        Not collective. The order is the same on every replica: what one of them has
-        taken for a variable may be waiting on another, which has failed before.
-
-        Returns
-        -------
-        dict of str to Variable
-            By name.
-
-        Raises
-        ------
-        ValueError
-            If two variables have the same name.
+        The order is the same on every replica: what one of them has taken for a
+        variable may be waiting on another, which has failed before. Raises ValueError
+        where two variables have the same name.
         """
         found: list[tuple[str, Variable]] = list(self._waiting.items())
         for owned in list(self._owned.values()):
@@ -291,41 +180,21 @@ class Slots:
     def forget_garbage(self, current: Collection[int]) -> None:
         """Forget the variables that only cycles of references keep.
 
-        Not collective. Else the garbage collector, which runs at another time on each
-        rank, would decide which state a rank has.
-
-        Parameters
-        ----------
-        current : collection of int
-            Those that are in use, by id: where these are all, there is none to forget.
+        Else the garbage collector, which runs at another time on each rank, would
+        decide which state a rank has. ``current`` are the ids of those in use: where
+        these are all, there is none to forget.
         """
         if not all(number in current for number in list(self._owned)):
             gc.collect()
 
     def drop(self, *kinds: str) -> None:
-        """Drop state that waits for its variables.
-
-        Not collective.
-
-        Parameters
-        ----------
-        *kinds : str
-            Which.
-        """
+        """Drop state that waits for its variables."""
         for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
                 del self._waiting[name]
 
     def clear(self, *kinds: str) -> None:
-        """Set this replica's part of some state to zero.
-
-        Not collective.
-
-        Parameters
-        ----------
-        *kinds : str
-            Which state, of all variables.
-        """
+        """Set this replica's part of some state to zero, for all variables."""
         arrays = []
         for kind in kinds:
             slots = [slot for _, slot in self.of_kind(kind)]
