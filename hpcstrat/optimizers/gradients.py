@@ -1,9 +1,9 @@
-"""Checks, sums and norms of gradients, dense and sparse."""
+"""Gradients as they are given: checks, zeros in place of missing ones, norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,22 @@ from hpcstrat.arrays.kinds import (
     to_reducible,
 )
 from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
+from hpcstrat.gpu.optimizer_steps.update_kernels import prepare
 from hpcstrat.gpu.optimizer_steps.updates import Spans, real_view
+from hpcstrat.logs import get_logger
+from hpcstrat.options import ReduceOp
+from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = [
+    "Filling",
     "Gradient",
-    "checked_gradient",
+    "Pairs",
+    "checked",
     "clip_to_norm",
     "merged_rows",
+    "require_gradients",
     "require_names",
     "scale",
     "sum_of_squares",
@@ -35,12 +42,13 @@ __all__ = [
 ]
 
 Gradient = Array | IndexedSlices
+Pairs = Sequence[tuple[Gradient | None, Variable]]
 
 # Elements squared at a time, so that a norm needs no array of the gradient's size.
 _BLOCK = 1 << 15
 
 
-def checked_gradient(gradient: Any, variable: Variable) -> Gradient:
+def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     """Return a gradient as an array, or rows, of its variable's type.
 
     Numbers of Python are copied to the memory of the variable; an array must be there
@@ -201,3 +209,114 @@ def require_names(variables: Iterable[Variable]) -> None:
         f"expected variables with names of their own, found {twice} more than once;"
         " name them with Variable(..., name=...)"
     )
+
+
+@np.errstate(all="ignore")
+def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
+    """Return what the caller of `apply_gradients` gives, of the variables' types.
+
+    Raises ValueError for what cannot be used, before the replicas meet.
+    """
+    pairs = [
+        (None if gradient is None else _checked_gradient(gradient, variable), variable)
+        for gradient, variable in grads_and_vars
+    ]
+    require_names(variable for _, variable in pairs)
+    _require_owner(variable for _, variable in pairs)
+    # What fails here fails before the replicas meet, so that the others are told.
+    prepare({v.dtype for _, v in pairs if is_device(v.component)})
+    return pairs
+
+
+def _require_owner(variables: Iterable[Variable]) -> None:
+    """Refuse variables whose copies would be updated apart."""
+    strategy = get_strategy()
+    for variable in variables:
+        owner = variable.distribute_strategy
+        if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
+            continue
+        if owner is None:
+            raise ValueError(
+                f"expected a variable made in the scope of {strategy!r}, found the "
+                f"plain variable {variable.name!r}, of which each rank has its own; "
+                "create it in the strategy's scope"
+            )
+        raise RuntimeError(
+            f"expected apply_gradients of variable {variable.name!r} inside the "
+            f"function that {owner!r} runs, found it outside; call it through "
+            "strategy.run"
+        )
+
+
+def require_gradients(pairs: Pairs) -> None:
+    """Refuse gradients that are all None."""
+    if all(gradient is None for gradient, _ in pairs):
+        names = ", ".join(variable.name for _, variable in pairs)
+        raise ValueError(
+            f"expected at least one gradient, found None for all of {names}; check "
+            "that the loss depends on the variables"
+        )
+
+
+class Filling:
+    """Gives all replicas gradients of the same kind for the same variables."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def filled(
+        self,
+        collectives: Any,
+        pairs: Pairs,
+        shares: Sequence[Gradient] | None = None,
+        unclaimed: Mapping[str, bool] | None = None,
+    ) -> list[tuple[Gradient | None, Variable]]:
+        """Return the gradients, zeros where only other replicas have one.
+
+        Collective over the strategy's replicas. ``shares`` are what this replica has in
+        the place of zeros; ``unclaimed`` are variables that have not been given, with
+        whether this replica has a gradient. In the result None is where no replica has
+        one, and a gradient is dense where any replica's is. Raises ValueError on every
+        replica if any has one for a variable that is not given.
+        """
+        others = unclaimed or {}
+        kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
+        kinds[0, len(pairs) :] = list(others.values())
+        for index, (gradient, _) in enumerate(pairs):
+            if gradient is not None:
+                kinds[int(isinstance(gradient, IndexedSlices)), index] = 1
+        names = ", ".join([*(variable.name for _, variable in pairs), *others])
+        dense, sparse = collectives.batch_reduce(
+            ReduceOp.SUM, kinds, f"apply_gradients: which of {names} have one"
+        )
+        _require_claimed(others, dense[len(pairs) :])
+        filled: list[tuple[Gradient | None, Variable]] = []
+        for index, (gradient, variable) in enumerate(pairs):
+            agreed = gradient
+            if isinstance(gradient, IndexedSlices) and dense[index]:
+                agreed = gradient.to_dense()
+            elif gradient is None and dense[index] + sparse[index]:
+                if shares is not None:
+                    agreed = shares[index]
+                else:
+                    agreed = zero_gradient(variable, not dense[index])
+                    self._note(variable.name)
+            filled.append((agreed, variable))
+        return filled
+
+    def _note(self, name: str) -> None:
+        if name not in self._noted:
+            self._noted.add(name)
+            get_logger("optimizers").warning(
+                "no gradient for variable %r on this replica; it counts as zeros", name
+            )
+
+
+def _require_claimed(names: Iterable[str], has: Any) -> None:
+    lost = [name for name, count in zip(names, has, strict=True) if count]
+    if lost:
+        raise ValueError(
+            f"expected all variables whose gradients were being accumulated when the "
+            f"state was saved, found none of the name {', '.join(map(repr, lost))}; "
+            "give every variable in each call, with None where it has no gradient"
+        )

@@ -12,17 +12,21 @@ from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.channel.entries import collective
 from hpcstrat.context import MadeTogether, current
+from hpcstrat.logs import get_logger
 from hpcstrat.observe.timeline import traced
-from hpcstrat.optimizers.filling import Filling
+from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.gradients import (
+    Filling,
     Gradient,
+    Pairs,
+    checked,
     clip_to_norm,
     merged_rows,
+    require_gradients,
     require_names,
     scale,
 )
 from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
-from hpcstrat.optimizers.pairs import Pairs, checked, require_gradients
 from hpcstrat.optimizers.parameters import (
     LearningRate,
     Step,
@@ -30,17 +34,17 @@ from hpcstrat.optimizers.parameters import (
     require_options,
 )
 from hpcstrat.optimizers.routine import Routine
-from hpcstrat.optimizers.saved_state import SavedState
+from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import Array
-from hpcstrat.variables import Variable
+from hpcstrat.typing import Array, Replicas
+from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["Optimizer"]
 
 
-class Optimizer(MadeTogether, SavedState, ABC):
+class Optimizer(MadeTogether, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, `update`, and names the state that it needs.
@@ -104,7 +108,15 @@ class Optimizer(MadeTogether, SavedState, ABC):
         self._op = ReduceOp.from_variable_aggregation(aggregation)
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
-        super().__init__(int(accumulate_steps), self._op is ReduceOp.MEAN)
+        self.iterations = Variable(
+            HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
+        )
+        self._slots = Slots()
+        # Variables of the latest step, by id.
+        self._current: frozenset[int] = frozenset()
+        self._accumulation = Accumulation(
+            self._slots, int(accumulate_steps), self._op is ReduceOp.MEAN
+        )
         self._buffers: dict[tuple[Any, ...], Array] = {}
         self._labels: dict[tuple[Any, ...], str] = {}
         self._filling = Filling()
@@ -384,3 +396,85 @@ class Optimizer(MadeTogether, SavedState, ABC):
             for kind, initial in self.state.items():
                 self._slots.get(kind, variable, initial)
         self._accumulation.build(variables)
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return the state to save.
+
+        Not collective.
+
+        Returns
+        -------
+        dict of str to Variable
+            ``iterations``, and ``<kind>/<variable>`` for each kind of state of each
+            variable; with accumulation, how far it has come, and the sums. Restored
+            state whose variable has not come yet is among it.
+
+        Raises
+        ------
+        ValueError
+            If two variables that have state have the same name.
+        """
+        self._slots.forget_garbage(self._current)
+        rest = self._accumulation.own | self._slots.named()
+        return {"iterations": self.iterations, **dict(sorted(rest.items()))}
+
+    def checkpoint_spellings(self, name: str) -> list[str]:
+        """Return all names that saved state may have.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            As in `checkpoint_variables`.
+
+        Returns
+        -------
+        list of str
+            That one and others.
+        """
+        return spellings(unescaped(name))
+
+    def checkpoint_defer(
+        self,
+        name: str,
+        value: Array,
+        strategy: Replicas | None = None,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """Keep a saved value until its variable comes, at the first step.
+
+        Not collective, but all replicas do it in the same order.
+
+        Parameters
+        ----------
+        name : str
+            As in `checkpoint_variables`.
+        value : ndarray
+            The saved value.
+        strategy : Strategy, optional
+            Whose replicas restore; default: this process alone.
+        is_part : bool
+            Whether it is this replica's part, where each has one, not their total.
+        """
+        if not self._accumulation.defer(name, value, strategy, is_part=is_part):
+            self._slots.wait(name, value, strategy)
+
+    def checkpoint_restored(self, num_replicas: int, now: int) -> None:
+        """Go on from what has been restored.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_replicas : int
+            How many had parts in what was saved.
+        now : int
+            How many have restored it.
+        """
+        if self._accumulation.restored(num_replicas, now):
+            get_logger("optimizers").warning(
+                "the checkpoint holds sums of an accumulation that has not ended, and "
+                "accumulate_steps is 1: these gradients are not used"
+            )

@@ -62,27 +62,9 @@ def require_range(
     below: float = math.inf,
     open_below: bool = False,
 ) -> None:
-    """Demand a number in a range.
+    """Raise ValueError unless a number is from ``least`` to below ``below``.
 
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        What it is.
-    value : float
-        The number.
-    least : float
-        The lower end.
-    below : float
-        The upper end, which is outside of it.
-    open_below : bool
-        Whether the lower end is outside, too.
-
-    Raises
-    ------
-    ValueError
-        If it lies outside, or is NaN.
+    NaN is in no range; with ``open_below`` the lower end is outside, too.
     """
     if not least <= value < below or (open_below and value == least):
         sign = ">" if open_below else ">="
@@ -95,24 +77,7 @@ def require_range(
 def require_options(
     accumulate_steps: int, clip_global_norm: float | None, missing_gradients: str
 ) -> None:
-    """Demand options that every optimizer takes to be in range.
-
-    Not collective.
-
-    Parameters
-    ----------
-    accumulate_steps : int
-        As of `Optimizer`.
-    clip_global_norm : float or None
-        Likewise.
-    missing_gradients : str
-        Likewise.
-
-    Raises
-    ------
-    ValueError
-        Where one is not.
-    """
+    """Raise ValueError unless options that every optimizer takes are in range."""
     require_range("accumulate_steps", accumulate_steps, 1)
     if int(accumulate_steps) != accumulate_steps:
         raise ValueError(

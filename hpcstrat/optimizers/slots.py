@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ from hpcstrat.arrays.kinds import array_module, is_device, to_device
 from hpcstrat.context import pop, push
 from hpcstrat.gpu.optimizer_steps.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
-from hpcstrat.optimizers.slot_names import file_names, spellings
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, Variable
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "file_names", "spellings", "unescaped"]
+
+# A / in a variable's name makes groups of HDF5. Where that cannot be, the name is
+# escaped: "dense" cannot be a dataset, and the group of "dense/bias", too.
+_ESCAPES = {"%": "%25", "/": "%2F", ".": "%2E", "\0": "%00"}
 
 
 class _Owned:
@@ -228,3 +232,53 @@ def _made(
         )
     finally:
         pop(token)
+
+
+def _escaped(name: str) -> str:
+    return "".join(_ESCAPES.get(letter, letter) for letter in name)
+
+
+def unescaped(path: str) -> str:
+    """Return ``<kind>/<name>`` of a name that `file_names` has given."""
+    kind, slash, name = path.partition("/")
+    for letter, code in reversed(_ESCAPES.items()):
+        name = name.replace(code, letter)
+    return kind + slash + name
+
+
+def spellings(name: str) -> list[str]:
+    """Return the names under which files may have some state."""
+    kind, slash, rest = name.partition("/")
+    escaped = kind + slash + _escaped(rest)
+    return [name] if escaped == name else [name, escaped]
+
+
+def file_names(names: Sequence[str]) -> list[str]:
+    """Return the names for files of ``<kind>/<name>``, each a dataset of its own.
+
+    They depend on what there is, not on its order. Most are as given,
+    as in old files.
+    """
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        kind, _, name = twice[0].partition("/")
+        raise ValueError(
+            f"expected variables with names of their own to save the state of their "
+            f"optimizer, found {kind} of several variables named {name!r}; name them "
+            "with Variable(..., name=...)"
+        )
+    every = set(names)
+    return [_file_name(name, every) for name in names]
+
+
+def _file_name(name: str, every: set[str]) -> str:
+    kind, slash, rest = name.partition("/")
+    parts = rest.split("/")
+    inside = any(
+        "/".join([kind, *parts[:count]]) in every for count in range(1, len(parts))
+    )
+    unfit = any(part in ("", ".", "..") or "\0" in part for part in parts)
+    ambiguous = any(code in rest for code in _ESCAPES.values())
+    if slash and (inside or unfit or ambiguous):
+        return f"{kind}/{_escaped(rest)}"
+    return name

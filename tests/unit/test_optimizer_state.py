@@ -13,7 +13,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from hpcstrat.optimizers.slot_names import file_names, spellings, unescaped
+from hpcstrat.optimizers.slots import file_names, spellings, unescaped
 
 
 def variable(name: str | None = None, *shape: int) -> Any:
