@@ -30,7 +30,8 @@ from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
 from tests.mpi.ranks.sums import DTYPES, lock
 
-pytestmark = pytest.mark.algorithm
+# Two ranks have algorithms, and a majority, of their own.
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
 try:

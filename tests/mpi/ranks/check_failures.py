@@ -21,7 +21,8 @@ import hpcstrat as hs
 from hpcstrat import metrics, optimizers
 from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 
-pytestmark = pytest.mark.algorithm
+# Two ranks have algorithms, and a majority, of their own.
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
 BAD_ARGUMENT = -1

@@ -27,7 +27,8 @@ from tests.mpi.ranks.sums import (
     random_parts,
 )
 
-pytestmark = pytest.mark.algorithm
+# Two ranks have algorithms, and a majority, of their own.
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
 try:
@@ -96,6 +97,23 @@ def test_pieces_of_any_size_give_the_same_sum(strategy: Any, job: Any) -> None:
         for dtype in (np.int32, np.complex128):
             parts = random_parts(4, job.size, (29,), dtype)
             assert_sum(all_reduce(strategy, "sum", parts[job.rank], options), parts)
+
+
+def test_types_that_begin_in_the_middle_of_a_piece_are_added_whole(
+    strategy: Any, job: Any
+) -> None:
+    # A piece of 256 bytes takes the first array and some elements of the second, which
+    # are added in float32; all of the next piece is of the second.
+    options = hs.CommunicationOptions(bytes_per_pack=256)
+    parts = [
+        random_parts(5, job.size, (20,), np.float64),
+        random_parts(6, job.size, (100,), np.float16),
+    ]
+    own = [part[job.rank] for part in parts]
+    for op in ("sum", "mean"):
+        results = all_reduce(strategy, op, own, options)
+        for result, every in zip(results, parts, strict=True):
+            assert_sum(result, every, op)
 
 
 def test_memory_order_does_not_matter(strategy: Any, job: Any) -> None:
