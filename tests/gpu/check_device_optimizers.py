@@ -244,9 +244,9 @@ def _update_alone(optimizer: Any, pairs: Any) -> None:
     collectives = hs.get_strategy().collectives
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            type(collectives),
+            collectives,
             "batch_reduce",
-            lambda self, op, trees, what, *args, **kwargs: [t.copy() for t in trees],
+            lambda op, trees, what, *args, **kwargs: [t.copy() for t in trees],
         )
         optimizer.apply_gradients(pairs)
 
