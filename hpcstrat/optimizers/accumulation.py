@@ -105,6 +105,7 @@ class Accumulation:
     ) -> None:
         total, count = self._sum_and_count(variable)
         start = self._start
+        # Copied once for each run, and not where going back means to begin anew.
         if start is not None and start.calls and id(variable) not in start.before:
             start.before[id(variable)] = variable, total.copy(), count.copy()
         if isinstance(gradient, IndexedSlices):
@@ -208,6 +209,7 @@ class Accumulation:
             return False
         if strategy is not None and not is_part:
             count = strategy.num_replicas_in_sync
+            # The parts add up to the total, and differ in their last bits at most.
             value = share_of(value, count, strategy.replica_id)
         self._slots.wait(name, value, strategy, is_sum=True)
         return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import rounded
+from hpcstrat.arrays.casting import quiet, rounded
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import (
     array_module,
@@ -62,6 +62,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
             "leave it out, or make it a float"
         )
     sparse = isinstance(gradient, IndexedSlices)
+    # The type of the reduction is that of the variable, on all replicas.
     array = to_reducible(gradient.values if sparse else gradient)
     array = _in_place_of(variable, array, sparse or hasattr(gradient, "dtype"))
     if array.dtype.kind == "c" and dtype.kind != "c":
@@ -135,6 +136,7 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     """Add up the rows that come several times; fresh arrays, indices ascending."""
     if is_device(rows.values):
         return IndexedSlices(*sum_rows(rows.values, rows.indices), rows.dense_shape)
+    # An index may come from several replicas, or twice from one batch.
     indices, places = np.unique(rows.indices, return_inverse=True)
     values = np.zeros((len(indices), *rows.values.shape[1:]), rows.values.dtype)
     # Quiet, as the sums of arrays are.
@@ -173,6 +175,7 @@ def clip_to_norm(arrays: Sequence[Array], limit: float) -> float:
     training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
     norm = math.sqrt(sum(sum_of_squares(array) for array in arrays))
+    # Also where it is NaN.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)
     return norm
@@ -196,6 +199,7 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
 
 def require_names(variables: Iterable[Variable]) -> None:
     """Raise ValueError unless there are variables, each with a name of its own."""
+    # Names tell the state in files apart.
     names = [variable.name for variable in variables]
     if not names:
         raise ValueError(
@@ -211,7 +215,7 @@ def require_names(variables: Iterable[Variable]) -> None:
     )
 
 
-@np.errstate(all="ignore")
+@quiet
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     """Return what the caller of `apply_gradients` gives, of the variables' types.
 
@@ -280,6 +284,7 @@ class Filling:
         replica if any has one for a variable that is not given.
         """
         others = unclaimed or {}
+        # Who has dense ones, and who rows; summed, the same table on all replicas.
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):
@@ -294,6 +299,7 @@ class Filling:
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
+                # One kind on all: rows and whole arrays have no sum.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:

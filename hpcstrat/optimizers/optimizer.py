@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.channel.entries import collective
@@ -208,6 +209,7 @@ class Optimizer(MadeTogether, ABC):
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
+            # A step like the last one needs no checks; what differs goes the long way.
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
@@ -231,6 +233,7 @@ class Optimizer(MadeTogether, ABC):
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         sums = self._accumulation
+        # What a checkpoint saves state of, while old variables await their collection.
         self._current = frozenset(id(variable) for _, variable in pairs)
         fills = self._fills or sums.inherits
         try:
@@ -265,7 +268,7 @@ class Optimizer(MadeTogether, ABC):
             reduced = collectives.reduce_again(routine.again, gradients)
         return self._use(reduced, pairs, routine, rate)
 
-    @np.errstate(all="ignore")
+    @quiet
     def _use(
         self, reduced: list[Any], pairs: Pairs, routine: Routine, rate: float
     ) -> bool:
@@ -284,7 +287,7 @@ class Optimizer(MadeTogether, ABC):
         else:
             finite = is_finite(routine.flat)
         if not finite:
-            # A combined gradient has the same bits on every replica.
+            # A combined gradient has the same bits on every replica: all decide alike.
             strategy = get_strategy()
             if self._non_finite.refuses(policy, strategy, pairs, reduced):
                 return False
@@ -292,6 +295,7 @@ class Optimizer(MadeTogether, ABC):
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(variable) for _, variable in pairs]
             routine.begin(self, targets, reduced)
+        # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
         for step in routine.steps:
             step.rate, step.number = rate, number
@@ -299,6 +303,7 @@ class Optimizer(MadeTogether, ABC):
             routine.on_device.update(reduced, self._mean, self._limit)
         else:
             self._update_all(reduced, routine)
+        # Last: an error in a rule leaves the count as it was.
         self.iterations.component[...] = number
         return True
 
@@ -306,6 +311,7 @@ class Optimizer(MadeTogether, ABC):
         rate = self.learning_rate
         if callable(rate):
             try:
+                # A program's own function: it may fail on this rank alone.
                 rate = rate(int(self.iterations.component))
             except Exception as error:
                 collectives.fail("apply_gradients", error)
@@ -319,6 +325,7 @@ class Optimizer(MadeTogether, ABC):
             bundle.update(self, gradients)
         for index in routine.apart:
             gradient, (step, wholes) = gradients[index], routine.targets[index]
+            # The usual kind, without a look at what else it could be.
             if type(gradient) is np.ndarray:
                 self.update(step, gradient, *wholes)
             else:
@@ -350,6 +357,7 @@ class Optimizer(MadeTogether, ABC):
         elif not self._by_rows:
             self.update(step, gradient.to_dense(), *wholes)
         else:
+            # Indices are unique by now, so that rows can be written back.
             parts = [whole[gradient.indices] for whole in wholes]
             self.update(step, gradient.values, *parts)
             for whole, part in zip(wholes, parts, strict=True):
@@ -369,6 +377,7 @@ class Optimizer(MadeTogether, ABC):
 
     def _scratch(self, like: Array) -> Array:
         """Return an array of the same shape and type that is kept between steps."""
+        # One for each type, of the largest size: variables are updated one by one.
         key = is_device(like), like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:

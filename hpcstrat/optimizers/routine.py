@@ -133,6 +133,7 @@ class Routine:
             self.steps = [step for step, _ in targets]
             return
         dense = all(type(gradient) is np.ndarray for gradient in gradients)
+        # Rows are updated one by one: a bundle would touch the others, too.
         self.bundles = _bundles(rule, targets) if dense else []
         bundled = {index for bundle in self.bundles for index in bundle.indices}
         self.apart = [i for i in range(len(targets)) if i not in bundled]
@@ -158,6 +159,7 @@ class Routine:
         """Return whether another step is like this one, so that its checks hold."""
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
+        # The hot path: what is not of NumPy or not as before goes the long way.
         for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(
             pairs, self._expected, strict=True
         ):

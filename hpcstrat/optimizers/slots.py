@@ -177,6 +177,7 @@ class Slots:
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
+        # Stable: of two of one name the error names the same on every replica.
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))
@@ -221,6 +222,7 @@ def _made(
     """Make a variable for state; collective unless ``is_own``."""
     on, how = VariableSynchronization, VariableAggregation
     on_host = not is_device(array)
+    # As if in the scope of the strategy, wherever the step is made.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
         return Variable(

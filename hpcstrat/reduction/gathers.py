@@ -45,6 +45,7 @@ class Gathers:
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
         if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
+        # Host memory first, then GPUs: calls in one order on all replicas.
         for indices in by_memory(arrays):
             some = [arrays[i] for i in indices]
             call = _gather_call(what, axis, some, structure)
@@ -63,6 +64,7 @@ class Gathers:
         module: Any = array_module(arrays[0])
         channel: Any = self.collectives.channel
         mover = self._mover(call)
+        # Copies may run out of memory on one rank: all raise, before lengths are told.
         with self.collectives.all_raise(call.text):
             parts = [module.ascontiguousarray(np.moveaxis(a, axis, 0)) for a in arrays]
         lengths = self.collectives.all_gather_object(
@@ -89,6 +91,7 @@ class Gathers:
         channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             lengths = comm.lengths([len(row) for row in rows])
+        # Between two headers, so that a rank without memory is heard by the second.
         wholes, results = self._room(rows, lengths, axis)
         channel.agree(
             describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
@@ -111,6 +114,7 @@ class Gathers:
         wholes, results = list[Array](), list[Array]()
         for index, row in enumerate(rows):
             rows[index] = np.ascontiguousarray(row)
+            # MPI concatenates along the first axis; others are moved back at the end.
             shape = int(lengths[:, index].sum()), *row.shape[1:]
             whole = np.empty(shape, row.dtype)
             wholes.append(whole)
@@ -143,6 +147,7 @@ class Gathers:
     def _cast(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays in host memory."""
         channel: Any = self.collectives.channel
+        # One message for each type, however many arrays there are.
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
         channel.agree(call, self.collectives.timeout_seconds)
@@ -179,6 +184,7 @@ class Gathers:
 
 def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:
     """Fill an array with the rows of all replicas."""
+    # As bytes: any fixed-size type can be gathered, also such as MPI has no name for.
     flat = whole.reshape(-1).view(np.uint8)
     sent = mine.reshape(-1).view(np.uint8)
     width = math.prod(whole.shape[1:]) * whole.itemsize

@@ -103,6 +103,7 @@ def plan_reduction(
     does not serve the topology.
     """
     means = op is ReduceOp.MEAN
+    # Whatever changes what is sent is in the text, so that headers tell it apart.
     details = signature_text(structure, arrays)
     if ops.describe():
         details += f" by {ops.describe()}"
@@ -118,6 +119,7 @@ def plan_reduction(
     signatures = tuple((a.dtype, a.shape) for a in arrays)
     results = tuple((a.shape, _result_dtype(a.dtype, means)) for a in arrays)
     on_gpu = bool(arrays) and is_device(arrays[0])
+    # Nothing to move: results are the arrays, or empty. Other ranks have none, either.
     if channel is None or not nbytes:
         return ReductionPlan(call, signatures, results, int(means), on_gpu=on_gpu)
     topology = channel.topology
@@ -127,6 +129,7 @@ def plan_reduction(
     else:
         choice = ops.choose_on_gpu(nbytes, group, options)
     cuts = cut(signatures, means, choice.piece_bytes)
+    # Of huge arrays the pieces are cut anew in each call, which costs little then.
     some = tuple(itertools.islice(cuts, _MOST_KEPT_PIECES + 1))
     pieces = some if len(some) <= _MOST_KEPT_PIECES else None
     small = None

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.casting import assign, quiet, quietly
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.arrays.overlaps import copied_where_overwritten
@@ -92,6 +92,7 @@ class Reductions:
         not fit: the others raise ReplicaError.
         """
         options = options or self._options
+        # One array, or a list of them: nearly all calls of a loop, which need no tree.
         plain = out is None or type(out) is np.ndarray
         if plain and type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
@@ -106,6 +107,7 @@ class Reductions:
             for leaf in leaves
         ]
         outs = None if out is None else checked_outs(out, arrays, structure, sparse)
+        # Calls of their own: in one order, and before the others, on all replicas.
         for index in sparse:
             leaves[index] = self._reduce_rows(op, leaves[index], what)
         dense = [i for i in range(len(leaves)) if i not in sparse]
@@ -150,6 +152,7 @@ class Reductions:
         outs = None if out is None else checked_outs(out, arrays, structure, [])
         request = op, what, structure
         if arrays and is_device(arrays[0]):
+            # To make it takes calls, which a call that is being started cannot make.
             self._group(what, options)
         begin = self._start, request, arrays, options, outs, out
         return cast("Started", self.collectives.call(what, *begin))
@@ -176,13 +179,11 @@ class Reductions:
             planned, arrays, join = marked(planned, arrays, results)
         steps = self._steps(planned, arrays, results, waits=False)
         return Started(
-            *(
-                self.collectives.channel,
-                planned.call,
-                steps,
-                tree,
-                options.timeout_seconds,
-            ),
+            self.collectives.channel,
+            planned.call,
+            steps,
+            tree,
+            options.timeout_seconds,
             join=join,
         )
 
@@ -197,6 +198,7 @@ class Reductions:
     ) -> tuple[ReductionPlan, list[Array]]:
         """Return the plan of a call, and the arrays for its results."""
         on_gpu = bool(arrays) and is_device(arrays[0])
+        # All that a plan depends on and that may differ between two calls.
         key = (
             *(request, options.bytes_per_pack, options.wire_dtype),
             *(options.implementation, on_gpu),
@@ -238,10 +240,8 @@ class Reductions:
             )
         results: list[Any] = [None] * len(arrays)
         for some in groups:
-            asked, own = (
-                (op, what, list_structure(len(some))),
-                [arrays[i] for i in some],
-            )
+            asked = op, what, list_structure(len(some))
+            own = [arrays[i] for i in some]
             its_outs = None if outs is None else [outs[i] for i in some]
             part = self.collectives.call(
                 what, self._reduce, asked, own, options, its_outs
@@ -276,6 +276,7 @@ class Reductions:
         if results is None:
             results = self._recycler.arrays(planned.results)
         elif self.collectives.channel is None:
+            # A single replica: its own values are the sums.
             for result, array in zip(results, arrays, strict=True):
                 result[...] = array
             return results
@@ -293,6 +294,7 @@ class Reductions:
     ) -> list[Array]:
         channel: Any = self.collectives.channel
         if channel is not None and channel.started:
+            # Their headers came first, and their data use the same places.
             channel.started.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
         if planned.small is not None:
@@ -375,10 +377,12 @@ class Reductions:
         group: DeviceGroup | None,
     ) -> ReductionPlan:
         op, what, structure = request
+        # Refused here, before the header, which then tells the other replicas.
         for array in arrays:
             to_reducible(array)
             if group is not None:
                 group.require_own(array)
+        # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         return plan_reduction(
@@ -392,7 +396,7 @@ class Reductions:
             group=group,
         )
 
-    @np.errstate(all="ignore")
+    @quiet
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
         values, indices = self._gathers.all_gather(

@@ -130,6 +130,7 @@ class _ParallelRead:
         self._row_values: list[tuple[Match, Array]] = []
         for match in matches:
             self._sort(match)
+        # In the order of the file, so that a block finds its values by bisection.
         self._sinks.sort(key=lambda sink: sink.extent.offset)
         self._starts = [sink.extent.offset for sink in self._sinks]
         self._stops = [sink.extent.stop for sink in self._sinks]
@@ -169,6 +170,8 @@ class _ParallelRead:
 
     def read(self) -> None:
         """Read and check this replica's part; nothing changes, nobody is waited for."""
+        # What is kept is not read again; each thread needs a place more, and one is for
+        # what is read again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
@@ -220,11 +223,13 @@ class _ParallelRead:
         while (item := todo.get()) is not None:
             block, index = item
             if errors:
+                # The queue is emptied, so that every thread finds its end.
                 continue
             slot = self._image.slot(scratch if index < 0 else index)
             try:
                 data = self._blocks.read(block, slot)
             except BaseException as error:
+                # Raised by the main thread, which alone can tell the other replicas.
                 errors.append(error)
                 continue
             if index >= 0:
@@ -251,6 +256,7 @@ class _ParallelRead:
         Collective over the strategy's replicas.
         """
         what = f"values of {self._file.path}"
+        # From here on variables change: all replicas have read and checked their part.
         self._strategy.collectives.barrier(what)
         shared: Shared | None = None
         try:
@@ -274,6 +280,7 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
+        # After the last exchange, so that nothing is between these and the end.
         for match, row in self._row_values:
             match.assign_row(row)
         for match in self._empty:
@@ -284,6 +291,7 @@ class _ParallelRead:
         self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
     ) -> None:
         """Pass a block of each column through the memory that a worker shares."""
+        # All take as many rounds as the longest part, since each is a call of all.
         longest = max(map(len, parts))
         for done in range(0, longest, shared.piece_bytes):
             pieces = [part[done : done + shared.piece_bytes] for part in parts]
