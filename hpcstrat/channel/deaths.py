@@ -13,7 +13,7 @@ __all__ = ["Deaths"]
 
 _NAP_SECONDS = 0.002
 # How long a rank that was woken waits for the launcher to tell it who has died.
-_TOLD_SECONDS = 0.1
+_TOLD_SECONDS = 2.0
 
 
 class Deaths:
