@@ -27,7 +27,7 @@ from hpcstrat.topology.process_stat import START, STATE, process_stat
 
 __all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = str(Path(__file__).absolute().parents[2])
 _SAFETY = os.path.join(_PACKAGE, "safety")
 _MAIN_FRAMES = 30
 _OTHER_FRAMES = 8
