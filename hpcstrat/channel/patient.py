@@ -30,10 +30,7 @@ _TAG = 13
 class PatientComm:
     """A communicator whose calls are awaited by ``wait``, which takes a `Message`.
 
-    Attributes
-    ----------
-    plain : mpi4py.MPI.Intracomm
-        The communicator itself, for what cannot be awaited.
+    ``plain`` is the communicator itself, for what cannot be awaited.
     """
 
     def __init__(

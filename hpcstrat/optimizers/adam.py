@@ -110,27 +110,7 @@ class Adam(Optimizer):
 class AdamWithDecay(Adam):
     """What optimizers share that let some variables decay.
 
-    Parameters
-    ----------
-    learning_rate : float or callable
-        A number, or a function of the number of steps done.
-    weight_decay : float
-        At least 0.
-    beta_1 : float
-        As in `Adam`.
-    beta_2 : float
-        As in `Adam`.
-    epsilon : float
-        As in `Adam`.
-    exclude : sequence of str
-        Regular expressions; variables in whose name one is found are excluded.
-    **options : object
-        See `Optimizer`.
-
-    Raises
-    ------
-    ValueError
-        For numbers out of range, or what is no regular expression.
+    Those in whose name one of the regular expressions ``exclude`` is found do not.
     """
 
     def __init__(

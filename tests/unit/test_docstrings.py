@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +65,16 @@ def _is_function(node: ast.AST) -> bool:
     return isinstance(node, Function) and not _decorators(node) & others
 
 
-FUNCTIONS = [(name, node) for name, node in SHOWN if _is_function(node)]
+def _inherits(name: str, node: ast.AST) -> bool:
+    """Return whether this has the docstring of what it overrides."""
+    return not _docstring(node) and bool(inspect.getdoc(pydoc.locate(name)))
+
+
+FUNCTIONS = [
+    (name, node)
+    for name, node in SHOWN
+    if _is_function(node) and not _inherits(name, node)
+]
 DATACLASSES = [
     (name, node)
     for name, node in SHOWN
