@@ -19,11 +19,24 @@ __all__ = ["Started", "StartedCalls"]
 class Started:
     """A reduction that goes on while the program computes.
 
-    Several may go on at a time. They end in the order in which they were started; every
+    Several may be under way. They end in the order in which they were started; every
     call of the strategy takes them further, and a call that waits lets them end first.
-    ``channel`` is None where nothing is to be awaited. ``join`` is called in each
-    thread that awaits the result, once it is known: it lets the thread's stream on a
-    GPU wait for it.
+
+    Parameters
+    ----------
+    channel : Channel or None
+        Carries the headers; None where nothing is to be awaited.
+    call : Call
+        The call.
+    steps : Awaits
+        The algorithm.
+    result : tree
+        What holds the result at the end.
+    timeout_seconds : float, optional
+        How long the header waits for late ranks.
+    join : callable, optional
+        Called in each thread that awaits the result, once it is known: lets the
+        thread's stream on a GPU wait for it.
     """
 
     def __init__(
@@ -64,7 +77,12 @@ class Started:
         """Take the reduction further, and say whether it has ended.
 
         Logically collective over the strategy's replicas: when each rank calls it, and
-        how often, does not matter. True where `wait` returns, or raises, at once.
+        how often, does not matter.
+
+        Returns
+        -------
+        bool
+            Whether `wait` returns, or raises, at once.
         """
         if not self._done:
             self._channel.started.progress()
@@ -73,8 +91,17 @@ class Started:
     def wait(self) -> Any:
         """Return the result, once all replicas have contributed to it.
 
-        Collective over the strategy's replicas. A second call returns the same. Raises
-        CollectiveError on every replica if another made another call.
+        Collective over the strategy's replicas. A second call returns the same.
+
+        Returns
+        -------
+        tree
+            As the call that waits would have returned.
+
+        Raises
+        ------
+        CollectiveError
+            If another replica made another call. On every replica.
         """
         while not self._done:
             try:

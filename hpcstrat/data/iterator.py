@@ -14,18 +14,47 @@ __all__ = ["DistributedIterator", "Optional", "ReducibleDataset"]
 
 
 class Optional:
-    """An element, or the end of the data."""
+    """An element, or the end of the data.
+
+    Parameters
+    ----------
+    present : bool
+        Whether there is an element.
+    element : tree
+        The element.
+    """
 
     def __init__(self, present: bool, element: Tree = None) -> None:
         self._present = present
         self._element = element
 
     def has_value(self) -> bool:
-        """Whether there is an element; False at the end."""
+        """Whether there is an element.
+
+        Not collective.
+
+        Returns
+        -------
+        bool
+            False at the end.
+        """
         return self._present
 
     def get_value(self) -> Tree:
-        """Return the element; raises ValueError at the end."""
+        """Return the element.
+
+        Not collective.
+
+        Returns
+        -------
+        tree
+            The element.
+
+        Raises
+        ------
+        ValueError
+            At the end.
+        """
         if not self._present:
             raise ValueError("expected an element, found the end; ask has_value first")
         return self._element
@@ -34,9 +63,10 @@ class Optional:
 class DistributedIterator:
     """Gives per-replica batches; made by ``iter`` of a distributed data set.
 
-    The elements end by StopIteration, on all replicas at the same step. Every method
-    raises ValueError in replica context, and is collective over the strategy's replicas
-    where the data set is an iterable.
+    Parameters
+    ----------
+    elements : iterator of tree
+        Raises StopIteration at the end, on all replicas at the same step.
     """
 
     def __init__(self, elements: Iterator[Tree]) -> None:
@@ -58,7 +88,23 @@ class DistributedIterator:
         return next(self._elements)
 
     def get_next(self) -> Tree:
-        """Return the next element; at the end OutOfRangeError, on all replicas."""
+        """Return the next element.
+
+        Collective over the strategy's replicas where the data set is an iterable, else
+        not collective.
+
+        Returns
+        -------
+        tree
+            The element.
+
+        Raises
+        ------
+        OutOfRangeError
+            At the end, on all replicas.
+        ValueError
+            In replica context.
+        """
         element: Any = next(self, _END)
         if element is _END:
             raise OutOfRangeError(
@@ -68,7 +114,21 @@ class DistributedIterator:
         return element
 
     def get_next_as_optional(self) -> Optional:
-        """Return the next element, or an `Optional` without a value at the end."""
+        """Return the next element, or the end.
+
+        Collective over the strategy's replicas where the data set is an iterable, else
+        not collective.
+
+        Returns
+        -------
+        Optional
+            Without a value at the end.
+
+        Raises
+        ------
+        ValueError
+            In replica context.
+        """
         element: Any = next(self, _END)
         return Optional(False) if element is _END else Optional(True, element)
 

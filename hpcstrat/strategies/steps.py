@@ -17,9 +17,21 @@ __all__ = ["Examples", "MultiStepContext"]
 class MultiStepContext:
     """Collects outputs of steps.
 
-    The latest values given to its two methods are in ``last_step_outputs``, which
-    begins with the initial loop values, and in ``non_tensor_outputs``; ``run_op`` is
-    what the last step returned.
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas make the steps.
+    initial_loop_values : mapping of str to object, optional
+        Outputs before the first step.
+
+    Attributes
+    ----------
+    last_step_outputs : dict of str to object
+        The latest values given to `set_last_step_output`.
+    non_tensor_outputs : dict of str to object
+        The latest values given to `set_non_tensor_output`.
+    run_op : object
+        What the last step returned.
     """
 
     def __init__(
@@ -37,9 +49,21 @@ class MultiStepContext:
     ) -> None:
         """Keep an output of this step, instead of the previous one's.
 
-        Collective over the strategy's replicas with ``reduce_op``, by which the
-        replicas' values are combined; without it, they stay PerReplica. In replica
-        context the output is this replica's.
+        Collective over the strategy's replicas with ``reduce_op``.
+
+        Parameters
+        ----------
+        name : str
+            Of the output.
+        output : tree
+            The value; in replica context this replica's.
+        reduce_op : ReduceOp or str, optional
+            How to combine the replicas' values; without it, they stay PerReplica.
+
+        Raises
+        ------
+        ValueError
+            For an unknown operation.
         """
         replica_context = self._replica_context()
         if replica_context is None:
@@ -55,9 +79,16 @@ class MultiStepContext:
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Keep an output that is no array.
 
-        Not collective in cross-replica context. In replica context it is this
-        replica's, a tuple of this worker's is kept, and it is collective over the
-        strategy's replicas.
+        Not collective in cross-replica context; in replica context as
+        ``Strategy.experimental_local_results``.
+
+        Parameters
+        ----------
+        name : str
+            Of the output.
+        output : object
+            The value; in replica context this replica's, and a tuple of this worker's
+            is kept.
         """
         replica_context = self._replica_context()
         if replica_context is not None:
@@ -70,7 +101,18 @@ class MultiStepContext:
 
 
 class Examples:
-    """The rows of arrays of equal first dimension, one by one."""
+    """The rows of arrays, one by one.
+
+    Parameters
+    ----------
+    source : array, or nested structure of arrays
+        Of equal first dimension.
+
+    Raises
+    ------
+    ValueError
+        If the first dimensions differ.
+    """
 
     def __init__(self, source: Tree) -> None:
         self._source = source
@@ -84,9 +126,30 @@ class Examples:
         shuffle: bool = False,
         seed: int = 0,
     ) -> Dataset:
-        """Return global batches, for ``Strategy.experimental_distribute_dataset``.
+        """Return a data set of global batches.
 
-        The arguments are those of `Dataset`.
+        Not collective.
+
+        Parameters
+        ----------
+        batch_size : int
+            Examples in a global batch.
+        drop_remainder : bool
+            Whether to leave out a last batch that is not full.
+        shuffle : bool
+            See `Dataset`.
+        seed : int
+            See `Dataset`.
+
+        Returns
+        -------
+        Dataset
+            For ``Strategy.experimental_distribute_dataset``.
+
+        Raises
+        ------
+        ValueError
+            If the batch size is not positive.
         """
         return Dataset(
             self._source,

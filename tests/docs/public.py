@@ -16,7 +16,9 @@ from typing import Any
 import hpcstrat
 
 ROOT = Path(__file__).parents[2]
-_DIRECTIVE = re.compile(r"^\.\. auto\w+:: (hpcstrat\.\S+)$", re.M)
+_DIRECTIVE = re.compile(
+    r"^\.\. auto\w+:: (hpcstrat\.\S+)\n(?: +:members: (\S.*)\n)?", re.M
+)
 # Left out: GL01, ES01, EX01, SA01 (text below the quotes; sections that only some
 # need), PR02 and RT01, which take no notice of dataclass fields and of properties.
 _CHECKS = {
@@ -33,15 +35,20 @@ def _resolve(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def shown_names() -> list[str]:
-    """Return the full names of what the reference shows, members left out."""
+def shown_names() -> dict[str, list[str]]:
+    """Return the full names of what the reference shows.
+
+    With the members that a page chooses to show of one; none stands for all.
+    """
     names = [f"hpcstrat.{name}" for name in hpcstrat._HOMES]
     for module in hpcstrat._MODULES:
         loaded = importlib.import_module(f"hpcstrat.{module}")
         names += [f"hpcstrat.{module}.{name}" for name in loaded.__all__]
-    for page in (ROOT / "docs" / "api").glob("*.md"):
-        names += _DIRECTIVE.findall(page.read_text())
-    return sorted(set(names))
+    shown = {name: list[str]() for name in sorted(set(names))}
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for name, members in _DIRECTIVE.findall(page.read_text()):
+            shown[name] = members.split(", ") if members else []
+    return shown
 
 
 def _members(shown: type) -> Iterator[Any]:
@@ -58,12 +65,14 @@ def _members(shown: type) -> Iterator[Any]:
 def public_definitions() -> dict[tuple[str, str], str]:
     """Return each definition, as module and qualified name, and a name to reach it."""
     found: dict[tuple[str, str], str] = {}
-    for name in shown_names():
+    for name, chosen in shown_names().items():
         value = _resolve(name)
         if inspect.isclass(value):
             found[value.__module__, value.__qualname__] = name
             for member in _members(value):
-                if inspect.isroutine(member) or inspect.isclass(member):
+                if not (inspect.isroutine(member) or inspect.isclass(member)):
+                    continue
+                if not chosen or member.__name__ in chosen:
                     key = member.__module__, member.__qualname__
                     found.setdefault(key, f"{name}.{member.__name__}")
         elif inspect.isroutine(value):
