@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from typing import Any
 
@@ -24,6 +25,14 @@ hypothesis.settings.load_profile("hpcstrat")
 # tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A run starts some two thousand processes. Each would compile the library, and the rank
+# tests, where no byte code is kept (some images of containers say so); wait one second
+# in MPI_Init, where Open MPI looks for networks of libfabric; and start threads for
+# linear algebra on cores that the other ranks need.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @functools.cache

@@ -35,18 +35,9 @@ def _together(calls: Sequence[tuple[object, ...]]) -> list[Ended]:
         return list(pool.map(lambda words: _late(*words), calls))  # type: ignore[arg-type]
 
 
-def _reports(ended: Ended) -> list[str]:
-    """Return the reports of late ranks, with their stacks."""
-    pattern = r"^\[hpcstrat [^\n]* have waited .*?(?=^\[hpcstrat|^Trace|^hpcstrat|\Z)"
-    text = ended.stderr.replace(" has waited ", " have waited ")
-    found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-    # On a busy machine, processes may start seconds apart.
-    return [report for report in found if " s in creation of " not in report]
-
-
 def _check(ended: Ended, late: int, *words: str) -> str:
     """Check that one report names a rank, and that the job has ended by itself."""
-    reports = _reports(ended)
+    reports = ended.late_reports
     assert ended.returncode, f"it did not end as it must\n{ended}"
     assert not ended.survivors, str(ended)
     assert len(reports) == 1, f"{len(reports)} reports\n{ended}"
@@ -104,7 +95,7 @@ def test_rank_that_waits_at_its_end_names_the_late_one() -> None:
 def test_rank_that_comes_after_a_warning_disturbs_nobody() -> None:
     for ended in _together([(3, "comes", "reduce", 1), (3, "comes", "reduce", 0, 1)]):
         assert ended.returncode == 0, str(ended)
-        assert len(_reports(ended)) == 1, str(ended)
+        assert len(ended.late_reports) == 1, str(ended)
         assert ended.stdout.count("done") == 3, str(ended)
 
 
@@ -120,7 +111,7 @@ def test_expected_slowness_is_respected() -> None:
         ended = list(pool.map(lambda words: _late(*words, limit=4.0), calls))
     for one in ended:
         assert one.returncode == 0, str(one)
-        assert not _reports(one), str(one)
+        assert not one.late_reports, str(one)
 
 
 def test_what_comes_after_expected_slowness_is_not_excused() -> None:
@@ -149,7 +140,7 @@ def test_exchange_that_goes_on_has_no_limit() -> None:
     for ended in slow:
         assert ended.returncode == 0, str(ended)
         assert ended.stdout.count("done") == 2, str(ended)
-        assert not _reports(ended), str(ended)
+        assert not ended.late_reports, str(ended)
 
 
 def test_ranks_that_wait_for_each_other_in_two_ways_are_shown() -> None:
@@ -171,7 +162,7 @@ def test_limit_before_the_warning_still_shows_the_stack() -> None:
 def test_without_watchdog_the_limit_is_kept() -> None:
     ended = _late(2, "sleep", "reduce", 1, limit=3, HPCSTRAT_WATCHDOG="0")
     assert ended.returncode, str(ended)
-    assert not _reports(ended), str(ended)
+    assert not ended.late_reports, str(ended)
     assert "within 3 s, found that ranks [1] did not come" in ended.stderr, str(ended)
 
 

@@ -56,18 +56,20 @@ def _copy(folder: Path) -> None:
 
 
 def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
+    """Return what runs a suite, the tests that should see the fault first."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no"]
-    if suite != "aimed":
-        return [[*pytest, *SUITES[suite]]]
+    short = ["--short"] if suite == "default" else []
     commands = []
     for words in mutant.tests.split():
         n, _, name = words.partition(":")
         if name:
-            ranks = ["-m", "tests.mpi.ranks", "-x", "--color=no"]
+            ranks = ["-m", "tests.mpi.ranks", "-x", "--color=no", *short]
             file = f"tests/mpi/ranks/check_{name}.py"
             commands.append([*launch_command(int(n)), sys.executable, *ranks, file])
         else:
             commands.append([*pytest, words])
+    if suite != "aimed":
+        commands.append([*pytest, *SUITES[suite]])
     return commands
 
 

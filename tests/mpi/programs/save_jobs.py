@@ -84,8 +84,8 @@ def acknowledged(folder: Path, name: str = "acknowledged") -> list[int]:
 
 def torn(folder: Path) -> list[str]:
     """Return the files that were being written when their job was killed."""
-    names = (path.name for path in (folder / "checkpoints").iterdir())
-    return [name for name in names if name.startswith(".")]
+    # None where the job was killed before it made its folder of checkpoints.
+    return [path.name for path in (folder / "checkpoints").glob(".*")]
 
 
 def restored(folder: Path) -> tuple[int, str]:

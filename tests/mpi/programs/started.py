@@ -50,6 +50,17 @@ class Ended:
         text = re.sub(r"(?s)-{70,}\n.*?-{70,}\n\0?", "", self.stderr)
         return re.sub(r"\[hpcstrat \d+/\d+ .*\n", "", text)
 
+    @property
+    def late_reports(self) -> list[str]:
+        """The reports of late ranks, with their stacks."""
+        pattern = (
+            r"^\[hpcstrat [^\n]* have waited .*?(?=^\[hpcstrat|^Trace|^hpcstrat|\Z)"
+        )
+        text = self.stderr.replace(" has waited ", " have waited ")
+        found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+        # On a busy machine, processes may start seconds apart.
+        return [report for report in found if " s in creation of " not in report]
+
     def __str__(self) -> str:
         """Show everything."""
         return (
