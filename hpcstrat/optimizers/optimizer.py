@@ -221,6 +221,8 @@ class Optimizer(MadeTogether, ABC):
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, given, routine)
+            # What a checkpoint saves state of, while old variables await collection.
+            self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
                 return False
@@ -233,8 +235,6 @@ class Optimizer(MadeTogether, ABC):
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         sums = self._accumulation
-        # What a checkpoint saves state of, while old variables await their collection.
-        self._current = frozenset(id(variable) for _, variable in pairs)
         fills = self._fills or sums.inherits
         try:
             if not fills:
@@ -401,6 +401,7 @@ class Optimizer(MadeTogether, ABC):
             If there is none, or a name comes twice.
         """
         require_names(variables)
+        self._current = frozenset(map(id, variables))
         for variable in variables:
             for kind, initial in self.state.items():
                 self._slots.get(kind, variable, initial)
