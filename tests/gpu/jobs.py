@@ -39,11 +39,13 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def num_passed(n: int, files: Sequence[str], settings: Mapping[str, str]) -> int:
+def num_passed(
+    n: int, files: Sequence[str], settings: Mapping[str, str], *more: str
+) -> int:
     """Run rank tests on n ranks; return how many have passed, and none failed."""
     env = environment(settings)
     # The stand-in's kernels are slower by far than what the tests were made for.
-    options = ["--color=no", "-rs", "-o", "faulthandler_timeout=400"]
+    options = ["--color=no", "-rs", "-o", "faulthandler_timeout=400", *more]
     command = [sys.executable, "-m", "tests.mpi.ranks", *options, *files]
     finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
     print(finished.stdout)

@@ -42,13 +42,13 @@ def launcher() -> str:
         pytest.skip(str(exc))
 
 
-def _passed(n: int, transport: str, files: list[str]) -> int:
+def _passed(n: int, transport: str, files: list[str], *options: str) -> int:
     """Run files on n ranks; return how many tests have passed, and none failed."""
     if not why_no_gpu() and transport != "peer":
         pytest.skip("needs a GPU for each rank")
     # Variables are on the GPU also where they are made of Python's numbers.
     arrays = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
-    return num_passed(n, files, arrays | TRANSPORTS[transport])
+    return num_passed(n, files, arrays | TRANSPORTS[transport], *options)
 
 
 def _paths(names: list[str]) -> list[str]:
@@ -69,7 +69,7 @@ def _paths(names: list[str]) -> list[str]:
 def test_a_sample_of_the_rank_tests_passes_on_gpus(
     n: int, transport: str, names: list[str]
 ) -> None:
-    assert _passed(n, transport, _paths(names)) >= len(names)
+    assert _passed(n, transport, _paths(names), "--short") >= len(names)
 
 
 @pytest.mark.parametrize(("n", "transport"), [(1, "peer"), (2, "nccl"), (3, "mpi")])

@@ -11,7 +11,7 @@ from hpcstrat import testing
 
 FILES = sorted(str(path) for path in Path(__file__).parent.glob("ranks/check_*.py"))
 # Each part is to end well before pytest's own limit, also on busy cores.
-NUM_PARTS = 5
+NUM_PARTS = 3
 parts = pytest.mark.parametrize("part", range(NUM_PARTS))
 sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
 

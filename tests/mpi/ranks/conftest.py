@@ -49,10 +49,10 @@ LAYOUTS = (
 # By a test's marker: the numbers of ranks at which it can fail in another way than at
 # those before, and the layouts there (None: all). A rule of values sees one replica, 2,
 # and workers of unequal size; an algorithm, a header or a wait has first, last and
-# middle ranks from 3 on, and a number of ranks that is a power of two at 4.
+# middle ranks from 3 on, and at 4 workers of equal size that are not alone in theirs.
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: None, 3: ("two_replicas_per_worker",)},
-    "algorithm": {3: None, 4: None},
+    "algorithm": {3: None, 4: ("two_replicas_per_worker",)},
 }
 
 
