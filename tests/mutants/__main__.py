@@ -1,7 +1,8 @@
 """Plant faults in copies of the tree, and say which test finds each, and when.
 
-``python -m tests.mutants --suite aimed`` takes minutes for each at most;
-``--suite default`` and ``--suite full`` are ``pytest`` and all rank tests everywhere.
+``python -m tests.mutants --suite aimed`` runs those of the default tests that should
+see a fault, for minutes at most; ``--suite default`` and ``--suite full`` go on with all
+of ``pytest``, and with all rank tests everywhere, for as long as nothing has failed.
 ``--check`` only says which faults no longer apply. With ``--out FILE`` a run that was
 stopped goes on where it was.
 """
@@ -58,7 +59,7 @@ def _copy(folder: Path) -> None:
 def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
     """Return what runs a suite, the tests that should see the fault first."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no"]
-    short = ["--short"] if suite == "default" else []
+    short = [] if suite == "full" else ["--short"]
     commands = []
     for words in mutant.tests.split():
         n, _, name = words.partition(":")
