@@ -185,6 +185,19 @@ class HostValue:
         self.is_own = is_own
 
 
+class Adopted:
+    """An initial value whose memory becomes the component: nothing is copied out of it.
+
+    With ``is_equal`` it is equal on all replicas already, and nothing is sent.
+    """
+
+    __slots__ = ("array", "is_equal")
+
+    def __init__(self, array: Array, *, is_equal: bool = False) -> None:
+        self.array = array
+        self.is_equal = is_equal
+
+
 class DistributedValues:
     """One value per replica, of which this process holds its own.
 

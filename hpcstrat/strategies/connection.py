@@ -19,6 +19,7 @@ from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import Devices, prepare_mpi
+from hpcstrat.topology.children import refuse_children
 from hpcstrat.topology.survival import is_loss
 from hpcstrat.topology.topology import Topology, start_mpi
 
@@ -290,6 +291,7 @@ def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connecti
     connection has one user more. ``problem`` is why this rank cannot make the strategy:
     raised here, and on the others a ReplicaError.
     """
+    refuse_children()
     given = wish.settings if isinstance(wish.settings, Settings) else Settings()
     with Creation(f"creation of {wish.kind}", given) as creation:
         if problem is None:

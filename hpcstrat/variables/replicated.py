@@ -17,6 +17,7 @@ from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.typing import Array
 from hpcstrat.values import (
     ONE_OF_MANY,
+    Adopted,
     DistributedValues,
     HostValue,
     Mirrored,
@@ -60,7 +61,11 @@ class DistributedVariable(Variable, DistributedValues):
                 )
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
-            return collectives.broadcast(own, 0, what)
+            if type(initial_value) is not Adopted:
+                return collectives.broadcast(own, 0, what)
+            if not initial_value.is_equal:
+                np.copyto(own, collectives.broadcast(own, 0, what))
+            return own
 
         # An entry: Ctrl-C in a callable ends the calls of the other replicas, too. Of
         # an error that is announced here `MadeTogether` tells nobody again.

@@ -21,7 +21,7 @@ from hpcstrat.arrays.row_updates import apply_at, replace_at
 from hpcstrat.context import MadeTogether, current
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
-from hpcstrat.values import ArrayOperators, HostValue, Mirrored, PerReplica
+from hpcstrat.values import Adopted, ArrayOperators, HostValue, Mirrored, PerReplica
 
 __all__ = ["NOT_SUMMABLE", "Variable"]
 
@@ -118,6 +118,53 @@ class Variable(MadeTogether, ArrayOperators):
         self._view = _view_of(self._component)
         self._made()
 
+    @staticmethod
+    def adopt(
+        array: Array,
+        *,
+        name: str | None = None,
+        trainable: bool = True,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> Variable:
+        """Make a variable over memory that another library owns and updates.
+
+        Collective over the replicas of the strategy in whose scope it is called: it
+        makes a mirrored variable there, and writes replica 0's value into the memory of
+        all. Elsewhere it makes a plain variable, and writes nothing. The variable is
+        saved, restored in place, compared between replicas and updated like any other;
+        what the owner writes is its value at once. That all replicas write the same is
+        the owner's task.
+
+        Parameters
+        ----------
+        array : numpy.ndarray or cupy.ndarray, of any shape, contiguous, writable
+            A view of the memory, in native byte order. It must stay where it is for as
+            long as the variable is used; the variable keeps the array alive.
+        name, trainable, aggregation : optional
+            As for `Variable`.
+
+        Returns
+        -------
+        Variable
+            A `MirroredVariable` in the scope of a strategy that distributes.
+
+        Raises
+        ------
+        ValueError
+            For what is no array, is not contiguous, cannot be written, or has another
+            byte order; on every replica, if one of them has such an array.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> weights = np.zeros(3, np.float32)
+        >>> variable = Variable.adopt(weights, name="weights")
+        >>> weights[0] = 5
+        >>> variable.numpy()
+        array([5., 0., 0.], dtype=float32)
+        """
+        return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
+
     def _made(self) -> None:
         """Do what is left when the component is there."""
 
@@ -128,6 +175,8 @@ class Variable(MadeTogether, ArrayOperators):
                 f"expected one initial value for variable {self.name!r}, found a "
                 "PerReplica; pass an array"
             )
+        if type(value) is Adopted:
+            return _require_lendable(value.array, self.name)
         stays = type(value) is HostValue
         array = as_array(value.array if stays else value, dtype)
         # A plain variable has no strategy, but may be made in the scope of one.
@@ -609,6 +658,26 @@ class Variable(MadeTogether, ArrayOperators):
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"{self._component!r}>"
         )
+
+
+def _require_lendable(array: Any, name: str) -> Array:
+    """Refuse arrays whose memory cannot be a component; return others as they are."""
+    found = ""
+    if not (isinstance(array, np.ndarray) or is_device(array)):
+        found = f"{type(array).__name__}; pass a view of it, as tensor.numpy() is"
+    elif not array.flags.c_contiguous:
+        found = f"strides {array.strides} of shape {array.shape}; pass a whole array"
+    elif not is_device(array) and not array.flags.writeable:
+        found = "one that is read-only; copy it, or make its owner give a writable view"
+    elif array.dtype.hasobject or not array.dtype.isnative:
+        found = f"dtype {array.dtype.str}; pass numbers in native byte order"
+    if found:
+        raise ValueError(
+            "expected a contiguous, writable array of NumPy or CuPy to adopt for "
+            f"variable {name!r}, found {found}"
+        )
+    own: Array = array
+    return own
 
 
 def _view_of(component: Array) -> Array:

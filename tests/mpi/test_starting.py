@@ -172,3 +172,18 @@ def test_nothing_is_left_in_memory() -> None:
     (ended,) = _together([(2, "os_exit", "mpi", 1)], limit=30)
     assert ended.returncode is not None
     assert left() <= before
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [("spawn", "now"), ("fork", "now"), ("raw", "now"), ("spawn", "later")],
+)
+def test_children_of_ranks_make_no_strategy(how: str, when: str) -> None:
+    """Nor do they disturb the ranks that have made them."""
+    ended = start(2, "children.py", how, when, limit=TIME)
+    assert ended.returncode == 0, str(ended)
+    assert not ended.survivors, str(ended)
+    words = "child: TopologyError: expected a strategy in a process that the launcher"
+    assert ended.stdout.count(words) == 2, str(ended)
+    assert ended.stdout.count("if __name__ == '__main__':") == 2, str(ended)
+    assert ended.stdout.count("total 2") == 2, str(ended)

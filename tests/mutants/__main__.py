@@ -1,8 +1,8 @@
 """Plant faults in copies of the tree, and say which test finds each, and when.
 
 ``python -m tests.mutants --suite aimed`` runs those of the default tests that should
-see a fault, for minutes at most; ``--suite default`` and ``--suite full`` go on with all
-of ``pytest``, and with all rank tests everywhere, for as long as nothing has failed.
+see a fault, for minutes at most; ``--suite default`` and ``--suite full`` go on with
+all of ``pytest``, and with all rank tests everywhere, until something has failed.
 ``--check`` only says which faults no longer apply. With ``--out FILE`` a run that was
 stopped goes on where it was.
 """

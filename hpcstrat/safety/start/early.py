@@ -9,6 +9,8 @@ from dataclasses import astuple
 from hpcstrat.safety import uncaught
 from hpcstrat.safety.presence import own_board
 from hpcstrat.safety.watchdog import stacks
+from hpcstrat.topology.children import is_of_multiprocessing
+from hpcstrat.topology.starting import prepare_environment
 
 __all__ = ["begin"]
 
@@ -18,8 +20,14 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 def begin() -> None:
     """Be seen by the job's ranks on this host, and end the job by an uncaught error.
 
+    What MPI reads when it starts is set, too: it may start before the first strategy.
+
     Not collective.
     """
+    if is_of_multiprocessing():
+        # Its environment says the rank of the process that made it.
+        return
+    prepare_environment()
     uncaught.install()
     board = own_board()
     if board is not None:
