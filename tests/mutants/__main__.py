@@ -63,7 +63,7 @@ def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
     commands = []
     for words in mutant.tests.split():
         n, _, name = words.partition(":")
-        if name:
+        if n.isdigit():
             ranks = ["-m", "tests.mpi.ranks", "-x", "--color=no", *short]
             file = f"tests/mpi/ranks/check_{name}.py"
             commands.append([*launch_command(int(n)), sys.executable, *ranks, file])
