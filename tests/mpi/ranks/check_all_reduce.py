@@ -372,6 +372,46 @@ def test_slots_smaller_than_a_page_hold_their_data_apart(
                 np.testing.assert_array_equal(total, np.full(size, wanted))
 
 
+def test_arrays_that_lie_elsewhere_in_the_same_place_keep_apart(
+    make_strategy: Any, job: Any, monkeypatch: Any
+) -> None:
+    """Of one type and length; the places of later calls are those of earlier ones."""
+    monkeypatch.setattr(topology_module, "_slot_bytes", lambda _: 4096)
+    monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
+    total = job.size * (job.size + 1) // 2
+    with make_strategy(comm=job) as strategy:
+        for number in range(60):
+            before = np.full((300, 420, 390)[number % 3], job.rank + 1, np.float32)
+            after = np.full(200, number * (job.rank + 1), np.float64)
+            first, second = strategy.reduce("sum", [before, after], axis=None)
+            np.testing.assert_array_equal(first, np.full(before.size, total))
+            np.testing.assert_array_equal(second, np.full(200, number * total))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_large_arrays_together(make_strategy: Any, job: Any, op: str) -> None:
+    """Several arrays in a piece, and segments that workers share by parts."""
+    parts = 40_000
+    for algorithm in (None, hs.HierarchicalCopyAllReduce()):
+        with make_strategy(comm=job, cross_device_ops=algorithm) as strategy:
+            own = [
+                values(job.rank + number, size, np.dtype(code))
+                for number, (size, code) in enumerate(
+                    [(parts, "f8"), (7, "f8"), (parts + 1, "f4"), (parts, "f2")]
+                )
+            ]
+            found = strategy.reduce(op, own, axis=None)
+            for number, array in enumerate(own):
+                every = [
+                    values(rank + number, array.size, array.dtype)
+                    for rank in range(job.size)
+                ]
+                wanted = expected(every, op)
+                exact = op == "sum" or job.size in (1, 2, 4)
+                bound = 0 if exact else 4 * np.finfo(array.dtype).eps
+                np.testing.assert_allclose(found[number], wanted, rtol=bound, atol=0)
+
+
 def test_closed_strategies_give_their_memory_back(make_strategy: Any, job: Any) -> None:
     def mapped() -> int:
         with open("/proc/self/maps", encoding="ascii") as file:

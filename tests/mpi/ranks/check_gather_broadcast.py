@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.reduction import gathers
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
@@ -196,6 +197,51 @@ def test_broadcast_to_gives_all_the_first_replicas_arrays(
         assert local.dtype == np.dtype(code).newbyteorder("=")
         np.testing.assert_array_equal(local, parts[0].astype(code))
         assert not np.shares_memory(local, own)
+
+
+def test_broadcast_of_arrays_from_every_root(strategy: Any, job: Any) -> None:
+    # One byte, and one more than a number of whole ones, of several types at once.
+    shapes = [((), "?"), ((3, 5), "f8"), ((), "f4"), ((7,), "u1"), ((0, 2), "i4")]
+    rng = np.random.default_rng(3)
+    parts = [
+        [np.asarray(rng.integers(0, 2, shape)).astype(code) for shape, code in shapes]
+        for _ in range(job.size)
+    ]
+    for root in range(job.size):
+        given = [array.copy() for array in parts[job.rank]]
+        found = strategy.collectives.broadcast(given, root, "parts")
+        for array, wanted in zip(found, parts[root], strict=True):
+            assert array.dtype == wanted.dtype
+            np.testing.assert_array_equal(array, wanted)
+
+
+def test_broadcasts_that_differ_are_a_mismatch(strategy: Any, job: Any) -> None:
+    if job.size == 1:
+        return
+    own = np.zeros(3 + (job.rank == job.size - 1))
+    error = outcome(strategy.extended.broadcast_to, own)
+    assert type(error) is hs.CollectiveError
+    assert "float64[3]" in str(error)
+    assert "float64[4]" in str(error)
+    assert_usable(strategy, job)
+
+
+def test_gather_for_which_one_rank_has_no_memory(
+    strategy: Any, job: Any, monkeypatch: Any
+) -> None:
+    if job.size == 1:
+        return
+    faulty = job.size - 1
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("no room for the rows")
+
+    with monkeypatch.context() as patch:
+        if job.rank == faulty:
+            patch.setattr(gathers.np, "ascontiguousarray", no_memory)
+        error = outcome(strategy.gather, np.ones((2, 3)), 0)
+    assert_only_one_failed(error, MemoryError, faulty, job)
+    assert_usable(strategy, job)
 
 
 def _dense(parts: list[hs.IndexedSlices]) -> Any:
