@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 nitpicky = False
+# Pages show what is there for other libraries where these are not installed, too.
+autodoc_mock_imports = [
+    name for name in ("jax", "keras", "torch") if find_spec(name) is None
+]
 default_role = "py:obj"
 
 autodoc_default_options = {

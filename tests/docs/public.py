@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ _CHECKS = {
 _OTHERWISE = "hpcstrat.Variable"
 
 
+def is_installed(name: str) -> bool:
+    """Return whether the framework is there, where a name is of its integration."""
+    parts = name.split(".")
+    return parts[1] != "integrations" or find_spec(parts[2]) is not None
+
+
 def _resolve(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
@@ -47,7 +54,8 @@ def shown_names() -> dict[str, list[str]]:
     shown = {name: list[str]() for name in sorted(set(names))}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         for name, members in _DIRECTIVE.findall(page.read_text()):
-            shown[name] = members.split(", ") if members else []
+            if is_installed(name):
+                shown[name] = members.split(", ") if members else []
     return shown
 
 

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, one each, which know nothing of one another."""

@@ -1,0 +1,8 @@
+"""PyTorch's modules, optimizers and loaders of data on replicas."""
+
+from hpcstrat.integrations.frameworks import require
+
+# Before its import, so that a missing or too old one is one sentence.
+require("torch", "2.4")
+
+__all__: list[str] = []
