@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     _m(
         "direct: a mean of mixed arrays is not divided",
-        "2:reductions",
+        "2:all_reduce",
         """        add_in_order(terms, total)
         if work.divisor:
             quietly(np.divide, total, work.divisor, total)
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     _m(
         "shared: views of a place are those of another run of its length",
-        "3:all_reduce",
+        "2:all_reduce",
         "key = run.dtype, place, run.start, run.size",
         "key = run.dtype, place, run.size",
     ),
@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     _m(
         "gather: no header before the data",
-        "3:failures",
+        "3:gather_broadcast",
         """        channel.agree(
             describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
         )
@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     _m(
         "broadcast: no header",
-        "3:failures",
+        "3:gather_broadcast",
         """        channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             for flat in flats:""",
@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     _m(
         "started: the error of making the call ready is not told",
-        "3:failures",
+        "3:all_reduce",
         "self._channel.post_header(self.call, self._run, failed=failed)",
         "self._channel.post_header(self.call, self._run, failed=False)",
     ),
@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     _m(
         "dealing: the error of one replica's part is kept to itself",
-        "3:data_workers",
+        "3:data_failures 2:data_failures 3:data_workers",
         "states = np.array([state, -state, failed is not None, *marks], np.int64)",
         "states = np.array([state, -state, 0, *marks], np.int64)",
     ),
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     _m(
         "Adam: its two slots are swapped",
-        "2:optimizer_rules",
+        "tests/unit/test_optimizers.py",
         """        self._direction(step, gradient, *slots)
         gradient *= value""",
         """        self._direction(step, gradient, *reversed(slots))
@@ -327,7 +327,7 @@ MUTANTS = (
     # Data.
     _m(
         "splitting: the last replicas get the rows that are left over",
-        "2:data",
+        "2:data 3:data 2:data_workers tests/conformance",
         "return [low + (replica < more) for replica in range(num_replicas)]",
         "return [low + (num_replicas - replica <= more) for replica in range("
         "num_replicas)]",
@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     _m(
         "save: the hash of a block stands in its neighbor's place",
-        "2:checkpoint",
+        "2:restoring 2:saving tests/unit/test_checkpoint_engine.py",
         "self.hashes[index] = block_hash(data)",
         "self.hashes[index - 1] = block_hash(data)",
     ),

@@ -85,6 +85,16 @@ def test_first_steps_of_adam_have_the_length_of_the_rate() -> None:
     np.testing.assert_allclose(variable, [-0.25, 0.25, -0.25], rtol=1e-8)
 
 
+def test_moments_of_adam_are_saved_by_their_names() -> None:
+    weights = hs.Variable(np.zeros(2), name="w")
+    optimizer = optimizers.Adam(0.1)
+    gradient = np.array([3.0, -2.0])
+    optimizer.apply_gradients([(gradient, weights)])
+    state = optimizer.checkpoint_variables()
+    np.testing.assert_allclose(state["first_moment/w"].numpy(), 0.1 * gradient)
+    np.testing.assert_allclose(state["second_moment/w"].numpy(), 0.001 * gradient**2)
+
+
 def test_first_step_of_lamb_has_the_length_of_the_variable() -> None:
     variable = hs.Variable(np.array([3.0, 4.0]), name="v")
     optimizers.LAMB(0.1, 0.0, epsilon=1e-12).apply_gradients([(np.ones(2), variable)])

@@ -21,13 +21,18 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.channel import headers, places
-from hpcstrat.collectives import select
+from hpcstrat.collectives import select, shared_memory
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.topology import segment
 from hpcstrat.topology import topology as topology_module
 from hpcstrat.topology.segment import Segment
 from tests.mpi.ranks.effort import examples, in_step
-from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
+from tests.mpi.ranks.outcomes import (
+    assert_only_one_failed,
+    assert_usable,
+    exchanged,
+    outcome,
+)
 from tests.mpi.ranks.sums import DTYPES, lock
 
 # Two ranks have algorithms, and a majority, of their own.
@@ -348,6 +353,29 @@ def test_an_interrupted_started_reduction_gives_no_result(
         assert "interrupted" in channel.broken
         # The ranks have told each other: nothing can be closed together any more.
         strategy.abandon()
+
+
+def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
+    make_strategy: Any, job: Any, monkeypatch: Any
+) -> None:
+    faulty = job.size - 1
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("no room for the pieces")
+
+    with make_strategy(comm=job) as strategy:
+        start = strategy.collectives.start_reduce
+
+        def reduce() -> None:
+            start(hs.ReduceOp.SUM, [np.ones(100_000), np.ones(9)], "x").wait()
+
+        with monkeypatch.context() as patch:
+            if job.rank == faulty:
+                patch.setattr(shared_memory, "_lay_out", no_memory)
+            error = outcome(reduce)
+        if job.size > 1 and strategy.topology.num_workers == 1:
+            assert_only_one_failed(error, MemoryError, faulty, job)
+        assert_usable(strategy, job)
 
 
 def test_an_algorithm_that_blocks_is_not_started(make_strategy: Any, job: Any) -> None:
