@@ -1,0 +1,228 @@
+"""Messages from one replica to another, each with a header that says what it is.
+
+Nobody else takes part, so that no header of all ranks can compare what the two do: the
+sender tells size and type ahead of the data, and the receiver compares them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.channel.awaited import Message
+from hpcstrat.channel.call import Call, call_site, describe_call
+from hpcstrat.channel.entries import collective
+from hpcstrat.errors import CollectiveError
+from hpcstrat.reduction.object_collectives import ObjectCollectives
+from hpcstrat.typing import Array
+
+__all__ = ["Messages", "Transfer"]
+
+_HEADER_BYTES = 256
+_LARGEST_BYTES = 1 << 30
+
+
+class Transfer:
+    """A message under way; ends when it is awaited, or looked at, by its rank."""
+
+    def __init__(self, messages: Messages, call: Call, array: Array) -> None:
+        self.collectives = messages.collectives
+        self._messages = messages
+        self.call = call
+        # MPI reads or writes it until the end.
+        self.array = array
+        self.header: Array | None = None
+        self.requests: deque[Any] = deque()
+        # Of a message to receive, whose data are not asked for yet.
+        self.key: tuple[int, int] | None = None
+
+    def test(self) -> bool:
+        """Whether it has ended; not collective, as is `wait`."""
+        if self.key is not None:
+            self._messages.look_for_headers(self.key)
+        while self.key is None and self.requests and self.requests[0].Test():
+            self.requests.popleft()
+        return self.key is None and not self.requests
+
+    @collective
+    def wait(self) -> None:
+        """Wait for its end.
+
+        CollectiveError where the other rank's message is not of this size and type,
+        which ends all calls of all ranks, or where another rank has ended them.
+        """
+        channel: Any = self.collectives.channel
+        if channel is None:
+            return
+        channel.refuse_if_broken(self.call)
+        with channel.moving(self.call):
+            if self.key is not None:
+                self._messages.await_headers(self)
+            while self.requests:
+                channel.wait(Message(self.requests[0]), self.call)
+                self.requests.popleft()
+
+
+class Messages:
+    """What replicas send each other, in the order of the sends between any two.
+
+    Collective over ``topology.replica_comm``, as is `close`: it has a communicator of
+    its own. A receive that was started is matched by the sends of its source with the
+    same tag in order, whatever is awaited first.
+    """
+
+    def __init__(self, collectives: ObjectCollectives) -> None:
+        self.collectives = collectives
+        channel: Any = collectives.channel
+        self._comm: Any = None if channel is None else channel.topology.duplicate()
+        # By source and tag, in order: what waits for its header.
+        self._expected: dict[tuple[int, int], deque[Transfer]] = {}
+        # Of a single replica, to itself: arrays by tag.
+        self._own: dict[int, deque[Array]] = {}
+
+    def close(self) -> None:
+        """Free the communicator."""
+        if self._comm is not None:
+            self._comm.Free()
+            self._comm = None
+
+    @collective
+    def send(self, array: Array, dest: int, tag: int, what: str) -> Transfer:
+        """Start to send a contiguous array, which is not written before the end."""
+        call = self._call(f"{what}(dest={dest}, tag={tag})", array, tag)
+        transfer = Transfer(self, call, array)
+        if self._comm is None:
+            self._own.setdefault(tag, deque()).append(array.copy())
+            return transfer
+        self._refuse(call)
+        text = _kind(array).encode()[:_HEADER_BYTES]
+        transfer.header = np.frombuffer(text.ljust(_HEADER_BYTES), np.uint8)
+        start = self._comm.Isend
+        transfer.requests.append(start(transfer.header, dest, 2 * tag))
+        for part in _parts(array):
+            transfer.requests.append(start(part, dest, 2 * tag + 1))
+        return transfer
+
+    @collective
+    def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
+        """Start to receive into a contiguous array."""
+        call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
+        transfer = Transfer(self, call, array)
+        if self._comm is None:
+            kept = self._own.get(tag)
+            if not kept:
+                raise CollectiveError(
+                    f"expected a message from this rank itself for {call.text}, found "
+                    "none; send it first"
+                )
+            array[...] = kept.popleft().reshape(array.shape)
+            return transfer
+        self._refuse(call)
+        transfer.header = np.empty(_HEADER_BYTES, np.uint8)
+        transfer.requests.append(self._comm.Irecv(transfer.header, source, 2 * tag))
+        transfer.key = source, tag
+        self._expected.setdefault(transfer.key, deque()).append(transfer)
+        return transfer
+
+    @collective
+    def receive_any(self, array: Array, tag: int, what: str) -> int:
+        """Receive from whoever sends first with a tag; returns the rank."""
+        if self._comm is None:
+            self.receive(array, 0, tag, what)
+            return 0
+        channel: Any = self.collectives.channel
+        mpi, call = channel.topology.mpi, self._call(f"{what}(tag={tag})", array, tag)
+        self._refuse(call)
+        status, found = mpi.Status(), _Probe(self._comm, mpi, 2 * tag)
+        with channel.moving(call):
+            channel.wait(found, call)
+            status = found.status
+        transfer = self.receive(array, status.source, tag, what)
+        transfer.wait()
+        return int(status.source)
+
+    def await_headers(self, last: Transfer) -> None:
+        """Wait for the headers of all receives up to one, and ask for their data."""
+        channel: Any = self.collectives.channel
+        assert last.key is not None
+        expected = self._expected[last.key]
+        while last.key is not None:
+            first = expected[0]
+            channel.wait(Message(first.requests[0]), last.call)
+            self._ask_for_data(first)
+
+    def look_for_headers(self, key: tuple[int, int]) -> None:
+        """Do the same for the headers that have come already."""
+        expected = self._expected.get(key, ())
+        while expected and expected[0].requests[0].Test():
+            self._ask_for_data(expected[0])
+
+    def _ask_for_data(self, first: Transfer) -> None:
+        """Compare a header that has come, and start to receive the data."""
+        assert first.key is not None
+        assert first.header is not None
+        source, tag = first.key
+        found, expected = bytes(first.header).decode().rstrip(), _kind(first.array)
+        # Sizes, not shapes: a receiver may see the same numbers in another shape.
+        if found.partition(" sent")[0] != expected.partition(" sent")[0]:
+            raise CollectiveError(
+                f"expected {expected.partition(' sent')[0]} from rank {source} in "
+                f"{first.call.text}{_at(call_site())}, found {found}; make the two "
+                "equal"
+            )
+        self._expected[first.key].popleft()
+        first.key = None
+        first.requests.clear()
+        for part in _parts(first.array):
+            first.requests.append(self._comm.Irecv(part, source, 2 * tag + 1))
+
+    def _refuse(self, call: Call) -> None:
+        channel: Any = self.collectives.channel
+        channel.refuse_if_broken(call)
+
+    def _call(self, what: str, array: Array, tag: int) -> Call:
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"expected a contiguous array for {what}, found strides "
+                f"{array.strides}; pass a copy"
+            )
+        if tag < 0:
+            raise ValueError(f"expected a tag of 0 or more, found {tag}; change it")
+        return describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
+
+
+class _Probe:
+    """A message from anybody, which is left where it is."""
+
+    def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
+        self.status = mpi.Status()
+        self._look = comm.Iprobe
+        self._any, self._tag = mpi.ANY_SOURCE, tag
+
+    def agreed(self) -> bool:
+        """Whether it has come."""
+        return bool(self._look(self._any, self._tag, self.status))
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` until it has."""
+        return [] if self.agreed() else [-1]
+
+
+def _kind(array: Array) -> str:
+    """Say what ends of a message must agree on, and where it is sent."""
+    return f"{array.size} elements of {array.dtype} sent{_at(call_site())}"
+
+
+def _at(site: str) -> str:
+    return f" at {site}" if site else ""
+
+
+def _parts(array: Array) -> list[Array]:
+    """Return the bytes of an array, in parts whose sizes any MPI takes."""
+    data = array.reshape(-1).view(np.uint8)
+    return [
+        data[start : start + _LARGEST_BYTES]
+        for start in range(0, data.size, _LARGEST_BYTES)
+    ]

@@ -1,0 +1,187 @@
+"""Sums by parts, gathers into given memory, all-to-all and messages, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.reduction.exchanges import Exchanges
+from hpcstrat.reduction.messages import Messages
+from tests.mpi.ranks.outcomes import assert_usable, outcome
+
+pytestmark = pytest.mark.algorithm
+
+LENGTHS = (0, 1, 5, 1000, 300_001)
+
+
+@pytest.fixture
+def exchanges(strategy: Any) -> Exchanges:
+    """Return the calls of a strategy's replicas."""
+    return Exchanges(strategy.collectives)
+
+
+def parts_of(job: Any, length: int, dtype: Any, seed: int = 0) -> list[np.ndarray]:
+    """Return every rank's array, the same on all ranks."""
+    rng = np.random.default_rng(seed + length)
+    return [rng.integers(0, 50, length).astype(dtype) for _ in range(job.size)]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "f4", "i8", "c16"])
+def test_reduce_scatter_is_each_replicas_part_of_the_sum(
+    exchanges: Exchanges, job: Any, dtype: str
+) -> None:
+    for length in LENGTHS:
+        every = parts_of(job, length * job.size, dtype)
+        total = np.add.reduce(every)
+        rows = every[job.rank].reshape(job.size, length)
+        result = np.empty(length, dtype)
+        before = rows.copy()
+        exchanges.reduce_scatter(np.add, list(rows), result, "scatter")
+        np.testing.assert_array_equal(result, total.reshape(rows.shape)[job.rank])
+        np.testing.assert_array_equal(rows, before)
+        exchanges.reduce_scatter(np.add, list(rows), rows[job.rank], "in place")
+        np.testing.assert_array_equal(rows[job.rank], result)
+
+
+def test_parts_of_a_reduce_scatter_may_be_of_any_sizes(
+    exchanges: Exchanges, job: Any
+) -> None:
+    sizes = [7 * rank for rank in range(job.size)]
+    parts = [np.full(n, job.rank + 1.0) for n in sizes]
+    result = np.empty(sizes[job.rank])
+    exchanges.reduce_scatter(np.add, parts, result, "scatter", divisor=job.size)
+    assert (result == (job.size + 1) / 2).all()
+
+
+def test_half_precision_is_added_in_float32(exchanges: Exchanges, job: Any) -> None:
+    # In float16 2048 + 1 is 2048 again.
+    own = np.full(3, 2048 if job.rank == 0 else 1, np.float16)
+    result = np.empty(1, np.float16)
+    parts = [own[:1].copy() for _ in range(job.size)]
+    exchanges.reduce_scatter(np.add, parts, result, "scatter")
+    assert result[0] == np.float16(np.float32(2048 + job.size - 1))
+
+
+@pytest.mark.parametrize("function", [np.maximum, np.minimum, np.multiply])
+def test_combination_is_the_ufuncs(
+    exchanges: Exchanges, job: Any, function: np.ufunc
+) -> None:
+    for length in LENGTHS:
+        every = parts_of(job, length, "i8")
+        own = every[job.rank].copy()
+        exchanges.combine(function, own, "combine")
+        np.testing.assert_array_equal(own, function.reduce(every))
+
+
+def test_only_the_root_of_a_reduction_has_its_result(
+    exchanges: Exchanges, job: Any
+) -> None:
+    for length in LENGTHS:
+        root = length % job.size
+        every = parts_of(job, length, "f8")
+        own = every[job.rank].copy()
+        exchanges.reduce_to(np.add, own, root, "reduce")
+        expected = np.add.reduce(every) if job.rank == root else every[job.rank]
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_gathers_broadcasts_and_scatters_fill_the_given_memory(
+    exchanges: Exchanges, job: Any
+) -> None:
+    for length in LENGTHS:
+        root, every = length % job.size, parts_of(job, length, "i4")
+        whole = np.zeros((job.size, length), np.int32)
+        exchanges.all_gather(every[job.rank], list(whole), "gather", whole)
+        np.testing.assert_array_equal(whole, every)
+        # As FSDP2 does: from the result's own part.
+        whole[...] = -1
+        whole[job.rank] = every[job.rank]
+        exchanges.all_gather(whole[job.rank], list(whole), "gather", whole)
+        np.testing.assert_array_equal(whole, every)
+        apart = [np.zeros(length, np.int32) for _ in range(job.size)]
+        exchanges.all_gather(every[job.rank], apart, "gather")
+        np.testing.assert_array_equal(apart, every)
+        rows = [np.zeros(length, np.int32) for _ in range(job.size)]
+        into = rows if job.rank == root else None
+        exchanges.gather(every[job.rank], into, root, "gather to one")
+        np.testing.assert_array_equal(rows, every if into else np.zeros_like(every))
+        own = every[job.rank].copy()
+        exchanges.broadcast(own, root, "broadcast")
+        np.testing.assert_array_equal(own, every[root])
+        exchanges.scatter(every if job.rank == root else None, own, root, "scatter")
+        np.testing.assert_array_equal(own, every[job.rank])
+
+
+def test_all_to_all_takes_any_sizes(exchanges: Exchanges, job: Any) -> None:
+    me, size = job.rank, job.size
+    sends = [np.full(1 + me + 2 * r, 10 * me + r, np.int16) for r in range(size)]
+    receives = [np.zeros(1 + r + 2 * me, np.int16) for r in range(size)]
+    exchanges.all_to_all(sends, receives, "all_to_all")
+    for rank, part in enumerate(receives):
+        assert (part == 10 * rank + me).all()
+
+
+def test_sizes_of_an_all_to_all_that_differ_are_an_error_everywhere(
+    strategy: Any, exchanges: Exchanges, job: Any
+) -> None:
+    sends = [np.zeros(2, np.int16)] * job.size
+    receives = [np.zeros(2 + (job.rank == 0), np.int16) for _ in range(job.size)]
+    words = "replica 0, which expects 3" if job.size > 1 else "2, found 3"
+    with pytest.raises(ValueError, match=words):
+        exchanges.all_to_all(sends, receives, "all_to_all")
+    assert_usable(strategy, job)
+
+
+def test_different_shapes_are_named_on_every_replica(
+    strategy: Any, exchanges: Exchanges, job: Any
+) -> None:
+    if job.size == 1:
+        return
+    with pytest.raises(hs.CollectiveError, match=r"float64\[1\].*float64\[2\]"):
+        exchanges.combine(np.maximum, np.zeros(1 + (job.rank > 0)), "combine")
+    assert_usable(strategy, job)
+
+
+def test_arrays_that_do_not_fit_on_one_replica_fail_on_all(
+    strategy: Any, exchanges: Exchanges, job: Any
+) -> None:
+    result = np.zeros(1 + (job.rank == 0))
+    parts = [np.zeros(1) for _ in range(job.size)]
+    error = outcome(exchanges.reduce_scatter, np.add, parts, result, "scatter")
+    assert isinstance(error, ValueError)
+    assert_usable(strategy, job)
+
+
+def test_messages_go_round_a_ring(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    for length in (0, 3, 400_000):
+        received = np.zeros((2, length))
+        sent = [
+            messages.send(np.full(length, 10.0 * job.rank + n), after, n, "send")
+            for n in range(2)
+        ]
+        came = [messages.receive(received[n], before, n, "recv") for n in range(2)]
+        for one in (*reversed(came), *sent):
+            one.wait()
+            assert one.test()
+        assert (received == 10.0 * before + np.array([[0.0], [1.0]])).all()
+    messages.close()
+
+
+def test_a_message_from_anybody_says_who_sent_it(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    if job.rank:
+        messages.send(np.full(3, job.rank), 0, 0, "send").wait()
+    else:
+        found = set()
+        for _ in range(job.size - 1):
+            buffer = np.zeros(3, np.int64)
+            source = messages.receive_any(buffer, 0, "recv")
+            assert (buffer == source).all()
+            found.add(source)
+        assert found == set(range(1, job.size))
+    messages.close()
