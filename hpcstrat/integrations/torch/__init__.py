@@ -5,4 +5,7 @@ from hpcstrat.integrations.frameworks import require
 # Before its import, so that a missing or too old one is one sentence.
 require("torch", "2.4")
 
-__all__: list[str] = []
+# ruff: noqa: E402
+from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
+
+__all__ = ["global_mean", "no_sync", "replicate"]

@@ -1,0 +1,48 @@
+"""Memory of tensors as arrays that the library's calls take."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from hpcstrat.arrays.kinds import as_array
+from hpcstrat.errors import HpcstratError
+from hpcstrat.typing import Array
+
+__all__ = ["as_tensor", "memory_of"]
+
+
+def _bfloat16() -> Any:
+    """Return the type that NumPy has for it only where ml_dtypes is installed."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise HpcstratError(
+            "expected ml_dtypes for tensors of bfloat16, found none; install it: "
+            "pip install ml_dtypes"
+        ) from error
+    return ml_dtypes.bfloat16
+
+
+def memory_of(tensor: torch.Tensor) -> Array:
+    """Return the memory of a dense tensor as an array, never a copy."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        # CuPy's, by DLPack.
+        return as_array(tensor)
+    if tensor.dtype is torch.bfloat16:
+        bits: Array = tensor.view(torch.int16).numpy()
+        return bits.view(_bfloat16())
+    own: Array = tensor.numpy()
+    return own
+
+
+def as_tensor(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return an array as a tensor of the type and on the device of another one."""
+    if "ml_dtypes" in sys.modules and array.dtype.name == "bfloat16":
+        own = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    else:
+        own = torch.as_tensor(array)
+    return own.to(like.device, like.dtype)

@@ -1,0 +1,1 @@
+"""Rank tests of the integrations: ``python -m tests.mpi.ranks FILES``."""

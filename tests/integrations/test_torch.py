@@ -1,0 +1,41 @@
+"""Run the rank tests of PyTorch's integration in jobs of 1 to 3 ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat import testing
+from hpcstrat.integrations.frameworks import require
+
+FILES = sorted(map(str, Path(__file__).parent.glob("ranks/check_torch_*.py")))
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_rank_tests_pass(n: int) -> None:
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *FILES]
+    finished = testing.launch(n, command, timeout=300)
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a rank test failed; see the report below"
+
+
+@pytest.mark.framework("torch")
+def test_the_library_loads_pytorch_only_when_asked() -> None:
+    program = (
+        "import sys, hpcstrat as hs; hs.ReduceOp; assert 'torch' not in sys.modules; "
+        "import hpcstrat.integrations.torch; assert 'mpi4py.MPI' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_framework_that_is_missing_or_too_old_is_one_sentence() -> None:
+    require("numpy", "2.0")
+    with pytest.raises(ImportError, match=r"expected numpy 99\.1 .*found \d+\.\d+.*;"):
+        require("numpy", "99.1")
+    with pytest.raises(ImportError, match=r"found none; .*hpcstrat\[no_such_library\]"):
+        require("no_such_library", "1.0")
