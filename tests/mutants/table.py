@@ -415,6 +415,7 @@ MUTANTS = (
     ),
     _m(
         "NCCL in a worker: parts begin one line too early",
+        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[4-hierarchical] "
         "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[2-results]",
         "length += -length % line",
         "length -= length % line",
@@ -428,7 +429,7 @@ MUTANTS = (
     # Elastic, divergence.
     _m(
         "elastic: newcomers' term of a mean is counted",
-        "tests/mpi/test_elastic.py",
+        "3:elastic 2:elastic tests/mpi/test_elastic.py",
         "count = strategy.num_replicas_in_sync - len(without)",
         "count = strategy.num_replicas_in_sync",
     ),
