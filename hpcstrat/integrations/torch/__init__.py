@@ -6,6 +6,8 @@ from hpcstrat.integrations.frameworks import require
 require("torch", "2.4")
 
 # ruff: noqa: E402
+from hpcstrat.integrations.torch.checkpoints import state
 from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
+from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 
-__all__ = ["global_mean", "no_sync", "replicate"]
+__all__ = ["GlobalBatchSampler", "global_mean", "no_sync", "replicate", "state"]

@@ -24,7 +24,14 @@ from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.tree import flatten
 from hpcstrat.typing import Array
 
-__all__ = ["global_mean", "no_sync", "replicate", "strategy_of"]
+__all__ = [
+    "broadcast",
+    "global_mean",
+    "inner",
+    "no_sync",
+    "replicate",
+    "strategy_of",
+]
 
 _WHAT = "gradients"
 _BUFFERS = ("first", "mean", None)
@@ -224,8 +231,8 @@ class _Replicated:
         )
         rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
         parameter.grad = _sparse(
-            as_tensor(rows.indices, gradient.indices())[None],
-            as_tensor(rows.values, parameter),
+            as_tensor(rows.indices).to(parameter.device)[None],
+            as_tensor(rows.values).to(parameter.device),
             shape,
         ).coalesce()
 
@@ -250,7 +257,7 @@ class _Replicated:
         if self._buffers == "mean":
             collectives.batch_reduce(ReduceOp.MEAN, arrays, "buffers", out=arrays)
         else:
-            _broadcast(self.strategy, arrays, "buffers")
+            broadcast(self.strategy, arrays, "buffers")
         self._versions = self._buffer_versions()
 
 
@@ -284,7 +291,7 @@ def _sparse(indices: Any, values: Any, shape: Any) -> torch.Tensor:
     return made
 
 
-def _broadcast(strategy: Strategy, arrays: Any, what: str) -> None:
+def broadcast(strategy: Strategy, arrays: Any, what: str) -> None:
     """Write replica 0's values into arrays; collective over the strategy's replicas."""
     received = strategy.collectives.broadcast(arrays, 0, what)
     for own, value in zip(flatten(arrays)[0], flatten(received)[0], strict=True):
@@ -363,7 +370,7 @@ def _replicate(
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     what = f"replicate(op={op.name}, buffers={buffers})"
-    _broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
+    broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
     if module in _replicated:
         _replicated.pop(module).remove()
     _replicated[module] = _Replicated(module, strategy, op, buffers)
@@ -400,7 +407,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     ...     model(torch.ones(1, 2)).sum().backward()
     >>> model(torch.ones(1, 2)).sum().backward()  # combines both
     """
-    replicated = _replicated.get(_inner(module))
+    replicated = _replicated.get(inner(module))
     if replicated is None:
         raise ValueError(
             f"expected a module that was replicated, found {type(module).__name__}; "
@@ -413,7 +420,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
         replicated.syncs = before
 
 
-def _inner(module: torch.nn.Module) -> torch.nn.Module:
+def inner(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that torch.compile has wrapped."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     return inner
@@ -421,7 +428,7 @@ def _inner(module: torch.nn.Module) -> torch.nn.Module:
 
 def strategy_of(module: torch.nn.Module) -> Strategy:
     """Return the strategy that a module was replicated on; else the current one."""
-    replicated = _replicated.get(_inner(module))
+    replicated = _replicated.get(inner(module))
     return get_strategy() if replicated is None else replicated.strategy
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
-from hpcstrat.arrays.kinds import as_array
+from hpcstrat.arrays.kinds import as_array, is_device
 from hpcstrat.errors import HpcstratError
 from hpcstrat.typing import Array
 
@@ -39,10 +38,8 @@ def memory_of(tensor: torch.Tensor) -> Array:
     return own
 
 
-def as_tensor(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return an array as a tensor of the type and on the device of another one."""
-    if "ml_dtypes" in sys.modules and array.dtype.name == "bfloat16":
-        own = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    else:
-        own = torch.as_tensor(array)
-    return own.to(like.device, like.dtype)
+def as_tensor(array: Array) -> torch.Tensor:
+    """Return an array as a tensor over the same memory."""
+    if array.dtype.name == "bfloat16" and not is_device(array):
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.as_tensor(array)

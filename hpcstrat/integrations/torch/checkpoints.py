@@ -1,0 +1,293 @@
+"""What a CheckpointManager saves of modules and optimizers: the memory they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hpcstrat.context import pop, push
+from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.strategies import Strategy
+from hpcstrat.typing import Array, Replicas
+from hpcstrat.values import Adopted
+from hpcstrat.variables import Variable
+
+__all__ = ["state"]
+
+
+class _Adoption:
+    """Variables over tensors, as long as these stay where they are."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._found: dict[str, tuple[Any, Variable]] = {}
+
+    def variables(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Variable]:
+        """Return a variable over each tensor, equal on all replicas; not collective."""
+        before, self._found = self._found, {}
+        for name, tensor in tensors.items():
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape
+            if name in before and before[name][0] == place:
+                self._found[name] = before[name]
+            else:
+                self._found[name] = place, self._adopt(name, tensor)
+        return {name: variable for name, (_, variable) in self._found.items()}
+
+    def _adopt(self, name: str, tensor: torch.Tensor) -> Variable:
+        _require_contiguous(name, tensor)
+        adopted = Adopted(memory_of(tensor), is_equal=True)
+        token = push(self.strategy.cross_entry)
+        try:
+            trainable = isinstance(tensor, torch.nn.Parameter)
+            return Variable(adopted, trainable, name=name)
+        finally:
+            pop(token)
+
+
+def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected contiguous tensors to save, found {name!r} of layout "
+            f"{tensor.layout} and strides {tensor.stride()}; call "
+            ".to(memory_format=torch.contiguous_format) on the module before "
+            "replicate"
+        )
+
+
+class _Module:
+    """Parameters and buffers, by the names of ``state_dict``; tied ones once."""
+
+    def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
+        self.module = module
+        self.distribute_strategy = strategy
+        self._adoption = _Adoption(strategy)
+        tensors = self._tensors()
+        # Before the others are in the call.
+        for name, tensor in tensors.items():
+            _require_contiguous(name, tensor)
+        arrays = {name: memory_of(tensor) for name, tensor in tensors.items()}
+        broadcast(strategy, arrays, "state of a module")
+        self._adoption.variables(tensors)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return what the module saves itself, so without passing buffers."""
+        seen: dict[int, None] = {}
+        return {
+            name: tensor
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+            and id(tensor) not in seen
+            and seen.setdefault(id(tensor)) is None
+        }
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return the variables that hold the state; see `SupportsCheckpoint`."""
+        return self._adoption.variables(self._tensors())
+
+    def plain(self) -> dict[str, Any]:
+        """Return what is no tensor."""
+        found = self.module.state_dict(keep_vars=True)
+        return {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
+
+
+class _Optimizer:
+    """Slots of an optimizer, such as momentum, by their own and their weight's name."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, strategy: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.distribute_strategy = strategy
+        self._adoption = _Adoption(strategy)
+        known = {id(p): name for name, p in module.named_parameters()}
+        self._names = {
+            known.get(id(parameter), f"{number}.{index}"): parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+
+    def _slots(self) -> Iterator[tuple[str, str, Any]]:
+        for name, parameter in self._names.items():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    yield kind, name, value
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return the variables that hold the state; see `SupportsCheckpoint`."""
+        tensors = {
+            f"{kind}/{name}": value
+            for kind, name, value in self._slots()
+            if isinstance(value, torch.Tensor)
+        }
+        return self._adoption.variables(dict(sorted(tensors.items())))
+
+    def checkpoint_spellings(self, name: str) -> list[str]:
+        """Return all names that saved state may have."""
+        return [name]
+
+    def checkpoint_defer(
+        self,
+        name: str,
+        value: Array,
+        strategy: Replicas | None = None,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """Make the slot, as the optimizer would at its first step."""
+        del strategy, is_part
+        kind, _, owner = name.partition("/")
+        parameter = self._names.get(owner)
+        if parameter is None:
+            raise ValueError(
+                f"expected a parameter {owner!r} for the saved {kind}, found "
+                f"{', '.join(self._names)}; restore into the model that was saved"
+            )
+        group = next(
+            g
+            for g in self.optimizer.param_groups
+            if any(p is parameter for p in g["params"])
+        )
+        # As torch has it: steps are counted on the host, unless the GPU needs them.
+        on_host = kind == "step" and not (group.get("capturable") or group.get("fused"))
+        tensor = as_tensor(value.copy())
+        self.optimizer.state[parameter][kind] = (
+            tensor if on_host else tensor.to(parameter.device)
+        )
+
+    def checkpoint_restored(self, num_replicas: int, now: int) -> None:
+        """Do nothing more: all is in its place."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return what is no tensor: options, and slots that are plain."""
+        slots = [
+            [kind, name, value]
+            for kind, name, value in self._slots()
+            if not isinstance(value, torch.Tensor)
+        ]
+        groups = [
+            {k: _number(v) for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {"groups": groups, "slots": slots}
+
+    def load_plain(self, saved: dict[str, Any]) -> None:
+        """Give the optimizer what `plain` had."""
+        for group, options in zip(
+            self.optimizer.param_groups, saved["groups"], strict=True
+        ):
+            for key, value in options.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        for kind, name, value in saved["slots"]:
+            self.optimizer.state[self._names[name]][kind] = value
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+class _Plain:
+    """The state that is in no tensor; replica 0's is saved."""
+
+    def __init__(
+        self,
+        module: _Module,
+        optimizer: _Optimizer | None,
+        others: Mapping[str, Any],
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._others = others
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        found = {name: other.state_dict() for name, other in self._others.items()}
+        if self._optimizer is not None:
+            found["optimizer"] = self._optimizer.plain()
+        return {"module": self._module.plain(), **found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give everything its state."""
+        if state["module"]:
+            self._module.module.load_state_dict(state["module"], strict=False)
+        if self._optimizer is not None and "optimizer" in state:
+            self._optimizer.load_plain(state["optimizer"])
+        for name, other in self._others.items():
+            if name in state:
+                other.load_state_dict(state[name])
+
+
+def state(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+) -> dict[str, Any]:
+    """Return what a CheckpointManager saves of a training with PyTorch.
+
+    Collective over the replicas of the module's strategy; parameters and buffers of all
+    become replica 0's.
+
+    Nothing is copied: parameters, buffers and the optimizer's tensors are saved from
+    their memory, and a restore writes into it, so that the program's objects go on with
+    what was saved, on any number of replicas. They also take part in
+    `Strategy.check_divergence`. State that the optimizer makes at its first step is
+    made by a restore where it is not there yet. Parameters that are moved, by ``.to``
+    for instance, are found again at the next save.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        From `replicate`; another one is of the current strategy.
+    optimizer : torch.optim.Optimizer, optional
+        Of the module's parameters.
+    scheduler : optional
+        Of learning rates, or anything whose ``state_dict`` has no tensors.
+    scaler : torch.amp.GradScaler, optional
+        Likewise.
+
+    Returns
+    -------
+    dict of str to object
+        ``model``, ``optimizer`` if there is one, and ``torch`` for what is in no
+        tensor: keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+
+    Raises
+    ------
+    ValueError
+        For tensors that are not contiguous, such as those in the order
+        ``channels_last``; the other replicas raise ReplicaError.
+    CollectiveError
+        If the replicas' modules differ. On every replica.
+
+    Examples
+    --------
+    >>> import hpcstrat as hs
+    >>> import hpcstrat.integrations.torch as hst
+    >>> model = hst.replicate(torch.nn.Linear(2, 1), hs.get_strategy())
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> sorted(hst.state(model, optimizer))
+    ['model', 'optimizer', 'torch']
+    """
+    strategy = strategy_of(module)
+    others = {"scheduler": scheduler, "scaler": scaler}
+    others = {name: other for name, other in others.items() if other is not None}
+    found: dict[str, Any] = strategy.collectives.call(
+        "state of a module", _state, inner(module), optimizer, others, strategy
+    )
+    return found
+
+
+def _state(
+    module: torch.nn.Module, optimizer: Any, others: dict[str, Any], strategy: Strategy
+) -> dict[str, Any]:
+    own = _Module(module, strategy)
+    if optimizer is None:
+        return {"model": own, "torch": _Plain(own, None, others)}
+    slots = _Optimizer(optimizer, module, strategy)
+    return {"model": own, "optimizer": slots, "torch": _Plain(own, slots, others)}

@@ -1,0 +1,335 @@
+"""Global batches of PyTorch's data sets, of which each replica reads its part.
+
+A loader with workers asks for batches long before the program gets them. So the loader
+that `GlobalBatchSampler.loader` makes says what the program has got, and only that is
+where the sampler stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler, default_collate, get_worker_info
+
+from hpcstrat.data import Dataset
+from hpcstrat.strategies import Strategy
+
+__all__ = ["GlobalBatchSampler"]
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Gives each replica its rows of every global batch: each row once per epoch.
+
+    Logically collective over the strategy's replicas; each ``iter()``, which begins an
+    epoch, is collective.
+
+    The rows, their order and the batches are those of one process with this batch size,
+    on any number of replicas; the last batch may be smaller. All replicas make the same
+    number of steps. Give it to a `CheckpointManager`, and the next ``iter()`` after a
+    restore goes on behind the batches that the program had got, also on another number
+    of replicas.
+
+    Iterate over `loader`. A ``DataLoader(dataset, batch_sampler=sampler)`` will do
+    where it has no workers and each global batch has a row for every replica.
+
+    Parameters
+    ----------
+    dataset : torch.utils.data.Dataset
+        With ``__len__`` and ``__getitem__``, the same on every replica.
+    batch_size : int
+        Rows in a global batch.
+    strategy : Strategy
+        Whose replicas.
+    shuffle : bool
+        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``: that
+        of `hpcstrat.Dataset`.
+    seed : int
+        Key of the order.
+    drop_remainder : bool
+        Whether to leave out a last batch that is not full.
+
+    Raises
+    ------
+    ValueError
+        If the batch size is not positive.
+
+    Examples
+    --------
+    >>> import hpcstrat as hs
+    >>> import hpcstrat.integrations.torch as hst
+    >>> sampler = hst.GlobalBatchSampler(range(5), 2, hs.get_strategy())
+    >>> list(sampler)
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        strategy: Strategy,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.distribute_strategy = strategy
+        # Of the numbers of rows: their order, in batches.
+        self._rows = Dataset(
+            np.arange(len(dataset)),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_remainder=drop_remainder,
+        )
+        self._epoch = self._position = 0
+        # Whether the program has got a batch of the latest iteration, and not all.
+        self._is_begun = False
+        self._is_known = True
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest iteration, or that of the next, where it has ended.
+
+        Setting it makes the next iteration that epoch, from its beginning.
+        """
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        """Begin the next iteration with this epoch.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : int
+            From 0.
+        """
+        self._epoch, self._position, self._is_begun = int(value), 0, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Begin an epoch, or go on with one that was restored."""
+        # Whoever makes the iterator of a DataLoader calls it so.
+        loader: Any = sys._getframe(1).f_locals.get("loader")
+        if self._is_begun:
+            # Left before its end; a loader with workers calls this twice at first.
+            self.ended()
+        counts = not isinstance(loader, _Loader)
+        is_plain = counts and isinstance(loader, DataLoader)
+        rows, strategy = self._rows, self.distribute_strategy
+        if is_plain and loader.collate_fn is default_collate:
+            self._require_rows()
+        self._is_known = not (is_plain and loader.num_workers)
+        # The header compares what would make the replicas read different rows.
+        strategy.collectives.barrier(
+            f"iteration over {rows.describe()}, epoch {self._epoch} from row "
+            f"{self._position}"
+        )
+        return self._batches(counts)
+
+    def _require_rows(self) -> None:
+        """Refuse batches of no rows, which PyTorch cannot make; on all replicas."""
+        count = self.distribute_strategy.num_replicas_in_sync
+        left = self._end() - self._position
+        least = left % self._rows.batch_size or min(left, self._rows.batch_size)
+        if 0 < least < count:
+            raise ValueError(
+                f"expected a row of every batch for each of {count} replicas, found a "
+                f"batch of {least} rows, and PyTorch makes no batch of none; iterate "
+                "over sampler.loader(), or choose another batch_size, or "
+                "drop_remainder=True"
+            )
+
+    def _end(self) -> int:
+        rows = self._rows
+        return len(rows) * rows.batch_size if rows.drop_remainder else rows.num_rows
+
+    def _batches(self, counts: bool) -> Iterator[list[int]]:
+        rows, strategy = self._rows, self.distribute_strategy
+        count, replica = strategy.num_replicas_in_sync, strategy.replica_id
+        order, end = rows.order(self._epoch), self._end()
+        for start in range(self._position, end, rows.batch_size):
+            size = min(rows.batch_size, end - start)
+            # As even as can be, so that none is without rows where there is one each.
+            first = start + replica * size // count
+            last = start + (replica + 1) * size // count
+            if counts:
+                self.took()
+            if order is None:
+                yield list(range(first, last))
+            else:
+                yield order[first:last].tolist()
+        if counts:
+            self.ended()
+
+    def took(self) -> None:
+        """Count a batch that the program gets; not collective. For loaders alone."""
+        self._position = min(self._position + self._rows.batch_size, self._end())
+        self._is_begun = True
+
+    def ended(self) -> None:
+        """Go on to the next epoch; not collective. For loaders alone."""
+        self._epoch, self._position, self._is_begun = self._epoch + 1, 0, False
+
+    def loader(
+        self, *, collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any
+    ) -> DataLoader[Any]:
+        """Make a loader of the data set's global batches.
+
+        Not collective; each ``iter()`` of it is collective over the strategy's
+        replicas.
+
+        Where a batch has no row for this replica, it gets one of the usual structure
+        whose tensors have no rows. With workers, the sampler stands behind the batches
+        that the program has got, not those that have been read ahead.
+
+        Parameters
+        ----------
+        collate_fn : callable, optional
+            Makes a batch of a list of samples; default: PyTorch's. Where there are
+            none, what it makes of the first sample is cut to no rows.
+        **options : object
+            Of `torch.utils.data.DataLoader`, such as ``num_workers``. Start workers
+            with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a fork of a
+            process that runs MPI may crash.
+
+        Returns
+        -------
+        torch.utils.data.DataLoader
+            For one iteration at a time.
+        """
+        collate = _Collate(self.dataset, collate_fn or default_collate)
+        return _Loader(self.dataset, batch_sampler=self, collate_fn=collate, **options)
+
+    def state(self) -> dict[str, int]:
+        """Return where the latest iteration stands.
+
+        Not collective; the same on every replica after the same step.
+
+        Returns
+        -------
+        dict of str to int
+            ``epoch``, ``global_position`` (rows given out in it, over all replicas),
+            ``shuffle_seed`` and ``num_rows``.
+
+        Raises
+        ------
+        ValueError
+            Where the batches that are read ahead are not known.
+        """
+        if not self._is_known:
+            raise ValueError(
+                "expected a loader that says which batches the program has got, found "
+                "a DataLoader with workers, which reads ahead; iterate over "
+                "sampler.loader(num_workers=...)"
+            )
+        return {
+            "epoch": self._epoch,
+            "global_position": self._position,
+            "shuffle_seed": self._rows.seed,
+            "num_rows": self._rows.num_rows,
+        }
+
+    def check_state(self, state: dict[str, int]) -> None:
+        """Check that a state is of this data set.
+
+        Not collective.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another data set.
+        """
+        own = {"num_rows": self._rows.num_rows, "shuffle_seed": self._rows.seed}
+        for key, value in own.items():
+            if int(state[key]) != value:
+                raise ValueError(
+                    f"expected the position in a data set with {key} {value}, found "
+                    f"{int(state[key])}; restore with the data set that was saved"
+                )
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If the state is that of another data set.
+        """
+        self.check_state(state)
+        self.epoch = state["epoch"]
+        self._position = int(state["global_position"])
+        self._is_known = True
+
+
+class _Loader(DataLoader[Any]):
+    """Tells its sampler what the program has got."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        sampler: Any = self.batch_sampler
+        return self._told(sampler, super().__iter__())
+
+    @staticmethod
+    def _told(sampler: GlobalBatchSampler, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            sampler.took()
+            yield batch
+        sampler.ended()
+
+
+class _Collate:
+    """Makes batches, also of no rows; workers take the data set that they have."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self.collate(samples)
+        worker = get_worker_info()
+        dataset = self.dataset if worker is None else worker.dataset
+        return _without_rows(self.collate([dataset[0]]))
+
+    def __reduce__(self) -> Any:
+        return _Collate, (None, self.collate)
+
+
+def _without_rows(batch: Any) -> Any:
+    """Return a batch of one row without it."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch[:0]
+    if isinstance(batch, dict):
+        return type(batch)({key: _without_rows(part) for key, part in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_without_rows, batch))
+    if isinstance(batch, (list, tuple)):
+        # What is no tensor comes as it is, in a list of its rows.
+        plain = all(not isinstance(p, (torch.Tensor, dict, list, tuple)) for p in batch)
+        return type(batch)([] if plain else map(_without_rows, batch))
+    raise ValueError(
+        f"expected tensors in a batch, found {type(batch).__name__}, which cannot be "
+        "cut to no rows; choose another batch_size, or drop_remainder=True"
+    )
