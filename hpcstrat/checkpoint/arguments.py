@@ -48,10 +48,8 @@ def refuse_torch(name: str, thing: Any) -> None:
     if "Module" in kinds or ("Optimizer" in kinds and has_state):
         raise ValueError(
             f"expected plain state as {name!r}, found a torch {type(thing).__name__}, "
-            "whose state_dict() has tensors; give a dict of Variables made of these, "
-            "such as {k: hs.Variable(v.numpy()) for k, v in model.state_dict()"
-            ".items()}, assign to these before a save, and load_state_dict from them "
-            "after a restore"
+            "whose state_dict() has tensors; pass **hpcstrat.integrations.torch.state("
+            "model, optimizer), which makes Variables over their memory"
         )
 
 

@@ -78,12 +78,12 @@ def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any
         for x, y in data:
             optimizer.zero_grad()
             errors = model(torch.tensor(x)).squeeze(1) - torch.tensor(y)
-            loss = errors.square().sum() / batch
+            loss = errors.square().mean()
             loss.backward()
             optimizer.step()
     return {
         "torch model.state_dict()": model.state_dict(),
-        "torch loss": loss.detach(),
+        "torch loss.detach()": loss.detach(),
     }
 
 
