@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hpcstrat.channel.call import is_of_program
 from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
 
 __all__ = [
@@ -35,7 +36,6 @@ _COMBINABLE = (
     *(NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError),
     *(TypeError, ValueError, ZeroDivisionError),
 )
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass(slots=True)
@@ -205,11 +205,11 @@ def _replica_error_class(kind: Any) -> Any:
 
 
 def _error_site(error: BaseException) -> str:
-    """Return file and line of the last frame outside the library that it passed."""
+    """Return file and line of the last frame of the program that it passed."""
     site, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(_PACKAGE):
+        if is_of_program(name):
             site = f"{os.path.basename(name)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return site

@@ -15,6 +15,7 @@ from hpcstrat.cli.doctor import doctor
 from hpcstrat.cli.examination import launch_words, software
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cli.timeline_commands import timeline
+from hpcstrat.cli.torch_command import torch
 
 __all__ = ["main"]
 
@@ -29,6 +30,7 @@ main.add_command(chaos)
 main.add_command(ckpt)
 main.add_command(doctor)
 main.add_command(timeline)
+main.add_command(torch)
 
 
 @main.command()

@@ -27,24 +27,24 @@ _LARGEST_BYTES = 1 << 30
 class Transfer:
     """A message under way; ends when it is awaited, or looked at, by its rank."""
 
-    def __init__(self, messages: Messages, call: Call, array: Array) -> None:
-        self.collectives = messages.collectives
-        self._messages = messages
+    def __init__(
+        self, collectives: ObjectCollectives, call: Call, array: Array
+    ) -> None:
+        self.collectives = collectives
         self.call = call
-        # MPI reads or writes it until the end.
+        # MPI reads or writes them until the end.
         self.array = array
         self.header: Array | None = None
+        # Of the header, and of the data.
         self.requests: deque[Any] = deque()
-        # Of a message to receive, whose data are not asked for yet.
-        self.key: tuple[int, int] | None = None
+        # From whom, of a message whose header has not come.
+        self.source: int | None = None
 
     def test(self) -> bool:
-        """Whether it has ended; not collective, as is `wait`."""
-        if self.key is not None:
-            self._messages.look_for_headers(self.key)
-        while self.key is None and self.requests and self.requests[0].Test():
+        """Whether it has ended; not collective, as is `wait`, which raises errors."""
+        while self.requests and self.source is None and self.requests[0].Test():
             self.requests.popleft()
-        return self.key is None and not self.requests
+        return not self.requests or all(request.Test() for request in self.requests)
 
     @collective
     def wait(self) -> None:
@@ -54,31 +54,42 @@ class Transfer:
         which ends all calls of all ranks, or where another rank has ended them.
         """
         channel: Any = self.collectives.channel
-        if channel is None:
+        if channel is None or not self.requests:
             return
         channel.refuse_if_broken(self.call)
         with channel.moving(self.call):
-            if self.key is not None:
-                self._messages.await_headers(self)
             while self.requests:
                 channel.wait(Message(self.requests[0]), self.call)
                 self.requests.popleft()
+                if self.source is not None:
+                    self._check_header()
+
+    def _check_header(self) -> None:
+        """Compare a header that has come, before anything is asked of the data."""
+        assert self.header is not None
+        source, self.source = self.source, None
+        found, expected = bytes(self.header).decode().rstrip(), _kind(self.array)
+        # Sizes, not shapes: a receiver may see the same numbers in another shape.
+        expected = expected.partition(" sent")[0]
+        if found.partition(" sent")[0] != expected:
+            raise CollectiveError(
+                f"expected {expected} from rank {source} in {self.call.text}"
+                f"{_at(call_site())}, found {found}; make the two equal"
+            )
 
 
 class Messages:
     """What replicas send each other, in the order of the sends between any two.
 
     Collective over ``topology.replica_comm``, as is `close`: it has a communicator of
-    its own. A receive that was started is matched by the sends of its source with the
-    same tag in order, whatever is awaited first.
+    its own. Receives are matched by the sends of their source with the same tag in the
+    order in which they are started, headers with headers and data with data.
     """
 
     def __init__(self, collectives: ObjectCollectives) -> None:
         self.collectives = collectives
         channel: Any = collectives.channel
         self._comm: Any = None if channel is None else channel.topology.duplicate()
-        # By source and tag, in order: what waits for its header.
-        self._expected: dict[tuple[int, int], deque[Transfer]] = {}
         # Of a single replica, to itself: arrays by tag.
         self._own: dict[int, deque[Array]] = {}
 
@@ -92,7 +103,7 @@ class Messages:
     def send(self, array: Array, dest: int, tag: int, what: str) -> Transfer:
         """Start to send a contiguous array, which is not written before the end."""
         call = self._call(f"{what}(dest={dest}, tag={tag})", array, tag)
-        transfer = Transfer(self, call, array)
+        transfer = Transfer(self.collectives, call, array)
         if self._comm is None:
             self._own.setdefault(tag, deque()).append(array.copy())
             return transfer
@@ -109,7 +120,7 @@ class Messages:
     def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
         """Start to receive into a contiguous array."""
         call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
-        transfer = Transfer(self, call, array)
+        transfer = Transfer(self.collectives, call, array)
         if self._comm is None:
             kept = self._own.get(tag)
             if not kept:
@@ -121,9 +132,11 @@ class Messages:
             return transfer
         self._refuse(call)
         transfer.header = np.empty(_HEADER_BYTES, np.uint8)
-        transfer.requests.append(self._comm.Irecv(transfer.header, source, 2 * tag))
-        transfer.key = source, tag
-        self._expected.setdefault(transfer.key, deque()).append(transfer)
+        transfer.source, start = source, self._comm.Irecv
+        transfer.requests.append(start(transfer.header, source, 2 * tag))
+        # Before the header has come, too: the sender may wait for nothing else.
+        for part in _parts(array):
+            transfer.requests.append(start(part, source, 2 * tag + 1))
         return transfer
 
     @collective
@@ -135,48 +148,12 @@ class Messages:
         channel: Any = self.collectives.channel
         mpi, call = channel.topology.mpi, self._call(f"{what}(tag={tag})", array, tag)
         self._refuse(call)
-        status, found = mpi.Status(), _Probe(self._comm, mpi, 2 * tag)
+        probe = _Probe(self._comm, mpi, 2 * tag)
         with channel.moving(call):
-            channel.wait(found, call)
-            status = found.status
-        transfer = self.receive(array, status.source, tag, what)
-        transfer.wait()
-        return int(status.source)
-
-    def await_headers(self, last: Transfer) -> None:
-        """Wait for the headers of all receives up to one, and ask for their data."""
-        channel: Any = self.collectives.channel
-        assert last.key is not None
-        expected = self._expected[last.key]
-        while last.key is not None:
-            first = expected[0]
-            channel.wait(Message(first.requests[0]), last.call)
-            self._ask_for_data(first)
-
-    def look_for_headers(self, key: tuple[int, int]) -> None:
-        """Do the same for the headers that have come already."""
-        expected = self._expected.get(key, ())
-        while expected and expected[0].requests[0].Test():
-            self._ask_for_data(expected[0])
-
-    def _ask_for_data(self, first: Transfer) -> None:
-        """Compare a header that has come, and start to receive the data."""
-        assert first.key is not None
-        assert first.header is not None
-        source, tag = first.key
-        found, expected = bytes(first.header).decode().rstrip(), _kind(first.array)
-        # Sizes, not shapes: a receiver may see the same numbers in another shape.
-        if found.partition(" sent")[0] != expected.partition(" sent")[0]:
-            raise CollectiveError(
-                f"expected {expected.partition(' sent')[0]} from rank {source} in "
-                f"{first.call.text}{_at(call_site())}, found {found}; make the two "
-                "equal"
-            )
-        self._expected[first.key].popleft()
-        first.key = None
-        first.requests.clear()
-        for part in _parts(first.array):
-            first.requests.append(self._comm.Irecv(part, source, 2 * tag + 1))
+            channel.wait(probe, call)
+        source = int(probe.status.source)
+        self.receive(array, source, tag, what).wait()
+        return source
 
     def _refuse(self, call: Call) -> None:
         channel: Any = self.collectives.channel

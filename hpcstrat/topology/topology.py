@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.errors import RankLostError
@@ -207,6 +207,30 @@ class Topology:
         """
         world: MPI.Intracomm = start_mpi().COMM_WORLD
         return world
+
+    @staticmethod
+    def subset(ranks: Sequence[int]) -> MPI.Intracomm:
+        """Return a communicator of some ranks of the job, in the order given.
+
+        Collective over these ranks.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            Of all ranks of the job; the same on each of them.
+
+        Returns
+        -------
+        mpi4py.MPI.Intracomm
+            To be freed by the caller.
+        """
+        world = Topology.world()
+        group = world.Get_group()
+        chosen = group.Incl(ranks)
+        comm: MPI.Intracomm = world.Create_group(chosen)
+        chosen.Free()
+        group.Free()
+        return comm
 
     def _split_worker(self, replicas_per_worker: int | None) -> Any:
         """Group by shared memory, never by the host's name."""

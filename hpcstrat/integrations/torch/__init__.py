@@ -7,7 +7,20 @@ require("torch", "2.4")
 
 # ruff: noqa: E402
 from hpcstrat.integrations.torch.checkpoints import state
+from hpcstrat.integrations.torch.environment import init_env, use_for_env
 from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
+from hpcstrat.integrations.torch.process_group import register
 from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 
-__all__ = ["GlobalBatchSampler", "global_mean", "no_sync", "replicate", "state"]
+__all__ = [
+    "GlobalBatchSampler",
+    "global_mean",
+    "init_env",
+    "no_sync",
+    "replicate",
+    "state",
+]
+
+# Of torch.distributed: its backend "hpcstrat", and what env:// finds under mpirun.
+register()
+use_for_env()

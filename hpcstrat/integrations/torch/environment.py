@@ -1,0 +1,68 @@
+"""What torchrun would tell each process of a job, from MPI."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any
+
+import hpcstrat as hs
+
+__all__ = ["init_env", "use_for_env"]
+
+
+def init_env() -> None:
+    """Set the environment variables that ``torchrun`` would set, from the ranks of MPI.
+
+    Collective over all ranks of the job.
+
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
+    ``GROUP_WORLD_SIZE``, ``ROLE_RANK``, ``ROLE_WORLD_SIZE``, ``MASTER_ADDR`` (of rank
+    0, where it listens) and ``MASTER_PORT`` (one that is free there). Those that are
+    set stay as they are. ``dist.init_process_group`` does this by itself, once
+    `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE``
+    is set; call it before, where the program reads ``LOCAL_RANK`` and the like first.
+    """
+    strategy = hs.MultiWorkerMirroredStrategy()
+    topology, place = strategy.topology, None
+    if topology.replica_id == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        one_host = topology.num_workers == 1
+        place = "127.0.0.1" if one_host else socket.gethostname(), port
+    address, port = strategy.broadcast_object(place)
+    rank, size = topology.replica_id, topology.num_replicas
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": topology.worker_comm.rank,
+        "LOCAL_WORLD_SIZE": topology.worker_comm.size,
+        "GROUP_RANK": topology.worker_id,
+        "GROUP_WORLD_SIZE": topology.num_workers,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    strategy.close()
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+
+
+def use_for_env() -> None:
+    """Let ``env://``, torch's default, do this where it would find nothing."""
+    # The package has a function of the module's name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
+    found = handlers.get("env")
+    if found is None or found.__module__ == __name__:
+        return
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+            init_env()
+        return found(*args, **kwargs)
+
+    handlers["env"] = handler

@@ -1,0 +1,93 @@
+"""Tensors as arrays in host memory: their own memory where that can be."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcstrat.typing import Array
+
+__all__ = ["HostTensors"]
+
+# Types that NumPy has from ml_dtypes only, with one of torch that it has itself.
+_FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
+for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+    if hasattr(torch, _name):
+        _FOREIGN[getattr(torch, _name)] = torch.uint8, _name
+
+
+class HostTensors:
+    """The arrays of one call; `written` copies back what is not a tensor's memory."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, Any]] = []
+
+    def read(self, tensor: Any) -> Array:
+        """Return a contiguous array of a tensor's values; booleans are uint8."""
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"expected a dense tensor, found layout {tensor.layout}; call "
+                "to_dense() first (only all_reduce takes sparse tensors)"
+            )
+        # On CUDA, waits for the stream. What is plain is not copied by any of these.
+        own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain, name = _FOREIGN.get(own.dtype, (own.dtype, ""))
+        if plain is torch.bool:
+            plain = torch.uint8
+        if not own.numel():
+            array = np.empty(tuple(own.shape), _numpy_type(plain))
+        else:
+            array = np.asarray(_Memory(own, _numpy_type(plain)))
+        return _named(array, name) if name else array
+
+    def write(self, tensor: Any) -> Array:
+        """Return an array of a tensor's values, to be overwritten by the call."""
+        array = self.read(tensor)
+        if array.ctypes.data != tensor.data_ptr() or tensor.device.type != "cpu":
+            self._copies.append((tensor, array))
+        return array
+
+    def written(self) -> None:
+        """Copy into the tensors what lies elsewhere."""
+        for tensor, array in self._copies:
+            # Under the name of a type that torch can take from NumPy.
+            plain = _FOREIGN.get(tensor.dtype, (tensor.dtype,))[0]
+            plain = torch.uint8 if plain is torch.bool else plain
+            values = torch.from_numpy(array.view(_numpy_type(plain)))
+            tensor.copy_(values.view(tensor.dtype))
+
+
+class _Memory:
+    """A tensor's memory for NumPy; kept as long as its arrays.
+
+    Not by `torch.Tensor.numpy`, after which a storage cannot be resized: FSDP frees its
+    storages so.
+    """
+
+    def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": dtype.str,
+        }
+
+
+@functools.lru_cache(maxsize=64)
+def _numpy_type(dtype: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    return found
+
+
+def _named(array: Array, name: str) -> Array:
+    """Give an array the type of ml_dtypes, where that is there."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return array
+    named: Array = array.view(getattr(ml_dtypes, name))
+    return named

@@ -1,0 +1,66 @@
+"""Run a program of torch.distributed over MPI; what ``hpcstrat torch`` becomes.
+
+``python -m hpcstrat.integrations.torch.launch NAME KIND PROGRAM [ARGS]``: ``NAME`` is
+the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from typing import Any
+
+from hpcstrat.integrations.torch.environment import init_env
+from hpcstrat.integrations.torch.process_group import BACKEND, register
+
+__all__ = ["replace_backend"]
+
+
+def replace_backend(name: str) -> None:
+    """Take the place of a backend in all groups that the program makes from here on.
+
+    Also where it names none, or one for each device.
+    """
+    from torch.distributed import distributed_c10d
+
+    # All of torch's ways to a group lead through it.
+    found = getattr(distributed_c10d, "_new_process_group_helper", None)
+    if found is None:
+        import torch
+
+        raise ImportError(
+            "expected a torch whose groups are made by _new_process_group_helper, "
+            f"found {torch.__version__}; name the backend {BACKEND!r} in the program"
+        )
+    register()
+
+    @functools.wraps(found)
+    def helper(
+        size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        words = [word.rpartition(":")[2] for word in str(backend).lower().split(",")]
+        if name in words or "undefined" in words:
+            backend = BACKEND
+        return found(size, rank, ranks, backend, *args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = helper
+
+
+def _main() -> None:
+    replaced, kind, program, *words = sys.argv[1:]
+    init_env()
+    if replaced:
+        replace_backend(replaced)
+    sys.argv = [program, *words]
+    if kind == "module":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    # As python itself does: the folder of the program is where its imports begin.
+    sys.path[0] = os.path.dirname(os.path.abspath(program))
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,574 @@
+"""The backend ``hpcstrat`` of torch.distributed: a process group over MPI.
+
+Every call of the group is one of the library's own, whose header compares what the
+ranks call. All have ended when they return; only send and recv go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.constants import default_pg_timeout
+
+import hpcstrat as hs
+from hpcstrat.channel.call import pass_over
+from hpcstrat.errors import CollectiveError
+from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.reduction.exchanges import Exchanges
+from hpcstrat.reduction.messages import Messages, Transfer
+from hpcstrat.topology.topology import Topology
+from hpcstrat.typing import Array
+
+__all__ = ["BACKEND", "HpcstratProcessGroup", "register"]
+
+BACKEND = "hpcstrat"
+_logger = logging.getLogger("hpcstrat")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Reduce = dist.ReduceOp
+
+_FUNCTIONS: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+_OF_BOOLEANS: dict[str, np.ufunc] = {
+    **dict.fromkeys(("SUM", "MAX", "BOR"), np.bitwise_or),
+    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), np.bitwise_and),
+    "BXOR": np.bitwise_xor,
+}
+
+
+def _operation(what: str) -> Callable[[_Method], _Method]:
+    """Make a method a call of the library, whose errors all ranks learn of."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = functools.partial(method, self, *args, **kwargs)
+            with torch.no_grad():
+                return self.collectives.call(what, bound)
+
+        # Of no use to a compiler: it would break the graph at each line.
+        return torch.compiler.disable(operation)
+
+    return decorate
+
+
+def _done(result: Any) -> Any:
+    """Return the work of a call that has ended; C++ waits for it without Python."""
+    future = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+class _Reduction:
+    """An operation of torch, and what it is for arrays of a type."""
+
+    def __init__(self, options: Any, tensor: Any, size: int) -> None:
+        op = getattr(options, "reduceOp", options)
+        op = _Reduce.SUM if op is None else getattr(op, "op", op)
+        self.name = name = str(getattr(op, "name", op)).rpartition(".")[2]
+        functions = _OF_BOOLEANS if tensor.dtype is torch.bool else _FUNCTIONS
+        if name not in functions:
+            raise NotImplementedError(
+                f"expected one of {', '.join(functions)} as reduction of "
+                f"{tensor.dtype}, found {name}; use one of these"
+            )
+        if tensor.is_complex() and name in ("MAX", "MIN"):
+            raise ValueError(
+                f"expected real numbers for {name}, found {tensor.dtype}, which has no "
+                "order; reduce its absolute values"
+            )
+        self.function = functions[name]
+        self.size = size
+        self.averages = name == "AVG"
+        self.inexact = tensor.is_floating_point() or tensor.is_complex()
+
+    @property
+    def divisor(self) -> int:
+        """By what results are divided in floating point; 0 for not at all."""
+        return self.size if self.averages and self.inexact else 0
+
+    def conclude(self, array: Array) -> None:
+        """Divide integers, towards zero, as torch does: their average is an integer."""
+        if self.averages and not self.inexact:
+            array[...] = (array - np.fmod(array, self.size)) // self.size
+
+
+class _TransferWork(dist.Work):
+    """A message under way."""
+
+    def __init__(self, transfer: Transfer, host: HostTensors, tensors: Any) -> None:
+        super().__init__()
+        self._transfer, self._host, self._tensors = transfer, host, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for its end; the group's own timeout holds."""
+        self._transfer.wait()
+        with torch.no_grad():
+            self._host.written()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._transfer.test()
+
+    def is_success(self) -> bool:
+        """Whether it has ended: errors are raised by `wait`."""
+        return self.is_completed()
+
+    def get_future(self) -> Any:
+        """Wait, and return a future that is done."""
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class _ReceivedWork(dist.Work):
+    """A message that has come from a rank that was not named before."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self._source = source
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+class HpcstratProcessGroup(dist.ProcessGroup):
+    """The ranks of a strategy as a process group; collective over them, as its calls.
+
+    Old and new names of torch's calls are here: versions differ in which they make.
+    """
+
+    def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
+        rank = strategy.topology.replica_id
+        super().__init__(rank, strategy.num_replicas_in_sync)
+        self.strategy = strategy
+        self.collectives = strategy.collectives
+        self._rank, self._size = rank, strategy.num_replicas_in_sync
+        self._exchanges = Exchanges(self.collectives)
+        self._messages = Messages(self.collectives)
+        # A communicator made for this group, to be freed with it.
+        self._comm = comm
+        # FSDP2, DTensor and functional collectives find groups by their names.
+        self._name = group_name
+
+    # What torch asks a group.
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch finds the group."""
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name by which torch finds the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take another name."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the name of the backend."""
+        return BACKEND
+
+    name = getBackendName
+
+    def getSize(self) -> int:  # noqa: N802
+        """Return the number of ranks."""
+        return self._size
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        """Do nothing: calls are made as they come."""
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        return _done([])
+
+    # Reductions.
+
+    @_operation("all_reduce")
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce tensors in place, on all ranks, in as few messages as fit."""
+        tensors = _listed(tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            for tensor in tensors:
+                self._reduce_sparse(tensor, opts)
+            return _done(tensors)
+        host = HostTensors()
+        arrays = [host.write(tensor) for tensor in tensors]
+        reduction = _Reduction(opts, tensors[0], self._size)
+        if reduction.function is np.add:
+            op = hs.ReduceOp.MEAN if reduction.divisor else hs.ReduceOp.SUM
+            given: Any = arrays[0] if len(arrays) == 1 else arrays
+            self.collectives.batch_reduce(op, given, "all_reduce", out=given)
+        else:
+            for array in arrays:
+                what = f"all_reduce({reduction.name})"
+                self._exchanges.combine(reduction.function, array, what)
+        for array in arrays:
+            reduction.conclude(array)
+        host.written()
+        return _done(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def _reduce_sparse(self, tensor: Any, opts: Any) -> None:
+        """Add sparse tensors: each rank's values, at its indices."""
+        reduction = _Reduction(opts, tensor, self._size)
+        if not tensor.is_sparse or reduction.name not in ("SUM", "AVG"):
+            raise NotImplementedError(
+                f"expected SUM or AVG of sparse tensors alone, found {reduction.name} "
+                f"with layout {tensor.layout}; call to_dense() first"
+            )
+        own, host = tensor.detach().coalesce(), HostTensors()
+        what = f"all_reduce({reduction.name}) of a sparse tensor of {list(own.shape)}"
+        indices, values = self.collectives.all_gather(
+            [host.read(own.indices().t()), host.read(own.values())], 0, what
+        )
+        # In the type that the values have here, of whatever length.
+        whole = torch.empty((len(values), *own.values().shape[1:]), dtype=own.dtype)
+        into = host.write(whole)
+        into[...] = values
+        host.written()
+        places = torch.from_numpy(indices).t()
+        total = torch.sparse_coo_tensor(places, whole, own.shape).coalesce()
+        if reduction.averages:
+            total = total / self._size
+        tensor.copy_(total.to(tensor.device))
+
+    @_operation("reduce")
+    def reduce(
+        self, tensors: Any, opts: Any = 0, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """Reduce tensors in place, on one rank."""
+        tensors, host = _listed(tensors), HostTensors()
+        root = _root(opts)
+        for tensor in tensors:
+            given = opts if hasattr(opts, "reduceOp") else op
+            reduction = _Reduction(given, tensor, self._size)
+            array = host.write(tensor)
+            self._exchanges.reduce_to(
+                reduction.function,
+                array,
+                root,
+                f"reduce({reduction.name})",
+                divisor=reduction.divisor,
+            )
+            if self._rank == root:
+                reduction.conclude(array)
+        host.written()
+        return _done(tensors)
+
+    @_operation("reduce_scatter")
+    def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """Reduce a list of tensors, of which each rank gets the one of its number."""
+        host = HostTensors()
+        for out, parts in zip(_listed(outs), ins, strict=True):
+            arrays = [host.read(part) for part in parts]
+            self._scatter_sums(host.write(out), arrays, out, opts)
+        host.written()
+        return _done(outs)
+
+    @_operation("reduce_scatter_tensor")
+    def reduce_scatter_single(self, out: Any, whole: Any, opts: Any = None) -> Any:
+        """Reduce a tensor, of which each rank gets the part of its number."""
+        self.reduce_scatter_single_coalesced([out], [whole], opts)
+        return _done([out])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_operation("reduce_scatter_tensor")
+    def reduce_scatter_single_coalesced(
+        self, outs: Any, ins: Any, opts: Any = None
+    ) -> Any:
+        """Do this with several tensors."""
+        host = HostTensors()
+        for out, whole in zip(outs, ins, strict=True):
+            rows = self._rows(host.read(whole), "reduce_scatter_tensor")
+            self._scatter_sums(host.write(out), rows, out, opts)
+        host.written()
+        return _done(outs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _scatter_sums(
+        self, out: Array, parts: Sequence[Array], tensor: Any, opts: Any
+    ) -> None:
+        reduction = _Reduction(opts, tensor, self._size)
+        self._exchanges.reduce_scatter(
+            reduction.function,
+            parts,
+            out,
+            f"reduce_scatter({reduction.name})",
+            divisor=reduction.divisor,
+        )
+        reduction.conclude(out)
+
+    # What moves tensors as they are.
+
+    @_operation("broadcast")
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Any:
+        """Give all ranks one rank's tensors."""
+        tensors, host = _listed(tensors), HostTensors()
+        for tensor in tensors:
+            self._exchanges.broadcast(host.write(tensor), _root(opts), "broadcast")
+        host.written()
+        return _done(tensors)
+
+    @_operation("all_gather")
+    def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """Give all ranks the tensors of all, as lists."""
+        if isinstance(ins, torch.Tensor):
+            outs, ins = [outs], [ins]
+        host = HostTensors()
+        for out, own in zip(outs, ins, strict=True):
+            parts = [host.write(part) for part in out]
+            self._exchanges.all_gather(host.read(own), parts, "all_gather")
+        host.written()
+        return _done(outs)
+
+    @_operation("all_gather")
+    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """Give all ranks the tensors of all: of each rank, a list."""
+        for index, own in enumerate(ins):
+            self.allgather([[out[index] for out in outs]], [own])
+        return _done(outs)
+
+    @_operation("all_gather_into_tensor")
+    def all_gather_single(self, out: Any, own: Any, opts: Any = None) -> Any:
+        """Give all ranks the tensors of all, side by side in one."""
+        self.all_gather_single_coalesced([out], [own])
+        return _done([out])
+
+    _allgather_base = all_gather_single
+
+    @_operation("all_gather_into_tensor")
+    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """Do this with several tensors."""
+        host, what = HostTensors(), "all_gather_into_tensor"
+        for out, own in zip(outs, ins, strict=True):
+            whole = host.write(out)
+            rows = self._rows(whole, what)
+            self._exchanges.all_gather(host.read(own), rows, what, whole)
+        host.written()
+        return _done(outs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_operation("gather")
+    def gather(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
+        """Give one rank the tensors of all, as a list."""
+        if isinstance(ins, torch.Tensor):
+            outs, ins = [outs], [ins]
+        host, root = HostTensors(), _root(opts)
+        for index, own in enumerate(ins):
+            parts = None
+            if self._rank == root:
+                parts = [host.write(part) for part in outs[index]]
+            self._exchanges.gather(host.read(own), parts, root, "gather")
+        host.written()
+        return _done(outs)
+
+    @_operation("scatter")
+    def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
+        """Give each rank the one of its number of a list of one rank's."""
+        if isinstance(outs, torch.Tensor):
+            outs, ins = [outs], [ins]
+        host, root = HostTensors(), _root(opts)
+        for index, out in enumerate(outs):
+            parts = None
+            if self._rank == root:
+                parts = [host.read(part) for part in ins[index]]
+            self._exchanges.scatter(parts, host.write(out), root, "scatter")
+        host.written()
+        return _done(outs)
+
+    @_operation("all_to_all")
+    def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
+        """Send a tensor to each rank, and receive one of each."""
+        host = HostTensors()
+        sends = [host.read(tensor) for tensor in ins]
+        receives = [host.write(tensor) for tensor in outs]
+        self._exchanges.all_to_all(sends, receives, "all_to_all")
+        host.written()
+        return _done(outs)
+
+    @_operation("all_to_all_single")
+    def all_to_all_single(  # noqa: PLR0917 - torch's order
+        self,
+        out: Any,
+        whole: Any,
+        out_sizes: Any = (),
+        in_sizes: Any = (),
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Any:
+        """Send some rows of a tensor to each rank, and receive some of each."""
+        host, what = HostTensors(), "all_to_all_single"
+        sends = self._cut(host.read(whole), in_sizes, what)
+        receives = self._cut(host.write(out), out_sizes, what)
+        self._exchanges.all_to_all(sends, receives, what)
+        host.written()
+        return _done([out])
+
+    alltoall_base = all_to_all_single
+
+    def _rows(self, whole: Array, what: str) -> list[Array]:
+        """Cut an array into equal parts, one for each rank."""
+        if whole.size % self._size:
+            raise ValueError(
+                f"expected a number of elements that {self._size} ranks divide for "
+                f"{what}, found shape {list(whole.shape)}; pad it"
+            )
+        return list(whole.reshape(self._size, -1))
+
+    def _cut(self, whole: Array, sizes: Any, what: str) -> list[Array]:
+        """Cut an array along its first axis; into equal parts without sizes."""
+        length = len(whole) if whole.ndim else 0
+        if not sizes:
+            if length % self._size:
+                raise ValueError(
+                    f"expected a first dimension that {self._size} ranks divide for "
+                    f"{what}, found {length}; give split sizes"
+                )
+            sizes = [length // self._size] * self._size
+        if len(sizes) != self._size or sum(sizes) != length:
+            raise ValueError(
+                f"expected {self._size} split sizes that add up to {length} for "
+                f"{what}, found {list(sizes)}; change them"
+            )
+        ends = np.cumsum(sizes)
+        return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    @_operation("barrier")
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Wait for all ranks."""
+        self.collectives.barrier("barrier")
+        return _done([])
+
+    # Messages between two ranks, of which no other one knows.
+
+    @torch.compiler.disable
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Start to send a tensor to a rank."""
+        host, (tensor,) = HostTensors(), _listed(tensors)
+        transfer = self._messages.send(host.read(tensor), dst, tag, "send")
+        return _TransferWork(transfer, host, [tensor])
+
+    @torch.compiler.disable
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """Start to receive a tensor from a rank."""
+        host, (tensor,) = HostTensors(), _listed(tensors)
+        transfer = self._messages.receive(host.write(tensor), src, tag, "recv")
+        return _TransferWork(transfer, host, [tensor])
+
+    @torch.compiler.disable
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive a tensor from whoever sends one."""
+        host, (tensor,) = HostTensors(), _listed(tensors)
+        source = self._messages.receive_any(host.write(tensor), tag, "recv")
+        with torch.no_grad():
+            host.written()
+        return _ReceivedWork(source)
+
+    # The end.
+
+    def shutdown(self) -> None:
+        """Free what the group holds; collective over its ranks.
+
+        Ranks that have left the program already are no error: all work is done.
+        """
+        strategy, self.strategy = self.strategy, None
+        if strategy is None:
+            return
+        try:
+            self.collectives.barrier("destroy_process_group")
+            self._messages.close()
+            strategy.close()
+            if self._comm is not None:
+                self._comm.Free()
+        except CollectiveError as error:
+            # It may be on its way out by an error of its own, which counts.
+            _logger.warning("the process group was not closed: %s", error)
+
+    def abort(self) -> None:
+        """End all calls of the group's ranks, without waiting for them."""
+        if self.strategy is not None and self.collectives.channel is not None:
+            error = RuntimeError("the program called abort")
+            self.collectives.channel.break_off("the process group", error)
+
+
+def _listed(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _root(options: Any) -> int:
+    return int(getattr(options, "rootRank", options))
+
+
+def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
+    """Make a group, on all of its ranks; for torch."""
+    del backend_options
+    world, ranks = Topology.world(), list(options.global_ranks_in_group or ())
+    expected = world.rank, world.size
+    if not ranks:
+        found = options.group_rank, options.group_size
+    else:
+        found = ranks[options.group_rank], world.size
+    if found != expected:
+        raise hs.TopologyError(
+            f"expected the ranks of MPI, {expected[0]} of {expected[1]} here, found "
+            f"rank {found[0]} of {found[1]}; start the program by mpirun or srun, and "
+            "unset RANK and WORLD_SIZE, or use hpcstrat torch"
+        )
+    comm = None
+    if ranks and ranks != list(range(world.size)):
+        comm = Topology.subset(ranks)
+    seconds = None
+    if options.timeout is not None and options.timeout != default_pg_timeout:
+        seconds = options.timeout.total_seconds()
+    strategy = hs.MultiWorkerMirroredStrategy(
+        comm=comm,
+        communication_options=hs.CommunicationOptions(timeout_seconds=seconds),
+    )
+    return HpcstratProcessGroup(strategy, options.group_id, comm)
+
+
+def register() -> None:
+    """Make the backend known to torch; a second call does nothing."""
+    if not dist.is_available():
+        raise ImportError(
+            f"expected torch with torch.distributed, found {torch.__version__} without "
+            "it; install a build that has it"
+        )
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        # Errors tell where the program made a call, not where torch passed it on.
+        pass_over(os.path.dirname(torch.__file__))
+        dist.Backend.register_backend(
+            BACKEND, _create, extended_api=True, devices=["cpu"]
+        )

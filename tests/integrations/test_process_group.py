@@ -1,0 +1,49 @@
+"""The backend of torch.distributed in jobs of its own, and ``hpcstrat torch``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcstrat import testing
+
+pytestmark = pytest.mark.framework("torch")
+
+HERE = Path(__file__).parent
+CLI = "from hpcstrat.cli import main; main()"
+PROGRAM = str(HERE / "programs" / "ddp_on_gloo.py")
+
+
+def launched(n: int, *words: str, timeout: float = 60) -> Any:
+    """Run a command of Python on n ranks."""
+    command = [sys.executable, *words]
+    finished = testing.launch(n, command, timeout=timeout)
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    return finished
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_rank_tests_pass(n: int) -> None:
+    file = str(HERE / "ranks" / "check_process_group.py")
+    words = "-m", "tests.mpi.ranks", "--color=no", file
+    finished = launched(n, *words, timeout=300)
+    assert finished.returncode == 0, "a rank test failed; see the report above"
+
+
+def test_a_program_on_gloo_runs_on_mpi_as_it_is() -> None:
+    words = "-c", CLI, "torch", "--replace", "gloo", PROGRAM
+    finished = launched(2, *words)
+    assert finished.returncode == 0
+    assert finished.stdout.split() == ["hpcstrat", "2", "0", "programs"]
+
+
+def test_an_error_on_one_rank_ends_the_job() -> None:
+    words = "-c", CLI, "torch", "--replace", "gloo", PROGRAM, "fail"
+    finished = launched(2, *words)
+    assert finished.returncode not in (0, None)
+    assert "RuntimeError: as meant" in finished.stderr
+    assert "rank 0 of 2" in finished.stderr
