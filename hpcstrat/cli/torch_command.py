@@ -25,9 +25,10 @@ __all__ = ["torch"]
 def torch(
     program: str, arguments: tuple[str, ...], replace: str | None, *, module: bool
 ) -> None:
-    """Run a program of torch.distributed under mpirun or srun, in place of torchrun.
+    """Run a program of torch.distributed under mpirun or srun, instead of torchrun.
 
-    mpirun -n 8 hpcstrat torch --replace gloo train.py --epochs 3
+    \b
+        mpirun -n 8 hpcstrat torch --replace gloo train.py --epochs 3
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and the like from MPI, where they are not set. The backend "hpcstrat" is

@@ -155,7 +155,9 @@ def abort(message: str, code: int) -> None:
     for function in _before_abort:
         function()
     sys.stdout.flush()
-    os.write(2, f"{message}\n".encode())
+    # torch.distributed collects what is printed here, and shows it afterwards.
+    collected = getattr(sys.stderr, "getvalue", str)()
+    os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
     # The launcher must have passed on the lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
