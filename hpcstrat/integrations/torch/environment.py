@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-import hpcstrat as hs
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init_env", "use_for_env"]
 
@@ -24,7 +24,7 @@ def init_env() -> None:
     `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE``
     is set; call it before, where the program reads ``LOCAL_RANK`` and the like first.
     """
-    strategy = hs.MultiWorkerMirroredStrategy()
+    strategy = MultiWorkerMirroredStrategy()
     topology, place = strategy.topology, None
     if topology.replica_id == 0:
         with socket.socket() as probe:

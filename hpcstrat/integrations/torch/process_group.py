@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
-import hpcstrat as hs
 from hpcstrat.channel.call import pass_over
-from hpcstrat.errors import CollectiveError
+from hpcstrat.errors import CollectiveError, TopologyError
 from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.exchanges import Exchanges
 from hpcstrat.reduction.messages import Messages, Transfer
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
 
@@ -223,7 +224,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         arrays = [host.write(tensor) for tensor in tensors]
         reduction = _Reduction(opts, tensors[0], self._size)
         if reduction.function is np.add:
-            op = hs.ReduceOp.MEAN if reduction.divisor else hs.ReduceOp.SUM
+            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
             given: Any = arrays[0] if len(arrays) == 1 else arrays
             self.collectives.batch_reduce(op, given, "all_reduce", out=given)
         else:
@@ -541,7 +542,7 @@ def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
     else:
         found = ranks[options.group_rank], world.size
     if found != expected:
-        raise hs.TopologyError(
+        raise TopologyError(
             f"expected the ranks of MPI, {expected[0]} of {expected[1]} here, found "
             f"rank {found[0]} of {found[1]}; start the program by mpirun or srun, and "
             "unset RANK and WORLD_SIZE, or use hpcstrat torch"
@@ -552,9 +553,9 @@ def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
     seconds = None
     if options.timeout is not None and options.timeout != default_pg_timeout:
         seconds = options.timeout.total_seconds()
-    strategy = hs.MultiWorkerMirroredStrategy(
+    strategy = MultiWorkerMirroredStrategy(
         comm=comm,
-        communication_options=hs.CommunicationOptions(timeout_seconds=seconds),
+        communication_options=CommunicationOptions(timeout_seconds=seconds),
     )
     return HpcstratProcessGroup(strategy, options.group_id, comm)
 
