@@ -6,6 +6,7 @@ from hpcstrat.integrations.frameworks import require
 require("torch", "2.4")
 
 # ruff: noqa: E402
+from hpcstrat.integrations.torch.batch_norm import SyncBatchNorm
 from hpcstrat.integrations.torch.checkpoints import state
 from hpcstrat.integrations.torch.environment import init_env, use_for_env
 from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
@@ -14,6 +15,7 @@ from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 
 __all__ = [
     "GlobalBatchSampler",
+    "SyncBatchNorm",
     "global_mean",
     "init_env",
     "no_sync",

@@ -1,0 +1,218 @@
+"""Batch normalization over the global batch, in host memory and on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpcstrat.integrations.torch.tensors import memory_of
+from hpcstrat.options import ReduceOp
+from hpcstrat.strategies import Strategy
+
+__all__ = ["SyncBatchNorm"]
+
+_WHAT = "batch normalization"
+
+
+class _Home:
+    """The strategy of a layer, which stays behind when the layer is saved."""
+
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self.strategy = strategy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Home, ()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization with mean and variance of all replicas' rows.
+
+    In training, calling it is collective over the strategy's replicas, and so is its
+    part of a backward; in evaluation, neither is.
+
+    Made by `convert`. Its weights, buffers and their names are those of the layer in
+    whose place it is, so that either loads what the other has saved. A replica may have
+    no rows.
+    """
+
+    # Its constructor is that of torch's own layers.
+    _home = _Home()
+
+    @classmethod
+    def convert(cls, module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
+        """Put such layers in the place of all of batch normalization.
+
+        Logically collective over the strategy's replicas. Call it before `replicate`,
+        and before an optimizer is made.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Whose ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d`` and
+            ``torch.nn.SyncBatchNorm`` are replaced, in place; weights and buffers are
+            kept.
+        strategy : Strategy
+            Whose replicas.
+
+        Returns
+        -------
+        torch.nn.Module
+            The module, or the layer in its place where it is one of these itself.
+
+        Examples
+        --------
+        >>> import hpcstrat as hs
+        >>> import hpcstrat.integrations.torch as hst
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        >>> net = hst.SyncBatchNorm.convert(net, hs.get_strategy())
+        >>> type(net[1]).__name__
+        'SyncBatchNorm'
+        """
+        home = _Home(strategy)
+        if isinstance(module, _BatchNorm):
+            return cls._instead(module, home)
+        for owner in list(module.modules()):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, _BatchNorm):
+                    setattr(owner, name, cls._instead(child, home))
+        return module
+
+    @classmethod
+    def _instead(cls, layer: Any, home: _Home) -> Any:
+        if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+            raise ValueError(
+                f"expected layers whose size is known, found {type(layer).__name__}; "
+                "call the module once before convert"
+            )
+        made: Any = cls(
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            layer.affine,
+            layer.track_running_stats,
+        )
+        # The very tensors: optimizers and ties to other layers keep them.
+        made._parameters, made._buffers = layer._parameters, layer._buffers
+        made.training, made._home = layer.training, home
+        return made
+
+    def _check_input_dim(self, values: Any) -> None:
+        if values.dim() < 2 or values.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected values of shape (rows, {self.num_features}, ...), found "
+                f"{tuple(values.shape)}; reshape them"
+            )
+
+    def forward(self, values: Any) -> Any:
+        """Normalize; see the class."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(values)
+        strategy = self._home.strategy
+        if strategy is None:
+            raise ValueError(
+                "expected a SyncBatchNorm with a strategy, found one that was loaded "
+                "from a file; call SyncBatchNorm.convert(module, strategy) again"
+            )
+        output, mean, variance, count = strategy.collectives.call(
+            _WHAT, self._normalize, values, strategy
+        )
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance, count)
+        return output
+
+    def _normalize(self, values: Any, strategy: Strategy) -> Any:
+        self._check_input_dim(values)
+        how = self.eps, strategy
+        return _Normalize.apply(values, self.weight, self.bias, how)
+
+    @torch.no_grad()
+    def _track(self, mean: Any, variance: Any, count: Any) -> None:
+        """Move the running moments; torch's have the variance of a sample."""
+        number, momentum = float(count), self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+        unbiased = variance * (number / max(number - 1, 1))
+        for running, latest in [
+            (self.running_mean, mean),
+            (self.running_var, unbiased),
+        ]:
+            running.lerp_(latest.to(running.dtype), momentum)
+
+
+def _summed(strategy: Strategy, rows: torch.Tensor, what: str) -> torch.Tensor:
+    array = memory_of(rows)
+    strategy.collectives.batch_reduce(ReduceOp.SUM, array, what, out=array)
+    return rows
+
+
+def _totals(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each channel, in float64."""
+    dims = [i for i in range(values.dim()) if i != 1]
+    return values.sum(dims, dtype=torch.float64)
+
+
+def _spread(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return vector.to(like.dtype).view([1, -1] + [1] * (like.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    """Mean and variance of all rows, and what they do to the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Any, weight: Any, bias: Any, how: tuple[float, Strategy]
+    ) -> Any:
+        eps, strategy = how
+        # Halves are normalized in float32, as torch does.
+        wide = values.float() if values.dtype.itemsize == 2 else values
+        channels = values.shape[1]
+        count = wide.numel() // channels
+        # Each replica's own mean first: a sum of squares would lose the digits of a
+        # variance that is small beside the mean (Chan, Golub and LeVeque 1983,
+        # doi:10.1080/00031305.1983.10483115).
+        mean = _totals(wide) / max(count, 1)
+        squares = _totals((wide - _spread(mean, wide)).square())
+        rows = wide.new_zeros(
+            (strategy.num_replicas_in_sync, 1 + 2 * channels), dtype=torch.float64
+        )
+        rows[strategy.replica_id, 0] = count
+        rows[strategy.replica_id, 1 : 1 + channels] = mean
+        rows[strategy.replica_id, 1 + channels :] = squares
+        # A sum with zeros gathers, and is the usual reduction.
+        rows = _summed(strategy, rows, _WHAT)
+        counts, means = rows[:, :1], rows[:, 1 : 1 + channels]
+        total = counts.sum().clamp(min=1)
+        mean = (counts * means).sum(0) / total
+        between = (counts * (means - mean).square()).sum(0)
+        variance = (rows[:, 1 + channels :].sum(0) + between) / total
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - _spread(mean, wide)) * _spread(scale, wide)
+        output = normal if weight is None else normal * _spread(weight, wide)
+        if bias is not None:
+            output = output + _spread(bias, wide)
+        ctx.save_for_backward(normal, scale, total, weight)
+        ctx.strategy = strategy
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.to(values.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+        normal, scale, total, weight = ctx.saved_tensors
+        wide = gradient.to(normal.dtype)
+        own = torch.stack([_totals(wide), _totals(wide * normal)])
+        # Of this replica's rows; the hooks of replicate combine them.
+        shift, slope = (part.clone() for part in own)
+        summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
+        inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)
+        factor = scale if weight is None else scale * weight
+        values = (inner * _spread(factor, wide)).to(gradient.dtype)
+        if weight is None:
+            return values, None, None, None
+        return values, slope.to(weight.dtype), shift.to(weight.dtype), None
