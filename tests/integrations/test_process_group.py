@@ -47,3 +47,11 @@ def test_an_error_on_one_rank_ends_the_job() -> None:
     assert finished.returncode not in (0, None)
     assert "RuntimeError: as meant" in finished.stderr
     assert "rank 0 of 2" in finished.stderr
+
+
+def test_a_message_of_another_size_is_named_on_both_ranks() -> None:
+    finished = launched(2, str(HERE / "programs" / "wrong_message.py"))
+    own, other = sorted(finished.stdout.splitlines(), reverse=True)
+    for line in (own, other):
+        assert "recv(source=0, tag=0) of float32[4]" in line
+    assert "found 3 elements of float32 sent at wrong_message.py:13" in own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,27 @@ import torch
 
 from hpcstrat.typing import Array
 
-__all__ = ["HostTensors"]
+__all__ = ["HostTensors", "require_numbers"]
 
 # Types that NumPy has from ml_dtypes only, with one of torch that it has itself.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
         _FOREIGN[getattr(torch, _name)] = torch.uint8, _name
+
+
+def require_numbers(dtype: Any) -> None:
+    """Refuse types that can be moved, but not added, here."""
+    if dtype not in _FOREIGN or (dtype is torch.bfloat16 and find_spec("ml_dtypes")):
+        return
+    if dtype is torch.bfloat16:
+        raise ImportError(
+            "expected the package ml_dtypes to reduce bfloat16, found none; install "
+            "it, or reduce float32"
+        )
+    raise NotImplementedError(
+        f"expected a type that can be added, found {dtype}; reduce bfloat16 or float32"
+    )
 
 
 class HostTensors:

@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hpcstrat.channel.call import pass_over
 from hpcstrat.errors import CollectiveError, TopologyError
-from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.host_tensors import HostTensors, require_numbers
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.exchanges import Exchanges
 from hpcstrat.reduction.messages import Messages, Transfer
@@ -82,6 +82,7 @@ class _Reduction:
         op = getattr(options, "reduceOp", options)
         op = _Reduce.SUM if op is None else getattr(op, "op", op)
         self.name = name = str(getattr(op, "name", op)).rpartition(".")[2]
+        require_numbers(tensor.dtype)
         functions = _OF_BOOLEANS if tensor.dtype is torch.bool else _FUNCTIONS
         if name not in functions:
             raise NotImplementedError(

@@ -381,3 +381,5 @@ def test_what_cannot_be_says_so(job: Any) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bool), Op.AVG)
     with pytest.raises(NotImplementedError, match="sparse"):
         dist.all_reduce(torch.eye(2).to_sparse(), Op.MAX)
+    with pytest.raises(NotImplementedError, match="float8"):
+        dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
