@@ -303,6 +303,8 @@ def test_a_scaler_skips_the_same_steps_everywhere(strategy: Any) -> None:
 
 
 def test_compiled_modules_and_fused_optimizers(strategy: Any) -> None:
+    if strategy.num_replicas_in_sync != 2:
+        pytest.skip("takes seconds, and says the same on any number of ranks")
     module, alone = hst.replicate(_net(0), strategy), _net(0)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     pairs = [

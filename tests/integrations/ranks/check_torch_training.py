@@ -67,6 +67,8 @@ def test_batches_are_those_of_one_process(strategy: Any, job: Any) -> None:
 def test_a_sampler_stands_where_the_program_is(
     strategy: Any, job: Any, workers: int
 ) -> None:
+    if workers and job.size != 2:
+        pytest.skip("workers take seconds, and do the same on any number of ranks")
     data = hs.Dataset(np.arange(NUM_ROWS), BATCH, shuffle=True, seed=3)
     expected = [batch.tolist() for _ in range(2) for batch in data]
     options = {"num_workers": workers}
@@ -103,6 +105,13 @@ def test_plain_loaders_say_what_they_cannot(strategy: Any, job: Any) -> None:
     for _ in DataLoader(Rows(), batch_sampler=sampler):
         pass
     assert sampler.state()["epoch"] == 1
+    other = _sampler(strategy, seed=4)
+    assert "shuffle_seed 4" in str(
+        outcome(other.check_state, _sampler(strategy).state())
+    )
+    assert_usable(strategy, job)
+    if job.size != 2:
+        return
     ahead = DataLoader(
         Rows(),
         batch_sampler=sampler,
@@ -111,11 +120,6 @@ def test_plain_loaders_say_what_they_cannot(strategy: Any, job: Any) -> None:
     )
     iter(ahead)
     assert "reads ahead" in str(outcome(sampler.state))
-    other = _sampler(strategy, seed=4)
-    assert "shuffle_seed 4" in str(
-        outcome(other.check_state, _sampler(strategy).state())
-    )
-    assert_usable(strategy, job)
 
 
 class _Training:
