@@ -29,6 +29,9 @@ nitpicky = False
 autodoc_mock_imports = [
     name for name in ("jax", "keras", "torch") if find_spec(name) is None
 ]
+if "torch" in autodoc_mock_imports:
+    # It makes the backend known to torch.
+    autodoc_mock_imports.append("hpcstrat.integrations.torch.at_import")
 default_role = "py:obj"
 
 autodoc_default_options = {

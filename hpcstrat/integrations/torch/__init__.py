@@ -6,11 +6,11 @@ from hpcstrat.integrations.frameworks import require
 require("torch", "2.4")
 
 # ruff: noqa: E402
+import hpcstrat.integrations.torch.at_import  # noqa: F401
 from hpcstrat.integrations.torch.batch_norm import SyncBatchNorm
 from hpcstrat.integrations.torch.checkpoints import state
-from hpcstrat.integrations.torch.environment import init_env, use_for_env
+from hpcstrat.integrations.torch.environment import init_env
 from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
-from hpcstrat.integrations.torch.process_group import register
 from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 
 __all__ = [
@@ -22,7 +22,3 @@ __all__ = [
     "replicate",
     "state",
 ]
-
-# Of torch.distributed: its backend "hpcstrat", and what env:// finds under mpirun.
-register()
-use_for_env()
