@@ -26,7 +26,12 @@ def launched(n: int, *words: str, timeout: float = 60) -> Any:
     return finished
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "n", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3]
+)
 def test_rank_tests_pass(n: int) -> None:
     file = str(HERE / "ranks" / "check_process_group.py")
     words = "-m", "tests.mpi.ranks", "--color=no", file
