@@ -15,7 +15,7 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
     if find_spec(name) is None:
         raise ImportError(
             f"expected {distribution} {least} or newer, found none; install it: "
-            f"pip install 'hpcstrat[{name}]'"
+            f"pip install '{distribution}>={least}'"
         )
     try:
         found = metadata.version(distribution)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.mpi.ranks.conftest import folder, job
+from tests.mpi.ranks.conftest import folder, job, strategies
 
-__all__ = ["folder", "job", "strategy"]
+__all__ = ["folder", "job", "strategies", "strategy"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,24 @@
+"""JAX's arrays and functions on replicas: reductions inside and outside of jit."""
+
+from hpcstrat.integrations.frameworks import require
+
+# Before its import, so that a missing or too old one is one sentence.
+require("jax", "0.5.3")
+
+# ruff: noqa: E402
+from hpcstrat.integrations.jax.exchanges import all_gather, all_reduce, broadcast
+from hpcstrat.integrations.jax.held_state import HeldState, state
+from hpcstrat.integrations.jax.transformation import (
+    GradientTransformation,
+    cross_replica,
+)
+
+__all__ = [
+    "GradientTransformation",
+    "HeldState",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "cross_replica",
+    "state",
+]

@@ -1,0 +1,202 @@
+"""The calls that exchange trees of JAX's arrays between replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hpcstrat.integrations.jax.primitive import Exchange, bind, refuse
+from hpcstrat.integrations.jax.xla_handler import DTYPES
+from hpcstrat.options import ReduceOp
+from hpcstrat.typing import Tree
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "leaf_names"]
+
+
+def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
+    """Sum the arrays of all replicas, or take their mean, inside or outside of jit.
+
+    Collective over the strategy's replicas, for each time that it runs; inside of a
+    jitted function that is when the function runs. Calls inside and outside are made in
+    the order of the program. Those of the strategy itself, such as
+    `Strategy.reduce`, know nothing of jitted functions that still run: call
+    ``jax.block_until_ready`` before them.
+
+    Parameters
+    ----------
+    tree : tree of jax.Array, each of shape (...)
+        Of the same structure, shapes and dtypes on all replicas. Integers, floating and
+        complex numbers of at least 8 bits. Not modified.
+    op : ReduceOp or str
+        ``SUM`` or ``MEAN``. The mean of integers is of JAX's floating type, as of
+        ``jnp.mean``.
+    strategy : Strategy
+        Whose replicas.
+
+    Returns
+    -------
+    tree of jax.Array
+        Equal bit for bit on all replicas. Its gradient is that of the sum of what all
+        replicas compute: cotangents are reduced in the same way.
+
+    Raises
+    ------
+    CollectiveError
+        On every replica, if they disagree on structure, shapes or dtypes. Inside of jit
+        JAX raises its own RuntimeError with the same text, where the result is waited
+        for.
+    ValueError
+        For another operation, or arrays without a sum, such as of bool.
+    NotImplementedError
+        Inside of ``vmap``; and inside of jit where JAX compiles for a GPU.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import hpcstrat as hs
+    >>> step = jax.jit(lambda tree: all_reduce(tree, "mean", hs.get_strategy()))
+    >>> print(step({"w": jnp.ones(2)})["w"])
+    [1. 1.]
+    """
+    parsed = _checked(strategy, "all_reduce", ReduceOp.parse, op)
+    kind = parsed.name.lower()
+
+    def convert(leaf: Any) -> Any:
+        leaf = _to_leaf(leaf)
+        if leaf.dtype == jnp.bool_:
+            raise ValueError(
+                "expected an array with a sum over replicas, found dtype bool; cast "
+                "it, for instance to int32 to count"
+            )
+        if kind == "mean" and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return leaf.astype(jnp.result_type(float))
+        return leaf
+
+    return _exchanged(tree, convert, strategy, kind)
+
+
+def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
+    """Concatenate the replicas' arrays along an axis, inside or outside of jit.
+
+    Collective over the strategy's replicas, as `all_reduce` is.
+
+    Parameters
+    ----------
+    tree : tree of jax.Array, each of shape (...)
+        Of the same structure, shapes and dtypes on all replicas; `Strategy.gather`
+        takes lengths that differ. Not modified.
+    axis : int
+        At least 0, and smaller than the number of dimensions of all arrays.
+    strategy : Strategy
+        Whose replicas.
+
+    Returns
+    -------
+    tree of jax.Array
+        In replica order; the same on all replicas. Its gradient is that of the sum of
+        what all replicas compute.
+
+    Raises
+    ------
+    CollectiveError
+        As of `all_reduce`.
+    ValueError
+        For an axis out of range.
+    NotImplementedError
+        As of `all_reduce`.
+    """
+
+    def convert(leaf: Any) -> Any:
+        leaf = _to_leaf(leaf)
+        if not 0 <= axis < leaf.ndim:
+            raise ValueError(
+                f"expected 0 <= axis < {leaf.ndim}, the dimensions of the array to "
+                f"gather, found axis {axis}; change it, or give scalars a dimension"
+            )
+        return leaf
+
+    return _exchanged(tree, convert, strategy, "gather", axis)
+
+
+def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
+    """Give all replicas the arrays of one, inside or outside of jit.
+
+    Collective over the strategy's replicas, as `all_reduce` is.
+
+    Parameters
+    ----------
+    tree : tree of jax.Array, each of shape (...)
+        Of the same structure, shapes and dtypes on all replicas. Not modified.
+    root : int
+        Replica whose values all get, from 0; the same on all.
+    strategy : Strategy
+        Whose replicas.
+
+    Returns
+    -------
+    tree of jax.Array
+        The same on all replicas. Its gradient, that of the sum of what all replicas
+        compute, is the root's; that of others is zero.
+
+    Raises
+    ------
+    CollectiveError
+        As of `all_reduce`; and for another ``root``.
+    ValueError
+        For a ``root`` that is no replica.
+    NotImplementedError
+        As of `all_reduce`.
+    """
+
+    def check() -> None:
+        count = strategy.num_replicas_in_sync
+        if not 0 <= root < count:
+            raise ValueError(
+                f"expected a root from 0 to {count - 1}, found {root}; change it"
+            )
+
+    _checked(strategy, "broadcast", check)
+    return _exchanged(tree, _to_leaf, strategy, "broadcast", root)
+
+
+def leaf_names(paths: list[Any]) -> tuple[str, ...]:
+    """Return a name for each path to a leaf, such as ``layers/0/kernel``."""
+    short = [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
+    if len(set(short)) == len(short):
+        return tuple(short)
+    return tuple(jax.tree_util.keystr(path) for path in paths)
+
+
+def _to_leaf(leaf: Any) -> Any:
+    array = jnp.asarray(leaf)
+    if array.dtype not in DTYPES.values():
+        raise ValueError(
+            "expected arrays of numbers of at least 8 bits, found dtype "
+            f"{array.dtype}; cast it, or take jax.random.key_data of keys"
+        )
+    return array
+
+
+def _exchanged(
+    tree: Tree, convert: Any, strategy: Any, kind: str, place: int = 0
+) -> Tree:
+    def prepare() -> Any:
+        named, structure = jax.tree_util.tree_flatten_with_path(tree)
+        names = leaf_names([path for path, _ in named])
+        return names, [convert(leaf) for _, leaf in named], structure
+
+    what = Exchange(strategy, kind, (), place).what
+    names, leaves, structure = _checked(strategy, what, prepare)
+    exchange = Exchange(strategy, kind, names, place)
+    return structure.unflatten(bind(exchange, leaves))
+
+
+def _checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
+    """Call what looks at arguments; an error is told to the other replicas."""
+    try:
+        return function(*args)
+    except Exception as error:
+        refuse(strategy, what, error)

@@ -1,0 +1,70 @@
+"""A transformation of gradients, as optax chains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hpcstrat.integrations.jax.exchanges import all_reduce
+from hpcstrat.options import ReduceOp
+from hpcstrat.typing import Tree
+
+__all__ = ["GradientTransformation", "cross_replica"]
+
+
+class GradientTransformation(NamedTuple):
+    """Two functions, as of optax, which takes this for one of its own.
+
+    Parameters
+    ----------
+    init : callable
+        Returns the state for parameters.
+    update : callable
+        Returns new gradients and state for gradients, state and parameters.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransformation:
+    """Make a transformation that reduces gradients over the replicas.
+
+    Not collective; its ``update`` is, over the strategy's replicas, as `all_reduce`.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    op : ReduceOp or str
+        ``MEAN``, of gradients of means of equal batches; ``SUM`` of gradients of sums
+        that are divided by the size of the global batch.
+
+    Returns
+    -------
+    GradientTransformation
+        For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``; it comes first,
+        so that what follows sees the same gradients on all replicas. Optax is not
+        needed: ``init(params)`` and ``update(gradients, state)`` are all there is.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import hpcstrat as hs
+    >>> reduced = cross_replica(hs.get_strategy())
+    >>> gradients, _ = reduced.update({"w": jnp.ones(2)}, reduced.init(None))
+    >>> print(gradients["w"])
+    [1. 1.]
+    """
+
+    def init(params: Tree) -> tuple[()]:
+        del params
+        return ()
+
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **others: Any
+    ) -> tuple[Tree, Any]:
+        del params, others
+        return all_reduce(updates, op, strategy), state
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,250 @@
+"""A handler of XLA's foreign function interface, in Python: no compiler is needed.
+
+XLA hands over the memory of arguments and results, and the library sums from the one
+into the other. The structures are those of ``xla/ffi/api/c_api.h``, which comes with
+jaxlib; fields after those that are named here may be added, see `_misfit`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpcstrat.typing import Array
+
+__all__ = ["DTYPES", "TARGET", "key_of", "register"]
+
+TARGET = "hpcstrat_exchange"
+_MAJOR = 0
+_METADATA, _EXECUTE, _INTERNAL = 1, 3, 13
+_TOKEN = 17
+# XLA_FFI_DataType: the first ones from 1 on, and three more.
+_FIRST = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
+)
+_NAMES = dict(enumerate(_FIRST.split(), 1))
+_NAMES |= {15: "complex64", 16: "bfloat16", 18: "complex128"}
+# jax.numpy's dtypes are NumPy's, and those of ml_dtypes.
+DTYPES = {number: jax.numpy.dtype(name) for number, name in _NAMES.items()}
+
+
+# What most structures begin with.
+_HEAD: list[Any] = [("size", c_size_t), ("extension", c_void_p)]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [("size", c_size_t), ("type", c_int), ("next", c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [*_HEAD, ("major", c_int), ("minor", c_int)]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("dtype", c_int),
+        ("data", c_void_p),
+        ("rank", c_int64),
+        ("dims", POINTER(c_int64)),
+    ]
+
+
+class _Buffers(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("length", c_int64),
+        ("types", c_void_p),
+        ("items", POINTER(POINTER(_Buffer))),
+    ]
+
+
+class _Scalar(ctypes.Structure):
+    _fields_ = [("dtype", c_int), ("value", POINTER(c_int64))]
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("length", c_int64),
+        ("types", c_void_p),
+        ("names", c_void_p),
+        ("items", POINTER(POINTER(_Scalar))),
+    ]
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = [*_HEAD, ("message", c_char_p), ("code", c_int)]
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("version", _Version),
+        ("internal", c_void_p),
+        ("error_create", ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))),
+    ]
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("api", POINTER(_Api)),
+        ("context", c_void_p),
+        ("stage", c_int),
+        ("arguments", _Buffers),
+        ("results", _Buffers),
+        ("attributes", _Attributes),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("size", c_size_t), ("version", _Version), ("traits", c_uint32)]
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = [("base", _Extension), ("metadata", POINTER(_Metadata))]
+
+
+# What is called for the key that XLA's program has: with arguments and results.
+_Exchange = Callable[[Callable[[], tuple[list[Array], list[Array]]]], None]
+_keys: dict[Any, int] = {}
+_exchanges: dict[int, _Exchange] = {}
+_numbers = itertools.count()
+
+
+def key_of(name: Any, exchange: _Exchange) -> int:
+    """Return the number by which XLA's programs call an exchange, by its name."""
+    if name not in _keys:
+        number = next(_numbers)
+        _exchanges[number] = exchange
+        _keys[name] = number
+    return _keys[name]
+
+
+@functools.cache
+def _found_version() -> tuple[int, ...]:
+    """Return major and minor number of XLA's interface; empty where there is none.
+
+    From the header, as XLA asks handlers before it says its own.
+    """
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = header.read_text() if header.exists() else ""
+    found = [
+        re.search(rf"^#define XLA_FFI_API_{part} (\d+)", text, re.M)
+        for part in ("MAJOR", "MINOR")
+    ]
+    return tuple(int(number[1]) for number in found if number)
+
+
+def _version_problem() -> str:
+    found = _found_version()
+    if found[:1] == (_MAJOR,):
+        return ""
+    return (
+        f"expected XLA's foreign function interface of version {_MAJOR}, found "
+        f"{found[0] if found else 'none'} in jax {jax.__version__}"
+    )
+
+
+def _misfit(frame: Any) -> str:
+    """Return how the structures differ from these; fields at their ends may be new."""
+    sizes = [
+        *[(frame, _Frame), (frame.api.contents, _Api), (frame.arguments, _Buffers)],
+        *[(frame.results, _Buffers), (frame.attributes, _Attributes)],
+    ]
+    if not _version_problem() and all(
+        found.size >= ctypes.sizeof(known) for found, known in sizes
+    ):
+        return ""
+    return (
+        f"expected XLA's foreign function interface of version {_MAJOR}, found "
+        f"{_found_version()} with structures of {[found.size for found, _ in sizes]} "
+        "bytes"
+    )
+
+
+class _Memory:
+    """Memory that NumPy looks at; XLA keeps it for as long as the handler runs."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _arrays(buffers: Any) -> list[Array]:
+    """Return XLA's arguments or results as arrays, without the token that orders."""
+    arrays = []
+    for index in range(buffers.length):
+        buffer = buffers.items[index].contents
+        if buffer.dtype == _TOKEN:
+            continue
+        dtype, shape = DTYPES[buffer.dtype], tuple(buffer.dims[: buffer.rank])
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes:
+            flat = np.asarray(_Memory(buffer.data, nbytes))
+            arrays.append(flat.view(dtype).reshape(shape))
+        else:
+            arrays.append(np.empty(shape, dtype))
+    return arrays
+
+
+def _answer(frame: Any) -> bool:
+    """Answer XLA's question for the version; whether there was one."""
+    if not frame.extension:
+        return False
+    base = ctypes.cast(frame.extension, POINTER(_Extension)).contents
+    if base.type != _METADATA:
+        return False
+    found = ctypes.cast(frame.extension, POINTER(_MetadataExtension)).contents
+    own = found.metadata.contents.version
+    # XLA refuses another major version; what minor ones add is found by sizes.
+    own.major, own.minor = _found_version() or (-1, 0)
+    return True
+
+
+@ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
+def _handle(pointer: Any) -> int | None:
+    """Carry out an exchange, in a thread of XLA's; an error is one of XLA's."""
+    frame = pointer.contents
+    try:
+        if _answer(frame) or frame.stage != _EXECUTE:
+            return None
+        if problem := _misfit(frame):
+            raise RuntimeError(f"{problem}; call it outside of jit")
+        key = frame.attributes.items[0].contents.value[0]
+        _exchanges[key](lambda: (_arrays(frame.arguments), _arrays(frame.results)))
+    except BaseException as error:
+        # Nothing may leave a function that C calls.
+        text = f"{type(error).__name__}: {error}".encode()
+        size = ctypes.sizeof(_ErrorArguments)
+        arguments = _ErrorArguments(size, None, text, _INTERNAL)
+        return frame.api.contents.error_create(ctypes.byref(arguments))
+    return None
+
+
+@functools.cache
+def register() -> str:
+    """Make the handler known to XLA, once; return why it cannot be, or nothing.
+
+    Not before it is needed: a handler that XLA refuses as its backend starts leaves JAX
+    without one.
+    """
+    problem = _version_problem()
+    if not problem:
+        target = jax.ffi.pycapsule(_handle)
+        jax.ffi.register_ffi_target(TARGET, target, platform="cpu")
+    return problem

@@ -1,0 +1,1 @@
+"""Programs of jobs with frameworks."""

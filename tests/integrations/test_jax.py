@@ -1,0 +1,98 @@
+"""JAX's integration: its rank tests in jobs of 1 to 3 ranks, and what needs its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcstrat import testing
+from hpcstrat.testing import launch_command
+from tests.mpi.programs.started import run_command
+
+HERE = Path(__file__).parent
+FILES = sorted(map(str, HERE.glob("ranks/check_jax_*.py")))
+pytestmark = pytest.mark.framework("jax")
+
+
+# What can fail on one replica, and on three as it cannot on two.
+CHOSEN = {1: "process or order or refused", 3: "numpy or process or saved or losses"}
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+def test_rank_tests_pass(n: int) -> None:
+    chosen = ["-k", CHOSEN[n]] if n in CHOSEN else []
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *chosen, *FILES]
+    finished = testing.launch(n, command, timeout=300)
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a rank test failed; see the report below"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound")
+def test_one_core_for_all_ranks_does_not_hang() -> None:
+    """Where JAX's io_callback deadlocks (github.com/jax-ml/jax/issues/25861)."""
+    core = min(os.sched_getaffinity(0))
+    program = [sys.executable, os.fspath(HERE / "programs" / "jax_one_core.py")]
+    command = ["taskset", "-c", str(core), *launch_command(2), *program]
+    ended = run_command(command, "one core", 120, {"XLA_FLAGS": ""})
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("done") == 2
+
+
+def test_the_library_loads_jax_only_when_asked() -> None:
+    program = (
+        "import sys, hpcstrat as hs; hs.ReduceOp; assert 'jax' not in sys.modules; "
+        "import hpcstrat.integrations.jax; assert 'mpi4py.MPI' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_another_version_of_the_interface_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside of jit it needs no handler, and goes on."""
+    import jax
+    import jax.numpy as jnp
+
+    import hpcstrat as hs
+    import hpcstrat.integrations.jax as hsj
+    from hpcstrat.integrations.jax import xla_handler
+
+    monkeypatch.setattr(xla_handler, "_found_version", lambda: (1, 0))
+    xla_handler.register.cache_clear()
+    strategy = hs.get_strategy()
+    advice = r"interface of version 0, found 1 .*; call all_reduce outside of jit"
+    with pytest.raises(NotImplementedError, match=advice):
+        jax.jit(lambda x: hsj.all_reduce(x, "sum", strategy))(jnp.ones(2))
+    assert hsj.all_reduce(jnp.float32(2), "sum", strategy) == 2
+    monkeypatch.undo()
+    xla_handler.register.cache_clear()
+    total = jax.jit(lambda x: hsj.all_reduce(x + 1, "sum", strategy))(jnp.float32(2))
+    assert total == 3
+
+
+def test_structures_that_are_smaller_are_refused() -> None:
+    """As a version of XLA may have them whose number says nothing."""
+    from hpcstrat.integrations.jax import xla_handler as known
+
+    said: list[bytes] = []
+
+    def create(arguments: Any) -> int:
+        said.append(arguments.contents.message)
+        return 1
+
+    kind = dict(known._Api._fields_)["error_create"]
+    api = known._Api(size=ctypes.sizeof(known._Api), error_create=kind(create))
+    frame = known._Frame(size=8, api=ctypes.pointer(api), stage=3)
+    assert known._handle(ctypes.byref(frame)) == 1
+    assert b"with structures of [8, " in said[0]
+    assert b"call it outside of jit" in said[0]
+    # Stages before the execution do nothing.
+    frame.stage = 0
+    assert known._handle(ctypes.byref(frame)) is None
