@@ -8,6 +8,7 @@ and at the same time, but replicas must make their calls in one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,7 @@ class Exchange:
 
 def bind(exchange: Exchange, leaves: list[Any]) -> list[Any]:
     """Exchange leaves, which are arrays of JAX, or stand for such in a trace."""
+    _give_rules()
     return _exchange.bind(*leaves, exchange=exchange)
 
 
@@ -245,10 +247,13 @@ def _refuse_vmap(leaves: Any, dims: Any, *, exchange: Exchange) -> Any:
     refuse(exchange.strategy, what, error)
 
 
-ad.primitive_jvps[_exchange] = _forward
-ad.primitive_transposes[_exchange] = _backward
-batching.primitive_batchers[_exchange] = _refuse_vmap
-mlir.register_lowering(_exchange, _inside, platform="cpu")
-mlir.register_lowering(_exchange, _elsewhere)
-# Messages name the lines of programs that call jitted functions.
-pass_over(os.path.dirname(jax.__file__))
+@functools.cache
+def _give_rules() -> None:
+    """Tell JAX the primitive's rules, at its first use: the reference has no JAX."""
+    ad.primitive_jvps[_exchange] = _forward
+    ad.primitive_transposes[_exchange] = _backward
+    batching.primitive_batchers[_exchange] = _refuse_vmap
+    mlir.register_lowering(_exchange, _inside, platform="cpu")
+    mlir.register_lowering(_exchange, _elsewhere)
+    # Messages name the lines of programs that call jitted functions.
+    pass_over(os.path.dirname(jax.__file__))
