@@ -38,7 +38,7 @@ def torch(
     """
     if find_spec("torch") is None:
         raise click.ClickException(
-            "expected torch, found none; install it: pip install 'hpcstrat[torch]'"
+            "expected torch, found none; install it: pip install torch"
         )
     if not module and not os.path.exists(program):
         raise click.ClickException(
