@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.typing import Array
 
-__all__ = [
-    "Call",
-    "call_site",
-    "describe_call",
-    "is_of_program",
-    "pass_over",
-    "signature_text",
-]
+__all__ = ["Call", "describe_call", "signature_text"]
 
-# Folders whose frames are no part of the program.
-_passed_over: tuple[str, ...] = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-)
 _SHOWN_ARRAYS = 8
 
 
@@ -73,28 +59,3 @@ def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
         return shapes or "no arrays"
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)")
     return f"{shapes or 'no arrays'}" + ("" if text == "*" else f" in {text}")
-
-
-def pass_over(folder: str) -> None:
-    """Take a library that calls this one for no part of the program, in places."""
-    global _passed_over  # noqa: PLW0603 - read in every search
-    _passed_over = *_passed_over, os.path.abspath(folder) + os.sep
-
-
-def is_of_program(file: str) -> bool:
-    """Whether a file is the program's, and not a library's that only calls for it."""
-    return not file.startswith(_passed_over)
-
-
-def call_site() -> str:
-    """Return file and line of the innermost frame of the program.
-
-    Such as ``train.py:41``; empty where there is no such frame.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_of_program(name):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

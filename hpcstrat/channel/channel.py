@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat.call_sites import call_site
 from hpcstrat.channel.arrivals import Arrivals
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, EveryRankError
 from hpcstrat.channel.breaks import Breaks
-from hpcstrat.channel.call import Call, call_site, describe_call
+from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.deaths import Deaths
 from hpcstrat.channel.disagreement import (
     FAILED,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hpcstrat.channel.call import is_of_program
+from hpcstrat.call_sites import is_of_program
 from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
 
 __all__ = [

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.call_sites import call_site
 from hpcstrat.channel.awaited import Message
-from hpcstrat.channel.call import Call, call_site, describe_call
+from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.entries import collective
 from hpcstrat.errors import CollectiveError
 from hpcstrat.reduction.object_collectives import ObjectCollectives
@@ -68,9 +69,10 @@ class Transfer:
         """Compare a header that has come, before anything is asked of the data."""
         assert self.header is not None
         source, self.source = self.source, None
-        found, expected = bytes(self.header).decode().rstrip(), _kind(self.array)
+        # A long name may be cut inside of a letter.
+        found = bytes(self.header).decode(errors="replace").rstrip()
         # Sizes, not shapes: a receiver may see the same numbers in another shape.
-        expected = expected.partition(" sent")[0]
+        expected = _kind(self.array).partition(" sent")[0]
         if found.partition(" sent")[0] != expected:
             raise CollectiveError(
                 f"expected {expected} from rank {source} in {self.call.text}"

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from hpcstrat.call_sites import is_of_program
 from hpcstrat.errors import ReplicaError
 from hpcstrat.logs import place
 from hpcstrat.safety.presence import FAILED, own_board
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # How long a rank lets others print first.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
@@ -132,11 +132,11 @@ def _words(error: BaseException) -> str:
 
 
 def _site(trace: TracebackType | None) -> str:
-    """Return the last place outside of the library that an error has passed."""
+    """Return the last place in the program that an error has passed."""
     site = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(_PACKAGE):
+        if is_of_program(name):
             site = f" at {os.path.basename(name)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return site

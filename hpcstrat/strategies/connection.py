@@ -23,7 +23,7 @@ from hpcstrat.topology.children import refuse_children
 from hpcstrat.topology.survival import is_loss
 from hpcstrat.topology.topology import Topology, start_mpi
 
-__all__ = ["Connection", "Wish", "connect"]
+__all__ = ["Connection", "Wish", "connect", "subset"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +282,17 @@ def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
     channel.meet()
     channel.agree(call)
     creation.pause(False)
+
+
+def subset(ranks: Sequence[int]) -> Any:
+    """Return a communicator of some ranks of the job, in this order, for the caller.
+
+    Collective over these ranks; one that does not come is named, as in the creation of
+    a strategy, and ends the wait.
+    """
+    with Creation("creation of a group", Settings()) as creation:
+        creation.join(start_mpi(), ranks, "creation of a group")
+        return Topology.subset(ranks)
 
 
 def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connection]:

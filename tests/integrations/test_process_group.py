@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hpcstrat import testing
+from hpcstrat.testing import launch_command
+from tests.mpi.programs.started import run_command
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -60,3 +62,22 @@ def test_a_message_of_another_size_is_named_on_both_ranks() -> None:
     for line in (own, other):
         assert "recv(source=0, tag=0) of float32[4]" in line
     assert "found 3 elements of float32 sent at wrong_message.py:13" in own
+
+
+@pytest.mark.parametrize(
+    ("n", "where", "words"),
+    [
+        (3, "group", ["in creation of a group on ranks [0, 1] (missing_rank.py:"]),
+        (2, "recv", ["all_reduce(SUM) of float32[3] (missing_rank.py:", "in main "]),
+    ],
+)
+def test_a_rank_that_is_elsewhere_is_named(
+    n: int, where: str, words: list[str]
+) -> None:
+    limits = {"HPCSTRAT_WARN_SECONDS": "2", "HPCSTRAT_LIMIT_SECONDS": "10"}
+    program = [sys.executable, str(HERE / "programs" / "missing_rank.py"), where]
+    ended = run_command([*launch_command(n), *program], where, 40, limits)
+    assert ended.returncode, str(ended)
+    assert not ended.survivors, str(ended)
+    for word in [*words, "for rank 1 on "]:
+        assert word in ended.stderr, str(ended)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.channel.call import call_site, describe_call, signature_text
+from hpcstrat.call_sites import call_site
+from hpcstrat.channel.call import describe_call, signature_text
 from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, explain
 from hpcstrat.errors import CollectiveError, ReplicaError
 from hpcstrat.tree import flatten

@@ -18,7 +18,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from hpcstrat.arrays.kinds import is_device
-from hpcstrat.channel.call import pass_over
+from hpcstrat.call_sites import pass_over
 from hpcstrat.integrations.jax.xla_handler import TARGET, key_of, register
 from hpcstrat.options import ReduceOp
 from hpcstrat.typing import Array
@@ -175,7 +175,8 @@ def _shapes(*leaves: Any, exchange: Exchange) -> tuple[list[Any], set[Any]]:
 def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
     """Let XLA call the handler, after the exchange before it in the program."""
     if problem := register():
-        raise NotImplementedError(f"{problem}; call {exchange.what} outside of jit")
+        error = NotImplementedError(f"{problem}; call {exchange.what} outside of jit")
+        refuse(exchange.strategy, exchange.what, error)
     # Sums need no memory of their own; without this XLA copies all arguments.
     count = len(operands) if exchange.kind in ("sum", "mean", "broadcast") else 0
     rule = jax.ffi.ffi_lowering(
@@ -196,10 +197,11 @@ def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
 
 def _elsewhere(context: Any, *operands: Any, exchange: Exchange) -> Any:
     del context, operands
-    raise NotImplementedError(
+    error = NotImplementedError(
         f"expected {exchange.what} inside of jit on CPUs, found a function that is "
         f"compiled for another device; call {exchange.what} between jitted functions"
     )
+    refuse(exchange.strategy, exchange.what, error)
 
 
 def _forward(primals: Any, tangents: Any, *, exchange: Exchange) -> Any:

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
-from hpcstrat.channel.call import pass_over
+from hpcstrat.call_sites import pass_over
 from hpcstrat.errors import CollectiveError, TopologyError
-from hpcstrat.integrations.torch.host_tensors import HostTensors, require_numbers
+from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.exchanges import Exchanges
 from hpcstrat.reduction.messages import Messages, Transfer
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
+from hpcstrat.strategies.connection import subset
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
 
@@ -33,23 +35,6 @@ __all__ = ["BACKEND", "HpcstratProcessGroup", "register"]
 BACKEND = "hpcstrat"
 _logger = logging.getLogger("hpcstrat")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Reduce = dist.ReduceOp
-
-_FUNCTIONS: dict[str, np.ufunc] = {
-    "SUM": np.add,
-    "AVG": np.add,
-    "PRODUCT": np.multiply,
-    "MAX": np.maximum,
-    "MIN": np.minimum,
-    "BAND": np.bitwise_and,
-    "BOR": np.bitwise_or,
-    "BXOR": np.bitwise_xor,
-}
-_OF_BOOLEANS: dict[str, np.ufunc] = {
-    **dict.fromkeys(("SUM", "MAX", "BOR"), np.bitwise_or),
-    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), np.bitwise_and),
-    "BXOR": np.bitwise_xor,
-}
 
 
 def _operation(what: str) -> Callable[[_Method], _Method]:
@@ -73,41 +58,6 @@ def _done(result: Any) -> Any:
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
-
-
-class _Reduction:
-    """An operation of torch, and what it is for arrays of a type."""
-
-    def __init__(self, options: Any, tensor: Any, size: int) -> None:
-        op = getattr(options, "reduceOp", options)
-        op = _Reduce.SUM if op is None else getattr(op, "op", op)
-        self.name = name = str(getattr(op, "name", op)).rpartition(".")[2]
-        require_numbers(tensor.dtype)
-        functions = _OF_BOOLEANS if tensor.dtype is torch.bool else _FUNCTIONS
-        if name not in functions:
-            raise NotImplementedError(
-                f"expected one of {', '.join(functions)} as reduction of "
-                f"{tensor.dtype}, found {name}; use one of these"
-            )
-        if tensor.is_complex() and name in ("MAX", "MIN"):
-            raise ValueError(
-                f"expected real numbers for {name}, found {tensor.dtype}, which has no "
-                "order; reduce its absolute values"
-            )
-        self.function = functions[name]
-        self.size = size
-        self.averages = name == "AVG"
-        self.inexact = tensor.is_floating_point() or tensor.is_complex()
-
-    @property
-    def divisor(self) -> int:
-        """By what results are divided in floating point; 0 for not at all."""
-        return self.size if self.averages and self.inexact else 0
-
-    def conclude(self, array: Array) -> None:
-        """Divide integers, towards zero, as torch does: their average is an integer."""
-        if self.averages and not self.inexact:
-            array[...] = (array - np.fmod(array, self.size)) // self.size
 
 
 class _TransferWork(dist.Work):
@@ -223,7 +173,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             return _done(tensors)
         host = HostTensors()
         arrays = [host.write(tensor) for tensor in tensors]
-        reduction = _Reduction(opts, tensors[0], self._size)
+        reduction = Reduction(opts, tensors[0], self._size)
         if reduction.function is np.add:
             op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
             given: Any = arrays[0] if len(arrays) == 1 else arrays
@@ -241,7 +191,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     def _reduce_sparse(self, tensor: Any, opts: Any) -> None:
         """Add sparse tensors: each rank's values, at its indices."""
-        reduction = _Reduction(opts, tensor, self._size)
+        reduction = Reduction(opts, tensor, self._size)
         if not tensor.is_sparse or reduction.name not in ("SUM", "AVG"):
             raise NotImplementedError(
                 f"expected SUM or AVG of sparse tensors alone, found {reduction.name} "
@@ -272,7 +222,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         root = _root(opts)
         for tensor in tensors:
             given = opts if hasattr(opts, "reduceOp") else op
-            reduction = _Reduction(given, tensor, self._size)
+            reduction = Reduction(given, tensor, self._size)
             array = host.write(tensor)
             self._exchanges.reduce_to(
                 reduction.function,
@@ -321,7 +271,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _scatter_sums(
         self, out: Array, parts: Sequence[Array], tensor: Any, opts: Any
     ) -> None:
-        reduction = _Reduction(opts, tensor, self._size)
+        reduction = Reduction(opts, tensor, self._size)
         self._exchanges.reduce_scatter(
             reduction.function,
             parts,
@@ -550,7 +500,7 @@ def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
         )
     comm = None
     if ranks and ranks != list(range(world.size)):
-        comm = Topology.subset(ranks)
+        comm = subset(ranks)
     seconds = None
     if options.timeout is not None and options.timeout != default_pg_timeout:
         seconds = options.timeout.total_seconds()

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpcstrat.channel.call import Call, call_site
+from hpcstrat.call_sites import call_site
+from hpcstrat.channel.call import Call
 from hpcstrat.channel.disagreement import FAILED, Announcement, announce_error, explain
 from hpcstrat.errors import CollectiveError, RankLostError
 from hpcstrat.logs import get_logger
@@ -145,7 +146,10 @@ class Creation:
         meet elsewhere, so that the problem is raised after a moment of grace.
         """
         self._survives, self._guess = survives, problem if guesses else None
-        self._join(mpi, comm, call)
+        group, every = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+        self.join(mpi, group.Translate_ranks(None, every), call.text)
+        group.Free()
+        every.Free()
         if comm.size > 1:
             try:
                 self._compare(comm, call, problem)
@@ -163,20 +167,21 @@ class Creation:
         self._met = True
         self._step(CREATES)
 
-    def _join(self, mpi: Any, comm: Any, call: Call) -> None:
-        """Say with whom this rank makes something."""
+    def join(self, mpi: Any, ranks: Sequence[int], text: str) -> None:
+        """Say with whom this rank makes something: ranks of the job, in this order.
+
+        Not collective. Whoever of them does not come is named, and the wait bounded,
+        from here on, also where a call of MPI waits for them.
+        """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
             # Of processes that MPI has started, or a launcher that counts otherwise.
             self._board = None
-        own, all_ranks = comm.Get_group(), world.Get_group()
-        self._ranks = own.Translate_ranks(None, all_ranks)
-        own.Free()
-        all_ranks.Free()
+        self._ranks = ranks
         some = len(self._ranks) < world.size
-        self._what = call.text + (f" on {some_ranks(self._ranks)}" if some else "")
-        text = ",".join(map(str, self._ranks)).encode()
-        self._group = hashlib.blake2b(text, digest_size=8).hexdigest()
+        self._what = text + (f" on {some_ranks(self._ranks)}" if some else "")
+        words = ",".join(map(str, self._ranks)).encode()
+        self._group = hashlib.blake2b(words, digest_size=8).hexdigest()
         self._turn = _turns[self._group] = _turns.get(self._group, 0) + 1
         self._step(CREATES)
 

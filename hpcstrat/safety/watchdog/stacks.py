@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hpcstrat.call_sites import is_of_program
 from hpcstrat.logs import get_logger
 from hpcstrat.topology.process_stat import START, STATE, process_stat
 
 __all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
 
-_PACKAGE = str(Path(__file__).absolute().parents[2])
-_SAFETY = os.path.join(_PACKAGE, "safety")
+_SAFETY = str(Path(__file__).absolute().parents[1])
 _MAIN_FRAMES = 30
 _OTHER_FRAMES = 8
 _OTHER_THREADS = 4
@@ -286,7 +286,7 @@ def _send(process: Process) -> bool:
 
 def _where(frames: Iterable[_Frame]) -> str:
     for file, line, function in frames:
-        if not file.startswith(_PACKAGE):
+        if is_of_program(file):
             return f"{function} ({os.path.basename(file)}:{line})"
     return ""
 

@@ -1,0 +1,66 @@
+"""What torch's reductions are for arrays of a type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcstrat.integrations.torch.host_tensors import require_numbers
+from hpcstrat.typing import Array
+
+__all__ = ["Reduction"]
+
+_Reduce = dist.ReduceOp
+_FUNCTIONS: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+_OF_BOOLEANS: dict[str, np.ufunc] = {
+    **dict.fromkeys(("SUM", "MAX", "BOR"), np.bitwise_or),
+    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), np.bitwise_and),
+    "BXOR": np.bitwise_xor,
+}
+
+
+class Reduction:
+    """An operation of torch, and what it is for arrays of a type."""
+
+    def __init__(self, options: Any, tensor: Any, size: int) -> None:
+        op = getattr(options, "reduceOp", options)
+        op = _Reduce.SUM if op is None else getattr(op, "op", op)
+        self.name = name = str(getattr(op, "name", op)).rpartition(".")[2]
+        require_numbers(tensor.dtype)
+        functions = _OF_BOOLEANS if tensor.dtype is torch.bool else _FUNCTIONS
+        if name not in functions:
+            raise NotImplementedError(
+                f"expected one of {', '.join(functions)} as reduction of "
+                f"{tensor.dtype}, found {name}; use one of these"
+            )
+        if tensor.is_complex() and name in ("MAX", "MIN"):
+            raise ValueError(
+                f"expected real numbers for {name}, found {tensor.dtype}, which has no "
+                "order; reduce its absolute values"
+            )
+        self.function = functions[name]
+        self.size = size
+        self.averages = name == "AVG"
+        self.inexact = tensor.is_floating_point() or tensor.is_complex()
+
+    @property
+    def divisor(self) -> int:
+        """By what results are divided in floating point; 0 for not at all."""
+        return self.size if self.averages and self.inexact else 0
+
+    def conclude(self, array: Array) -> None:
+        """Divide integers, towards zero, as torch does: their average is an integer."""
+        if self.averages and not self.inexact:
+            array[...] = (array - np.fmod(array, self.size)) // self.size
