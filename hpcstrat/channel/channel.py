@@ -86,6 +86,9 @@ class Channel:
         self.last_call: Call | None = None
         self.exchanging: Call | None = None
         self.position = Position()
+        # Waits for calls that the program has made before, but that other threads, such
+        # as XLA's, still carry out; they come first. None where there are no such.
+        self.elsewhere: Callable[[], None] | None = None
         # Ranks have told each other different numbers of steps.
         self._apart = False
         self.sections = Sections()

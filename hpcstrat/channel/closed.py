@@ -20,7 +20,7 @@ class ClosedChannel:
     num_calls = told_at = 0
     thread: int | None = None
     broken, closed = "", True
-    device_group = None
+    device_group = elsewhere = None
 
     def __init__(self) -> None:
         # ``run`` counts its steps also where nobody compares them.

@@ -36,6 +36,8 @@ def collective(method: _Method) -> _Method:
         channel = self.collectives.channel
         if channel is None:
             return method(self, *args, **kwargs)
+        if channel.elsewhere is not None:
+            channel.elsewhere()
         # No other thread runs between the look and the assignment.
         thread, outer = get_ident(), channel.thread
         if outer is not None and outer != thread:

@@ -121,6 +121,8 @@ class Section:
     ) -> None:
         """Raise the error of any rank on all of them."""
         channel, sections = self._channel, self._channel.sections
+        if channel.elsewhere is not None:
+            channel.elsewhere()
         tells = error is None or isinstance(error, Exception)
         try:
             if tells and channel.started and not channel.broken:

@@ -203,6 +203,8 @@ class _Batches:
         # A thread that reads ahead is at no point of the program that ranks compare.
         own = threading.get_ident() == threading.main_thread().ident
         if channel is not None and own:
+            if channel.elsewhere is not None:
+                channel.elsewhere()
             channel.position.enter_next()
         if self._ended:
             raise StopIteration

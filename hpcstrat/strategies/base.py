@@ -512,6 +512,8 @@ class Strategy:
         # Counted before anything can fail, so that the headers tell who has left out
         # a step, whatever becomes of it.
         if channel is not None:
+            if channel.elsewhere is not None:
+                channel.elsewhere()
             channel.position.enter_run()
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.position.run_index}

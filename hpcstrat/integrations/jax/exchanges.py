@@ -20,9 +20,8 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
 
     Collective over the strategy's replicas, for each time that it runs; inside of a
     jitted function that is when the function runs. Calls inside and outside are made in
-    the order of the program. Those of the strategy itself, such as
-    `Strategy.reduce`, know nothing of jitted functions that still run: call
-    ``jax.block_until_ready`` before them.
+    the order of the program, and so are those of the strategy itself, which wait for
+    the exchanges in jitted functions that still run.
 
     Parameters
     ----------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,15 @@ for _kind in ("ordered", "lowerable", *("control_flow_allowed", "remat_allowed")
     getattr(effects, f"{_kind}_effects").add_type(_Order)
 effects.custom_derivatives_allowed_effects.add_type(_Order)
 _order = _Order()
+
+
+class _Here(threading.local):
+    """Whether this thread is XLA's, in an exchange."""
+
+    is_inside = False
+
+
+_here = _Here()
 # The first is of newer versions.
 _type_of = getattr(jax, "typeof", None) or jax.core.get_aval
 
@@ -121,7 +131,11 @@ class Exchange:
         def carry_out() -> None:
             self.results(*arrays())
 
-        self.strategy.collectives.call(self.what, carry_out)
+        _here.is_inside = True
+        try:
+            self.strategy.collectives.call(self.what, carry_out)
+        finally:
+            _here.is_inside = False
 
 
 def bind(exchange: Exchange, leaves: list[Any]) -> list[Any]:
@@ -139,6 +153,8 @@ def refuse(strategy: Any, what: str, error: Exception) -> None:
 
 def _await_others() -> None:
     """Wait for the exchanges under way in XLA's threads: calls have one order."""
+    if _here.is_inside:
+        return
     try:
         jax.effects_barrier()
     except Exception:
@@ -177,6 +193,8 @@ def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
     if problem := register():
         error = NotImplementedError(f"{problem}; call {exchange.what} outside of jit")
         refuse(exchange.strategy, exchange.what, error)
+    if (channel := exchange.strategy.collectives.channel) is not None:
+        channel.elsewhere = _await_others
     # Sums need no memory of their own; without this XLA copies all arguments.
     count = len(operands) if exchange.kind in ("sum", "mean", "broadcast") else 0
     rule = jax.ffi.ffi_lowering(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,25 @@ def test_results_keep_their_memory(strategy: Any) -> None:
     again = hsj.all_reduce(jnp.ones(count), "sum", strategy)
     assert (np.asarray(doubled) == 2 * 19 * size).all()
     assert (np.asarray(again) == size).all()
+
+
+def test_calls_of_the_strategy_come_after_those_under_way(
+    strategy: Any, job: Any
+) -> None:
+    """Also batches and runs, whose numbers ranks compare: XLA is still at work."""
+
+    @jax.jit
+    def slow(matrix: Any) -> Any:
+        matrix = jax.lax.fori_loop(0, 20, lambda _, m: jnp.tanh(m @ m), matrix)
+        return hsj.all_reduce(jnp.float32(job.rank) + 0 * matrix[0, 0], "sum", strategy)
+
+    batches = strategy.experimental_distribute_dataset(hs.Dataset(np.arange(6), 2))
+    found = []
+    for _ in batches:
+        found.append(slow(jnp.ones((150, 150))))
+        if len(found) == 2:
+            time.sleep(0.03 * job.rank)
+            assert strategy.reduce("sum", np.int64(1), axis=None) == job.size
+        strategy.run(lambda: None)
+    assert len(found) == 3
+    assert all(total == sum(range(job.size)) for total in found)
