@@ -1,0 +1,173 @@
+"""What it costs to train models of PyTorch, JAX and Keras on several ranks.
+
+One framework a job, on two ranks of a quiet machine with two cores, one thread each::
+
+    export OMP_NUM_THREADS=1
+    mpirun -n 2 python benchmarks/bench_frameworks.py torch --json torch.json
+    mpirun -n 2 python benchmarks/bench_frameworks.py jax --json jax.json
+    python benchmarks/frameworks_picture.py torch.json jax.json PICTURE
+
+The rivals do the same training step, in turn, in the same processes: without any
+communication, and with gradients averaged in all the ways that are installed. What a
+way costs is the median of the differences to the step without communication of the
+same round, see ``paired.py``. Before, each has made some steps from the same
+parameters, on batches that differ between ranks, and must have come to the same
+weights. The models are those of ``torch_models.py``; the multi-layer perceptron is
+measured in JAX and Keras, too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+import click
+import numpy as np
+from gloo import start_gloo
+from paired import CLEAN, Samples, cost, measure_paired
+from report import describe, write_json
+
+import hpcstrat as hs
+
+BASE = "none"
+FRAMEWORKS = {
+    "torch": ("mlp", "resnet18", "transformer"),
+    "jax": ("mlp",),
+}
+TOLERANCE = 1e-4
+
+
+def require_equal(comm: Any, steps: dict[str, Any], rounds: int) -> None:
+    """Demand that all that communicate come to the same weights on all ranks.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    steps : dict of str to step
+        Each with a method ``parameters``.
+    rounds : int
+        How many steps to do.
+
+    Raises
+    ------
+    ArithmeticError
+        If they do not.
+    """
+    reference: Any = None
+    for name, step in steps.items():
+        for _ in range(rounds):
+            step()
+        if name.startswith(BASE):
+            continue
+        weights = np.concatenate([array.ravel() for array in step.parameters()])
+        if reference is None:
+            reference = comm.bcast(weights)
+        distance = float(np.linalg.norm(weights - reference))
+        if not distance <= TOLERANCE * float(np.linalg.norm(reference)):
+            raise ArithmeticError(
+                f"expected the same weights after {rounds} steps of all ways, found "
+                f"a distance of {distance:.3g} with {name!r}; do not use the times"
+            )
+
+
+def table(samples: dict[str, Samples]) -> str:
+    """Return the figures as aligned lines; not collective."""
+    lines = [f"{'':24}{'ms a step':>10}{'above none':>12}{'quartiles':>16}{'pairs':>7}"]
+    for name, found in samples.items():
+        above = {key: 1e3 * v for key, v in cost(samples, name, BASE).items()}
+        median = 1e3 * found.median
+        words = f"{above['lower']:+.1f} to {above['upper']:+.1f}"
+        lines.append(
+            f"{name:24}{median:10.1f}{above['median']:+12.1f}{words:>16}"
+            f"{above['pairs'] / 1e3:7.0f}"
+        )
+    foreign = np.concatenate([found.foreign for found in samples.values()])
+    share = float((foreign < CLEAN).mean())
+    lines.append(
+        f"others used {100 * float(np.median(foreign)):.0f}% of the machine in the "
+        f"median step, and less than {100 * CLEAN:.0f}% in {100 * share:.0f}% of them, "
+        "which count"
+    )
+    return "\n".join(lines)
+
+
+def rows_of(what: str, model: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
+    """Return rows for the JSON file; not collective."""
+    return [
+        {
+            "what": what,
+            "model": model,
+            "impl": name,
+            "rounds": len(found.seconds),
+            "clean_rounds": int(found.clean.sum()),
+            "foreign_share": float(np.median(found.foreign)),
+            "seconds": found.median,
+            "seconds_above_none": cost(samples, name, BASE),
+        }
+        for name, found in samples.items()
+    ]
+
+
+def prepared(strategy: Any, framework: str, options: Any) -> Any:
+    """Start a framework; return what makes the rivals of a model, on all replicas."""
+    if framework == "torch":
+        distributed = start_gloo(strategy)
+        from torch_steps import torch_steps
+
+        own = distributed.new_group(backend="hpcstrat")
+        gloo = distributed.group.WORLD
+        return lambda model: torch_steps(strategy, model, gloo, own)
+    from jax_steps import jax_steps, start_jax_distributed
+
+    if options["gloo"]:
+        start_jax_distributed(strategy.topology.replica_comm)
+    return lambda model: jax_steps(strategy, with_gloo=options["gloo"])
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("framework", type=click.Choice(list(FRAMEWORKS)))
+@click.option("--models", help="Which, between commas.  [default: all]")
+@click.option("--ways", help="Only those whose names have one of these words.")
+@click.option("--seconds", default=60.0, help="How long to measure each model.")
+@click.option("--gloo/--no-gloo", default=True, help="Whether JAX uses its own, too.")
+@click.option("--json", "json_path", help="File for the figures.")
+def main(framework: str, models: str | None, ways: str | None, **options: Any) -> None:
+    """Measure training steps of a framework."""
+    strategy = hs.MultiWorkerMirroredStrategy()
+    topology = strategy.topology
+    version = importlib.metadata.version(framework)
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    hs.print_once(
+        f"{framework} {version}, {describe(topology.mpi)}; OMP_NUM_THREADS: {threads}"
+    )
+    make, rows = prepared(strategy, framework, options), []
+    for model in models.split(",") if models else FRAMEWORKS[framework]:
+        steps = make(model)
+        if ways:
+            words = [BASE, *ways.split(",")]
+            steps = {n: s for n, s in steps.items() if any(w in n for w in words)}
+        require_equal(topology.replica_comm, steps, 3)
+        samples = measure_paired(
+            topology.replica_comm, topology.mpi, steps, options["seconds"]
+        )
+        size = sum(array.size for array in steps[BASE].parameters())
+        hs.print_once(f"\n{model}, {size / 1e6:.1f} million parameters")
+        hs.print_once(table(samples))
+        rows += rows_of(f"training step, {framework}", model, samples)
+    if topology.replica_id == 0 and options["json_path"]:
+        write_json(
+            options["json_path"],
+            topology.mpi,
+            rows,
+            framework=f"{framework} {version}",
+            threads=threads,
+            clean_below=CLEAN,
+        )
+
+
+if __name__ == "__main__":
+    main()

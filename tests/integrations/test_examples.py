@@ -1,0 +1,160 @@
+"""The programs of docs/examples with models: the same on any number of ranks as alone.
+
+What they must come to is computed here, by the framework alone and from its definition
+of the network, on the batches of `hs.Dataset`.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat import testing
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+GLOSSARY = EXAMPLES.parent / "glossary.md"
+PROGRAM = Path(__file__).parent / "programs" / "examples.py"
+OVER_MPI = ["-c", "from hpcstrat.cli import main; main()", "torch", "--replace", "gloo"]
+EPOCHS = 2
+Oracle = Callable[[Any], dict[str, float]]
+
+
+def batches(num_rows: int, size: int) -> list[Any]:
+    """Return the rows of each global batch of all epochs."""
+    data = hs.Dataset(np.arange(num_rows), batch_size=size, shuffle=True)
+    return [rows for _ in range(EPOCHS) for rows in data]
+
+
+def trained(model: Any, optimizer: Any, batches: Any) -> float:
+    """Train with torch alone; return the last loss."""
+    import torch
+
+    loss = torch.tensor(torch.nan)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        flat = outputs.flatten(0, -2), targets.flatten()
+        loss = torch.nn.functional.cross_entropy(*flat)
+        loss.backward()
+        if outputs.ndim == 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return float(loss.detach())
+
+
+def torch_digits(program: Any, chosen: Any = None) -> dict[str, float]:
+    import torch
+
+    model, data = program["network"](), program["digits"]("train")
+    images, labels = getattr(data, "tensors", data)
+    rows = chosen or map(torch.tensor, batches(len(labels), program["BATCH"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss = trained(model, optimizer, ((images[r], labels[r]) for r in rows))
+    data = program["digits"]("test")
+    images, labels = getattr(data, "tensors", data)
+    right = (model(images).argmax(dim=1) == labels).float().mean()
+    return {"loss": loss, "accuracy": float(right)}
+
+
+def ddp_digits(program: Any) -> dict[str, float]:
+    length = len(program["digits"]("train")[1])
+    orders = [program["order"](epoch, length) for epoch in range(EPOCHS)]
+    return torch_digits(program, [r for o in orders for r in o.split(program["BATCH"])])
+
+
+def gpt(program: Any) -> dict[str, float]:
+    import torch
+
+    data = program["sequences"]([GLOSSARY.read_text()])
+    model = program["GPT"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rows = batches(len(data), program["BATCH"])
+    return {"loss": trained(model, optimizer, (data[torch.tensor(r)] for r in rows))}
+
+
+def jax_digits(program: Any) -> dict[str, float]:
+    import h5py
+    import jax
+
+    with h5py.File(program["DIGITS"]) as file:
+        train, test = ({k: file[part][k][:] for k in file[part]} for part in file)
+    network = program["network"]()
+    velocity = jax.tree.map(lambda p: 0 * p, network)
+
+    @jax.jit
+    def mean(network: Any, images: Any, labels: Any) -> Any:
+        return program["loss_sum"](network, images, labels) / len(labels)
+
+    loss, gradient_of = np.nan, jax.jit(jax.value_and_grad(mean))
+    for rows in batches(len(train["labels"]), program["BATCH"]):
+        images, labels = train["images"][rows], train["labels"][rows]
+        loss, gradient = gradient_of(network, images, labels)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
+        network = jax.tree.map(lambda p, v: p - 0.1 * v, network, velocity)
+    found = program["logits"](network, test["images"]).argmax(axis=1)
+    return {"loss": float(loss), "accuracy": float((found == test["labels"]).mean())}
+
+
+# By name: the framework, and what the program must come to.
+PROGRAMS: dict[str, tuple[str, Oracle]] = {
+    "digits_torch.py": ("torch", torch_digits),
+    "digits_ddp.py": ("torch", ddp_digits),
+    "gpt_torch.py": ("torch", gpt),
+    "digits_jax.py": ("jax", jax_digits),
+}
+
+
+def said(n: int, folder: Path, epochs: str, names: list[str]) -> dict[str, Any]:
+    """Run programs on n ranks; return what each of them prints last."""
+    words = [sys.executable, *OVER_MPI, str(PROGRAM), str(folder), epochs, *names]
+    finished = testing.launch(n, words, timeout=240)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    last: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return last
+
+
+def require_same(found: dict[str, Any], name: str) -> None:
+    """Demand what one process comes to, without hpcstrat."""
+    expected = PROGRAMS[name][1](runpy.run_path(str(EXAMPLES / name)))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=2e-4), name
+    if "accuracy" in expected:
+        # Rounding may turn the answer to one image of 359.
+        assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=0.003)
+        assert found["accuracy"] > 0.8
+
+
+def installed() -> list[str]:
+    """Return the programs that can run here."""
+    return [name for name in PROGRAMS if find_spec(PROGRAMS[name][0])]
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {2: "1,2"},
+        pytest.param({1: "2"}, marks=pytest.mark.full),
+        pytest.param({3: "2"}, marks=pytest.mark.full),
+        pytest.param({2: "1", 3: "2"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_programs_learn_what_one_process_learns(
+    runs: dict[int, str], tmp_path: Path
+) -> None:
+    """Also those that go on with a checkpoint, on another number of ranks."""
+    names = [name for name in PROGRAMS if find_spec(PROGRAMS[name][0])]
+    found: dict[str, Any] = {}
+    for n, epochs in runs.items():
+        found = said(n, tmp_path, epochs, names)
+    for name in names:
+        require_same(found[name], name)
