@@ -13,7 +13,8 @@ import pytest
 
 from hpcstrat import testing
 from hpcstrat.testing import launch_command
-from tests.mpi.programs.started import run_command
+from tests.integrations.going_on import assert_goes_on
+from tests.mpi.programs.started import run_command, ulfm
 
 HERE = Path(__file__).parent
 FILES = sorted(map(str, HERE.glob("ranks/check_jax_*.py")))
@@ -43,6 +44,12 @@ def test_one_core_for_all_ranks_does_not_hang() -> None:
     ended = run_command(command, "one core", 120, {"XLA_FLAGS": ""})
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("done") == 2
+
+
+@ulfm
+def test_training_goes_on_when_a_rank_is_killed() -> None:
+    """The others wait inside of jit, where the loss is an error of JAX's own kind."""
+    assert_goes_on("jax_elastic.py")
 
 
 def test_the_library_loads_jax_only_when_asked() -> None:

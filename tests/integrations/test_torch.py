@@ -10,8 +10,8 @@ import pytest
 
 from hpcstrat import testing
 from hpcstrat.integrations.frameworks import require
-from hpcstrat.testing import launch_command
-from tests.mpi.programs.started import run_command, ulfm
+from tests.integrations.going_on import assert_goes_on
+from tests.mpi.programs.started import ulfm
 
 HERE = Path(__file__).parent
 FILES = sorted(map(str, HERE.glob("ranks/check_torch_*.py")))
@@ -30,18 +30,7 @@ def test_rank_tests_pass(n: int) -> None:
 @pytest.mark.framework("torch")
 @ulfm
 def test_training_goes_on_when_a_rank_is_killed() -> None:
-    program = [sys.executable, str(HERE / "programs" / "torch_elastic.py")]
-    told = []
-    for command in (program, [*launch_command(3, fault_tolerant=True), *program]):
-        ended = run_command(command, "torch_elastic.py", 60, {})
-        lines = [list(map(float, line.split())) for line in ended.stdout.splitlines()]
-        told.append(lines)
-        assert lines, ended
-        assert not ended.survivors, ended
-    [alone], left = told
-    assert [line[0] for line in left] == [2, 2], told
-    for line in left:
-        assert line[1:] == pytest.approx(alone[1:], rel=1e-12)
+    assert_goes_on("torch_elastic.py")
 
 
 @pytest.mark.framework("torch")
