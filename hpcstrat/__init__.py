@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from hpcstrat.options import ValueContext as ValueContext
     from hpcstrat.options import VariableAggregation as VariableAggregation
     from hpcstrat.options import VariableSynchronization as VariableSynchronization
+    from hpcstrat.preemption import (
+        PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+    )
+    from hpcstrat.preemption import TerminationConfig as TerminationConfig
     from hpcstrat.randomness import RandomStreams as RandomStreams
     from hpcstrat.reduction.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from hpcstrat.reduction.cross_device_ops import (
@@ -141,6 +145,7 @@ _NAMES = {
         "VariableAggregation",
         "VariableSynchronization",
     ),
+    "preemption": ("PreemptionCheckpointHandler", "TerminationConfig"),
     "randomness": ("RandomStreams",),
     "settings": ("Settings",),
     "strategies": (

@@ -28,10 +28,12 @@ from hpcstrat.channel.deaths import Deaths
 from hpcstrat.channel.disagreement import (
     FAILED,
     LEFT,
+    NOTICE,
     Announcement,
     announce_error,
     explain,
     only_marks_differ,
+    same_call,
 )
 from hpcstrat.channel.headers import SegmentHeaders, WireHeaders
 from hpcstrat.channel.patient import PatientComm
@@ -89,6 +91,11 @@ class Channel:
         # Waits for calls that the program has made before, but that other threads, such
         # as XLA's, still carry out; they come first. None where there are no such.
         self.elsewhere: Callable[[], None] | None = None
+        # What this rank has to tell the others, such as a signal that it got: it rides
+        # with the next header of a call that waits, and ends nothing. And what the
+        # ranks have told, the same on all after each call.
+        self.notice = ""
+        self.noticed: dict[int, str] = {}
         # Ranks have told each other different numbers of steps.
         self._apart = False
         self.sections = Sections()
@@ -131,11 +138,13 @@ class Channel:
         on every rank, if any announced something else or left the program; and
         ReplicaError on every rank that did not fail, if another did.
         """
+        flags = NOTICE if self.notice else 0
         if active.recorder is None:
-            agreed = self._announce(self.position.run_mark, call, 0, timeout_seconds)
+            mark = self.position.run_mark
+            agreed = self._announce(mark, call, flags, timeout_seconds)
         else:
-            agreed = self._announce_recorded(call, timeout_seconds)
-        if not agreed:
+            agreed = self._announce_recorded(call, flags, timeout_seconds)
+        if not agreed or flags:
             self._settle(call, timeout_seconds)
 
     def _announce(
@@ -165,12 +174,15 @@ class Channel:
             self.interrupted(call, error)
             raise
 
-    def _announce_recorded(self, call: Call, timeout_seconds: float | None) -> bool:
+    def _announce_recorded(
+        self, call: Call, flags: int, timeout_seconds: float | None
+    ) -> bool:
         """Announce a call where a timeline is recorded."""
         recorder: Any = active.recorder
         start = recorder.enter(call.text)
         try:
-            return self._announce(self.position.run_mark, call, 0, timeout_seconds)
+            mark = self.position.run_mark
+            return self._announce(mark, call, flags, timeout_seconds)
         finally:
             about = {
                 "call": call.text,
@@ -193,20 +205,25 @@ class Channel:
     def _settle(self, call: Call, timeout_seconds: float | None) -> None:
         """Raise what the ranks' different headers mean.
 
-        Where only the marks of variables' copies differ, and the copies prove to be
-        equal, all ranks agree once more instead.
+        Where ranks have only something to tell, or only the marks of variables' copies
+        differ, and the copies prove to be equal, all ranks agree once more instead.
         """
         announcement = Announcement(self._rank, 0, call.text)
         announcement.digest = self._marked(call)
         announcement.run_mark = self.position.run_mark
         announcements = self._gather(announcement)
         error, check = None, self.position.copy_check
-        if check is not None and only_marks_differ(announcements):
-            with self.moving(call):
-                error = check.difference(self.patient(self._comm))
-            if error is None:
-                self.agree(call, timeout_seconds)
-                return
+        # A header that tells something differs from the others by that alone.
+        goes_on = any(a.notice for a in announcements) and same_call(announcements)
+        if only_marks_differ(announcements):
+            goes_on = False
+            if check is not None:
+                with self.moving(call):
+                    error = check.difference(self.patient(self._comm))
+                goes_on = error is None
+        if goes_on:
+            self.agree(call, timeout_seconds)
+            return
         raise self._conclude(announcements, error or explain(announcements)).error
 
     @contextlib.contextmanager
@@ -410,12 +427,17 @@ class Channel:
         announcement.next_index = position.next_index
         announcement.depth = self.sections.depth
         announcement.pending = len(self.started)
+        announcement.notice = notice = self.notice
         announcements: list[Announcement]
         try:
             announcements = self.patient(self._comm).allgather(announcement)
         except BaseException as error:
             self.interrupted(self.last_call or _FAILING, error)
             raise
+        if self.notice is notice:
+            # Else another one has come meanwhile, in a handler of a signal.
+            self.notice = ""
+        self.noticed |= {a.rank: a.notice for a in announcements if a.notice}
         # Hashes begin anew. The steps stay what they are: ranks that have not made
         # equally many are not at the same point, whatever the program catches.
         self._apart = len({(a.run_index, a.next_index) for a in announcements}) > 1

@@ -15,12 +15,14 @@ from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
 __all__ = [
     "FAILED",
     "LEFT",
+    "NOTICE",
     "Announcement",
     "announce_error",
     "class_names",
     "common_class",
     "explain",
     "only_marks_differ",
+    "same_call",
     "origin",
 ]
 
@@ -28,6 +30,8 @@ _Key = TypeVar("_Key")
 
 LEFT = 1
 FAILED = 2
+# In a header only: the rank has something to tell, and goes on, see `Channel.notice`.
+NOTICE = 4
 
 # Errors that are made of a message alone, as all of ours are.
 _COMBINABLE = (
@@ -66,6 +70,8 @@ class Announcement:
     run_mark: int = 0
     # How often the rank has asked for a batch.
     next_index: int = 0
+    # What the rank has to tell that ends no call.
+    notice: str = ""
 
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
@@ -106,13 +112,18 @@ def origin(announcements: Sequence[Announcement]) -> Announcement | None:
     return next((a for a in failed if not a.secondary), failed[0] if failed else None)
 
 
-def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but may have other variables."""
+def same_call(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, whatever variables they have."""
     calls = {
         (a.flags, a.text, a.digest, a.run_index, a.next_index) for a in announcements
     }
+    return len(calls) == 1 and not announcements[0].flags
+
+
+def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, but may have other variables."""
     marks = {a.run_mark for a in announcements}
-    return len(calls) == 1 and len(marks) > 1 and not announcements[0].flags
+    return len(marks) > 1 and same_call(announcements)
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:

@@ -142,6 +142,15 @@ class CheckpointManager:
             self.close()
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the replica that writes what one alone writes."""
+        return self._strategy.replica_id == 0
+
+    def add_optional(self, name: str, thing: Any) -> None:
+        """Save plain state, too, which checkpoints of before need not have."""
+        self._objects.add_optional(name, thing)
+
+    @property
     def last_save(self) -> SaveStatistics | None:
         """What the last save that is done has cost; None before.
 

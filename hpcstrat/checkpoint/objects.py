@@ -50,6 +50,8 @@ class Objects:
         self._nested: list[SupportsCheckpoint] = []
         self._iterators: dict[str, Any] = {}
         self._python: dict[str, Any] = {}
+        # Of these, those that a checkpoint may lack.
+        self._optional: set[str] = set()
         for name, thing in objects.items():
             _check_name(name)
             if name in RESERVED:
@@ -122,6 +124,18 @@ class Objects:
                 f"{list(strategies.values())}; use a CheckpointManager for each"
             )
         return next(iter(strategies.values()), None) or get_strategy()
+
+    def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
+        """Add plain state that checkpoints of before do not have.
+
+        ValueError if there is an object of this name.
+        """
+        if name in self.names:
+            raise ValueError(
+                f"expected no object named {name!r}, found one; give it another name"
+            )
+        self._python[name] = thing
+        self._optional.add(name)
 
     @property
     def iterators(self) -> dict[str, Any]:
@@ -252,7 +266,7 @@ class Objects:
             except ValueError as error:
                 problems.append(f"{section}/{name} does not fit: {error}")
         for name in self._python:
-            wanted = only is None or name in only
+            wanted = name not in self._optional and (only is None or name in only)
             if wanted and name not in header.python:
                 problems.append(f"python/{name} is not in the checkpoint")
         return problems
@@ -269,7 +283,8 @@ class Objects:
             if only is None or name in only:
                 thing.restore_state(header.iterators[name])
         for name, thing in self._python.items():
-            if only is None or name in only:
+            there = name in header.python
+            if there and (only is None or name in only):
                 thing.load_state_dict(header.python[name])
 
 

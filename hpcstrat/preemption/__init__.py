@@ -1,0 +1,8 @@
+"""Saving before the job ends, when a signal, Slurm or a program's own function says so."""
+
+from __future__ import annotations
+
+from hpcstrat.preemption.handler import PreemptionCheckpointHandler
+from hpcstrat.preemption.termination import TerminationConfig
+
+__all__ = ["PreemptionCheckpointHandler", "TerminationConfig"]

@@ -1,0 +1,104 @@
+"""How a program learns that its job is about to end, and what it does then."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["TerminationConfig"]
+
+# What the kernel keeps for itself.
+_NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a `PreemptionCheckpointHandler` learns of the end, and what it does then.
+
+    Not collective.
+
+    Parameters
+    ----------
+    termination_watcher_fn : callable, optional
+        Called without arguments about each second, in a thread of each rank, instead of
+        listening for signals; true on any one rank is a notice. It must not make calls
+        of hpcstrat.
+    exit_fn : callable, optional
+        Called without arguments on every rank, when all is saved; default:
+        ``sys.exit(42)``. If it returns, the training goes on.
+    grace_period : float, optional
+        Seconds from a notice until the job is ended. Above 0 everything is saved at
+        once, the training goes on, and is saved again and left when they are nearly
+        over. Default: 0, save and leave.
+    save_fn : callable, optional
+        Called on every rank in place of the manager's ``save``.
+    signals : sequence of signal.Signals or str
+        Which signals are a notice, to any one rank.
+    job_end : float or "slurm" or None
+        When the job ends, in seconds since the epoch; ``"slurm"`` is what
+        ``SLURM_JOB_END_TIME`` says, where there is one. Everything is saved, and the
+        training left, in time for a save as long as the longest one so far.
+    requeue : bool
+        Whether the first rank asks Slurm to requeue the job before it leaves.
+
+    Raises
+    ------
+    ValueError
+        If a number is negative or not finite, or a signal is none that can be caught.
+    """
+
+    termination_watcher_fn: Callable[[], object] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., object] | None = None
+    signals: Sequence[signal.Signals | str] = field(
+        default=(signal.SIGTERM, signal.SIGUSR1), kw_only=True
+    )
+    job_end: Any = field(default="slurm", kw_only=True)
+    requeue: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(
+                    f"expected a function as {name}, found {value!r}; leave it out"
+                )
+        grace = self.grace_period
+        if grace is not None and not _is_time(grace):
+            raise ValueError(
+                f"expected a grace_period of 0 or more seconds, found {grace!r}; leave "
+                "it out to save and leave at once"
+            )
+        if self.job_end not in (None, "slurm") and not _is_time(self.job_end):
+            raise ValueError(
+                "expected a job_end in seconds since the epoch, 'slurm' or None, found "
+                f"{self.job_end!r}; take one"
+            )
+        found = (
+            [self.signals] if isinstance(self.signals, (str, int)) else self.signals
+        )
+        object.__setattr__(self, "signals", tuple(map(_signal, found)))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _signal(found: Any) -> signal.Signals:
+    try:
+        number = (
+            signal.Signals[found] if isinstance(found, str) else signal.Signals(found)
+        )
+    except (KeyError, ValueError, TypeError):
+        number = None
+    if number is None or number in _NOT_CAUGHT:
+        raise ValueError(
+            "expected signals that can be caught, such as 'SIGTERM' or 'SIGUSR1', "
+            f"found {found!r}; name another"
+        )
+    return number
