@@ -22,8 +22,8 @@ __all__ = [
     "common_class",
     "explain",
     "only_marks_differ",
-    "same_call",
     "origin",
+    "same_call",
 ]
 
 _Key = TypeVar("_Key")

@@ -144,7 +144,7 @@ class CheckpointManager:
     @property
     def is_first(self) -> bool:
         """Whether this is the replica that writes what one alone writes."""
-        return self._strategy.replica_id == 0
+        return bool(self._strategy.replica_id == 0)
 
     def add_optional(self, name: str, thing: Any) -> None:
         """Save plain state, too, which checkpoints of before need not have."""

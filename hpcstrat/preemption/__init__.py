@@ -1,4 +1,4 @@
-"""Saving before the job ends, when a signal, Slurm or a program's own function says so."""
+"""Saving before the job ends, when a signal, Slurm or the program says so."""
 
 from __future__ import annotations
 

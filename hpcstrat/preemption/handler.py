@@ -114,6 +114,8 @@ class PreemptionCheckpointHandler:
         self._longest_save = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
+        # What an earlier handler has not come to act on; all ranks know it alike.
+        self._forget()
         try:
             self._manager.add_optional(_NAME, self._calls)
             self._watch = Watch(config, self._tell, self._save_seconds)

@@ -54,7 +54,7 @@ class TerminationConfig:
     exit_fn: Callable[[], object] | None = None
     grace_period: float | None = None
     save_fn: Callable[..., object] | None = None
-    signals: Sequence[signal.Signals | str] = field(
+    signals: Sequence[Any] = field(
         default=(signal.SIGTERM, signal.SIGUSR1), kw_only=True
     )
     job_end: Any = field(default="slurm", kw_only=True)
@@ -79,9 +79,7 @@ class TerminationConfig:
                 "expected a job_end in seconds since the epoch, 'slurm' or None, found "
                 f"{self.job_end!r}; take one"
             )
-        found = (
-            [self.signals] if isinstance(self.signals, (str, int)) else self.signals
-        )
+        found = [self.signals] if isinstance(self.signals, (str, int)) else self.signals
         object.__setattr__(self, "signals", tuple(map(_signal, found)))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tests.conformance.divergences import check_rows
 from tests.conformance.judge import Verdict, judge, missing_part
 from tests.conformance.launch import Outcome, replay
+from tests.conformance.preempted import replay_jobs
 from tests.conformance.report import Result, print_report, write_report
 
 __all__ = ["main", "replay_cases"]
@@ -48,7 +49,10 @@ def _judged(case: dict[str, Any], outcome: Outcome) -> Verdict:
 def replay_cases(cases: Sequence[dict[str, Any]], limit_seconds: float) -> list[Result]:
     """Replay the cases; return each with its verdict."""
     indices = [i for i, case in enumerate(cases) if missing_part(case) is None]
-    outcomes = replay(cases, indices, limit_seconds)
+    ending = [i for i in indices if cases[i]["strategy"] == "preemption"]
+    outcomes = replay(cases, [i for i in indices if i not in ending], limit_seconds)
+    for index in ending:
+        outcomes[index] = replay_jobs(cases[index], limit_seconds)
     results: list[Result] = []
     for index, case in enumerate(cases):
         part = missing_part(case)

@@ -10,7 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.conformance import declared_errors, declared_inputs, declared_values
+from tests.conformance import (
+    declared_errors,
+    declared_inputs,
+    declared_preemption,
+    declared_values,
+)
 from tests.conformance.rules import Memory
 from tests.conformance.taints import explain_assignment, explain_state
 from tests.conformance.views import View
@@ -60,6 +65,7 @@ EXPLAIN: Sequence[Explain] = (
     declared_values.initial_cast,
     declared_inputs.static_tail,
     declared_inputs.pipeline_per_replica,
+    declared_preemption.counted_right,
     declared_errors.one_fails,
     declared_errors.single_process,
 )
@@ -93,6 +99,7 @@ ROWS = {
     "plain-aggregation",
     "plain-contribution",
     "plain-variable-per-rank",
+    "preemption-count",
     "python-numbers",
     "run-result",
     "same-object",

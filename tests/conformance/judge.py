@@ -15,10 +15,9 @@ from tests.conformance.views import View, expected_end, views_of
 __all__ = ["Verdict", "judge", "missing_part"]
 
 # Parts of hpcstrat that whole groups of programs need and that are not there.
-_STRATEGIES = ("mirrored", "multi_worker", "one_device", "default")
+_STRATEGIES = ("mirrored", "multi_worker", "one_device", "default", "preemption")
 _MISSING_PARTS = {
     "parameter_server": "ParameterServerStrategy and ClusterCoordinator",
-    "preemption": "PreemptionCheckpointHandler",
 }
 
 

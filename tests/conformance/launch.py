@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "launcher", "num_ranks", "replay"]
+__all__ = ["ROOT", "Outcome", "environment", "launcher", "num_ranks", "replay"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # How long the other ranks may go on after the first one has ended a case.
@@ -145,7 +145,7 @@ class _Job:
                     command,
                     cwd=ROOT,
                     # A killed mpirun leaves files that stop a later one of its number.
-                    env=_environment() | {"PRTE_MCA_prte_tmpdir_base": name},
+                    env=environment() | {"PRTE_MCA_prte_tmpdir_base": name},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -255,7 +255,7 @@ class _Job:
         return outcomes
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment of a job."""
     env = {
         key: value

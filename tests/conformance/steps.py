@@ -19,7 +19,6 @@ from tests.conformance.observe import dtype_of, encode_tensor, own, own_componen
 from tests.conformance.replica import context_of, op_run, op_update, raise_error
 from tests.conformance.session import (
     Frame,
-    NotBuiltError,
     Session,
     variable_kind,
 )
@@ -309,15 +308,6 @@ def _op_to_tensor(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     return as_tensor(evaluate(session, frame, step["value"]))
 
 
-def _missing(part: str) -> Callable[..., Any]:
-    """Return a step that hpcstrat has no part for."""
-
-    def step_function(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
-        raise NotBuiltError(part)
-
-    return step_function
-
-
 Step = Callable[[Session, Frame, dict[str, Any]], Any]
 
 STEPS: dict[str, Step] = {
@@ -354,7 +344,6 @@ STEPS: dict[str, Step] = {
     "loss_reduction": _op_loss_reduction,
     "sleep": lambda s, f, step: time.sleep(step["seconds"]),
     "num_replicas": lambda s, f, step: s.strategy.num_replicas_in_sync,
-    "train_with_preemption": _missing("PreemptionCheckpointHandler"),
 }
 
 # Steps whose observation is the JSON value as it is.

@@ -1,0 +1,96 @@
+"""What a notice is, and who gets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.preemption.watch import Watch
+
+FAR = 10**10
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"signals": "SIGKILL"}, "can be caught.*SIGKILL"),
+        ({"signals": ["SIGNONE"]}, "SIGNONE"),
+        ({"grace_period": -1.0}, "grace_period of 0 or more seconds, found -1.0"),
+        ({"job_end": "noon"}, "'slurm' or None, found 'noon'"),
+        ({"exit_fn": 7}, "a function as exit_fn, found 7"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hs.TerminationConfig(**given)
+
+
+def test_signals_are_told_and_given_back() -> None:
+    told: list[str] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    config = hs.TerminationConfig(signals=("SIGUSR1",), job_end=None)
+    watch = Watch(config, told.append, lambda: 0.0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == ["SIGUSR1"]
+    watch.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_end_that_slurm_told_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    config = hs.TerminationConfig(signals=())
+    for end, expected in ((int(time.time()) + 100, True), (FAR, False)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
+        watch = Watch(config, told.append, lambda: 200.0)
+        watch._look_once()
+        assert bool(told) == expected, told
+        watch.close()
+        told.clear()
+
+
+def test_a_function_that_fails_is_no_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    calls: list[int] = []
+
+    def fail() -> bool:
+        calls.append(0)
+        if len(calls) == 1:
+            raise OSError("no answer")
+        return True
+
+    watch = Watch(hs.TerminationConfig(fail, job_end=None), told.append, lambda: 0.0)
+    limit = time.monotonic() + 30
+    while not told and time.monotonic() < limit:
+        time.sleep(0.05)
+    watch.close()
+    assert told == ["termination_watcher_fn"]
+    assert "raised OSError: no answer" in capsys.readouterr().err
+
+
+def test_a_forked_child_dies_of_the_signal() -> None:
+    """As workers of loaders do, which their parent ends by SIGTERM."""
+    program = (
+        "import os, signal, time\n"
+        "import hpcstrat as hs\n"
+        "from hpcstrat.preemption.watch import Watch\n"
+        "Watch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    time.sleep(30)\n"
+        "    os._exit(0)\n"
+        "time.sleep(0.2)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
