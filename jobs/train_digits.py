@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,22 @@ class Options:
     progress: bool | None
 
 
+@dataclass
+class Sums:
+    """What an epoch under way has come to; saved, as a job may end in its midst."""
+
+    num_images: int = 0
+    loss: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was saved."""
+        self.num_images, self.loss = int(state["num_images"]), float(state["loss"])
+
+
 class Trainer:
     """The variables of the training, and the steps that change them.
 
@@ -78,6 +94,9 @@ class Trainer:
         self.test_batches = strategy.experimental_distribute_dataset(
             hs.Dataset(file["test"], batch)
         )
+        self.sums = Sums()
+        # Where checkpoints are saved: also before Slurm ends the job.
+        self.preemption: hs.PreemptionCheckpointHandler | None = None
         with strategy.scope():
             self.parameters = [
                 hs.Variable(value, name=name)
@@ -149,20 +168,22 @@ class Trainer:
 
         Collective over all replicas.
         """
-        epoch = self.train_batches.epoch
-        num_images = num_left = self.train_batches.num_rows
-        total_loss = 0.0
+        epoch, sums = self.train_batches.epoch, self.sums
+        num_images = self.train_batches.num_rows
         for batch in self.train_batches:
             # The last batch of an epoch is smaller. The mean is over all its images,
             # wherever they are, so each replica divides by their number.
-            num_global = min(self.options.global_batch, num_left)
-            num_left -= num_global
+            num_global = min(self.options.global_batch, num_images - sums.num_images)
             losses = self.strategy.run(self.train_step, args=(batch, num_global))
             loss = self.strategy.reduce("sum", losses, axis=None)
-            total_loss += float(loss) * num_global
+            sums.loss += float(loss) * num_global
+            sums.num_images += num_global
             for task in bar.task_ids:
                 bar.advance(task)
-        row = [total_loss / num_images, self.accuracy()]
+            if self.preemption is not None:
+                self.preemption.save_checkpoint_if_preempted()
+        row = [sums.loss / num_images, self.accuracy()]
+        self.sums.load_state_dict(asdict(Sums()))
         for batch in self.test_batches:
             self.strategy.run(self.test_step, args=(batch,))
         row.append(self.accuracy())
@@ -171,22 +192,25 @@ class Trainer:
         self.curves.assign(curves)
 
     def restore(self, checkpoints: hs.CheckpointManager) -> None:
-        """Go on from the newest checkpoint, if there is one, and say so.
+        """Go on from the newest checkpoint, if there is one; save before the job ends.
 
         Collective over all replicas.
         """
         folder = self.options.checkpoint_dir
         try:
-            step = checkpoints.restore_or_initialize()
+            self.preemption = hs.PreemptionCheckpointHandler(None, checkpoints)
         except hs.CheckpointError as exc:
             raise click.ClickException(
                 f"no way to resume from {folder}: {exc}"
             ) from exc
-        if step is None:
-            hs.print_once(f"no whole checkpoint in {folder}: starting at epoch 1")
-        else:
+        found = checkpoints.last_restore
+        if found is not None:
             done = self.train_batches.epoch
-            hs.print_once(f"resumed from {folder}: step {step}, {done} epochs are done")
+            hs.print_once(
+                f"resumed from {folder}: step {found.step}, {done} epochs are done"
+            )
+        elif self.options.resume:
+            hs.print_once(f"no whole checkpoint in {folder}: starting at epoch 1")
 
     def fit(self) -> None:
         """Train for the epochs that are left, and save after each.
@@ -202,16 +226,18 @@ class Trainer:
                 optimizer=self.optimizer,
                 curves=self.curves,
                 train_batches=self.train_batches,
+                counts={"correct": self.correct, "seen": self.seen},
+                sums=self.sums,
             )
-            if options.resume:
-                self.restore(checkpoints)
+            self.restore(checkpoints)
         steps_per_epoch = len(self.train_batches)
         done, start = self.train_batches.epoch, time.perf_counter()
         with progress_bar(options.progress, self.is_first) as bar:
             bar.add_task(
                 "training",
                 total=options.epochs * steps_per_epoch,
-                completed=done * steps_per_epoch,
+                completed=done * steps_per_epoch
+                + self.sums.num_images // options.global_batch,
             )
             for epoch in range(done, options.epochs):
                 self.run_epoch(bar)

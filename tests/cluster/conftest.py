@@ -10,6 +10,7 @@ import pytest
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.cluster.hosts import Hosts, HostsUnavailable
+from tests.cluster.slurm import Slurm
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,14 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
 def hosts(make_hosts: Callable[..., Hosts]) -> Hosts:
     """Return two hosts without a limit; tests leave no process on them."""
     return make_hosts(2)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """Yield a Slurm of three nodes; jobs of tests end with them."""
+    try:
+        cluster = Slurm(3)
+    except HostsUnavailable as exc:
+        pytest.skip(str(exc))
+    with cluster:
+        yield cluster

@@ -48,12 +48,16 @@ class Hosts:
         self.folder = Path(f"/run/hpchosts-{os.getpid()}-{next(_numbers)}")
         delay = {"DELAY_US": str(delay_microseconds)} if delay_microseconds else {}
         # By the owner's number they are taken down even if this process is killed.
-        words = ["-o", str(os.getpid()), str(num_hosts), *filter(None, [rate])]
-        finished = self._script("hosts_up.sh", *words, **delay)
+        up = self._up(["-o", str(os.getpid())], num_hosts, rate)
+        finished = self._script(*up, **delay)
         if finished.returncode == NOT_POSSIBLE_HERE:
             raise HostsUnavailable(finished.stderr.strip())
         if finished.returncode:
-            raise RuntimeError(f"hosts_up.sh failed: {finished.stderr}")
+            raise RuntimeError(f"{up[0]} failed: {finished.stderr}")
+
+    def _up(self, owner: list[str], num_hosts: int, rate: str) -> list[str]:
+        """Return the script that makes them, and its words."""
+        return ["hosts_up.sh", *owner, str(num_hosts), *filter(None, [rate])]
 
     def _script(
         self, name: str, *words: str, **env: str
