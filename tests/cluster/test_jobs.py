@@ -33,10 +33,8 @@ def test_digits_go_on_to_the_same_bits_after_two_requeues(
     assert job.fields()["NodeList"] == "node[2-3]"
     before = job.output.count("epoch ")
     job.wait_for(lambda job: job.output.count("epoch ") > before)
-    taking = (
-        "--partition=high --nodes=2 --exclude=node1 --exclusive --wrap=true".split()
-    )
-    slurm.command("sbatch", *taking)
+    taking = ["--partition=high", "--nodes=2", "--exclude=node1", "--exclusive"]
+    slurm.command("sbatch", *taking, "--wrap=true")
     job.wait_for_text("DUE TO PREEMPTION")
     job.start_again(2, ExcNodeList="")
     assert job.wait_to_end() == "COMPLETED", job.output
