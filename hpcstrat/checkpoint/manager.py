@@ -146,7 +146,9 @@ class CheckpointManager:
         """Whether this is the replica that writes what one alone writes."""
         return bool(self._strategy.replica_id == 0)
 
-    def add_optional(self, name: str, thing: Any) -> None:
+    def add_optional(  # numpydoc ignore=PR01
+        self, name: str, thing: Any
+    ) -> None:
         """Save plain state, too, which checkpoints of before need not have."""
         self._objects.add_optional(name, thing)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import gc
 import io
 import itertools
 import os
@@ -109,6 +111,39 @@ def test_skeletons_serve_for_many_saves_and_leave_nothing_open() -> None:
             assert len(prefix) == made.plan.data_start
         del made
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_an_interrupt_while_hdf5_writes_reaches_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves HDF5's file open, which writes when it is collected, much later."""
+    header = _header(3, 100)
+    made, left = Skeleton(header, packed_python(header)), []
+
+    class Interrupted(h5py.File):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            self.attrs.modify("step", np.int64(8))
+            left.append(self)
+            raise KeyboardInterrupt
+
+        def __exit__(self, *error: object) -> None:
+            """Not called: the interrupt came before."""
+
+    monkeypatch.setattr(h5py, "File", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.prefix(header, 1)
+    monkeypatch.undo()
+    assert not made.fits(header, packed_python(header))
+    made.close()
+    # Take the numbers of all descriptors that are free now.
+    paths = [tmp_path / str(number) for number in range(8)]
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(open(path, "w+b"))
+        left.pop()
+        gc.collect()
+    assert [path.stat().st_size for path in paths] == [0] * 8
 
 
 @given(

@@ -132,7 +132,11 @@ class Skeleton:
 
         The table of hashes in it is empty.
         """
-        raw = os.fdopen(self._scratch, "r+b", buffering=0, closefd=False)
+        # Who is interrupted here leaves HDF5's file open until it is collected, which
+        # then writes: into a descriptor of its own, whose number no other file gets,
+        # and into a skeleton that is used no more.
+        key, self._key = self._key, None
+        raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
             file.attrs.modify("step", np.int64(header.step))
             file.attrs.modify("created_unix_ns", np.int64(created_unix_ns))
@@ -140,9 +144,11 @@ class Skeleton:
                 file[METRICS].attrs.modify(name, np.float64(value))
             for name, state in header.iterators.items():
                 group = file[f"{section_of(state)}/{name}"]
-                for key, value in state.items():
+                for word, value in state.items():
                     if not isinstance(value, (str, np.ndarray)):
-                        group.attrs.modify(key, np.int64(value))
+                        group.attrs.modify(word, np.int64(value))
+        raw.close()
+        self._key = key
         return bytearray(os.pread(self._scratch, self.plan.data_start, 0))
 
     def close(self) -> None:
