@@ -142,17 +142,6 @@ class CheckpointManager:
             self.close()
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the replica that writes what one alone writes."""
-        return bool(self._strategy.replica_id == 0)
-
-    def add_optional(  # numpydoc ignore=PR01
-        self, name: str, thing: Any
-    ) -> None:
-        """Save plain state, too, which checkpoints of before need not have."""
-        self._objects.add_optional(name, thing)
-
-    @property
     def last_save(self) -> SaveStatistics | None:
         """What the last save that is done has cost; None before.
 
@@ -512,6 +501,10 @@ class CheckpointManager:
             self.wait()
         finally:
             self._saver.close()
+
+    def _add_optional(self, name: str, thing: Any) -> None:
+        """Save plain state, too, which checkpoints of before need not have."""
+        self._objects.add_optional(name, thing)
 
     def _settle(self) -> None:
         """Finish a save in the background; `wait` raises what went wrong with it."""

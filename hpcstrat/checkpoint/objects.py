@@ -126,11 +126,11 @@ class Objects:
         return next(iter(strategies.values()), None) or get_strategy()
 
     def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
-        """Add plain state that checkpoints of before do not have.
+        """Add plain state that checkpoints of before do not have, or replace such.
 
-        ValueError if there is an object of this name.
+        ValueError if there is another object of this name.
         """
-        if name in self.names:
+        if name in self.names - self._optional:
             raise ValueError(
                 f"expected no object named {name!r}, found one; give it another name"
             )

@@ -117,7 +117,7 @@ class PreemptionCheckpointHandler:
         # What an earlier handler has not come to act on; all ranks know it alike.
         self._forget()
         try:
-            self._manager.add_optional(_NAME, self._calls)
+            self._manager._add_optional(_NAME, self._calls)
             self._watch = Watch(config, self._tell, self._save_seconds)
         except Exception as error:
             what = f"creation of a {type(self).__name__}"
@@ -254,7 +254,8 @@ class PreemptionCheckpointHandler:
         """Save; then leave, or go on for the grace period."""
         told = self._told()
         self._forget()
-        first = self._manager.is_first
+        channel = self._channel
+        first = channel is None or channel.topology.replica_id == 0
         if first:
             words = "; ".join(f"replica {r}: {why}" for r, why in sorted(told.items()))
             get_logger("preemption").warning(

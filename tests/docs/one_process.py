@@ -57,6 +57,12 @@ def _training() -> dict[str, Any]:
     return {"weights": weights, "seen": 10 * 1000, "loss": loss}
 
 
+def _preemption() -> dict[str, Any]:
+    x = np.random.default_rng(0).normal(size=(400, 8))
+    weights, _ = _fit((x, x.sum(axis=1)), shuffle=True, epochs=3, rate=0.1)
+    return {"weights": weights}
+
+
 def _readme() -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(4000, 8))
     data = x, x @ np.arange(8.0)
@@ -113,6 +119,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
     ("contributing.md", ""): _counted,
+    ("user-guide/preemption.md", ""): _preemption,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
     ("user-guide/torch-jax.md", "jax"): _jax,
     ("user-guide/training.md", ""): _training,
