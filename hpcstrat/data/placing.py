@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.data.batches import writable
-from hpcstrat.gpu.feeding import Feeder, fits_device
 from hpcstrat.options import InputOptions
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Replicas, Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.feeding import Feeder
 
 __all__ = ["Placer", "packed"]
 
@@ -49,7 +51,11 @@ class Placer:
         self._feeder: Feeder | None = None
 
     def _takes(self, leaf: Any) -> bool:
-        return self._wanted and isinstance(leaf, np.ndarray) and fits_device(leaf.dtype)
+        if not self._wanted or not isinstance(leaf, np.ndarray):
+            return False
+        from hpcstrat.gpu.feeding import fits_device
+
+        return fits_device(leaf.dtype)
 
     def place(self, batch: Tree) -> Tree:
         """Put the numbers of a batch on the GPU, if they are wanted there.
@@ -67,6 +73,8 @@ class Placer:
         if not hosts:
             return writable(batch)
         if self._feeder is None:
+            from hpcstrat.gpu.feeding import Feeder
+
             self._feeder = Feeder()
         for index, array in zip(
             hosts, self._feeder.put(list(hosts.values())), strict=True

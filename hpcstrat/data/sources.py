@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.gpu.feeding import Feeder
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.feeding import Feeder
 
 __all__ = ["Columns", "open_source"]
 
@@ -45,6 +47,8 @@ class Columns:
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
             if self._feeder is None:
+                from hpcstrat.gpu.feeding import Feeder
+
                 self._feeder = Feeder()
             (places,) = self._feeder.put([rows])
         parts = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -183,7 +183,7 @@ class ArrivalReport:
     @property
     def waited_seconds(self) -> float:
         """How long a replica has waited for late ones, on average."""
-        return statistics.fmean(r.waited_seconds for r in self.replicas)
+        return math.fsum(r.waited_seconds for r in self.replicas) / len(self.replicas)
 
     @property
     def share(self) -> float:
@@ -254,12 +254,15 @@ class ArrivalReport:
         str
             Who was late, and what it cost.
         """
+        # Brings a tenth of what the library takes to load.
+        from statistics import median
+
         waited = sorted(r.waited_seconds for r in self.replicas)
         elapsed = max(r.elapsed_seconds for r in self.replicas)
         calls = max(r.calls for r in self.replicas)
         parts = [
             f"the replicas waited for late ones {self.share:.0%} of {elapsed:.4g} s, "
-            f"in {calls} collective calls (median {statistics.median(waited):.3g} s, "
+            f"in {calls} collective calls (median {median(waited):.3g} s, "
             f"most {waited[-1]:.3g} s, least {waited[0]:.3g} s)"
         ]
         late = self.slowest()

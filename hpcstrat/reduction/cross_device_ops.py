@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcstrat.collectives import select
 from hpcstrat.collectives.reduce_to_one import reduce_to_one
 from hpcstrat.collectives.select import Choice
-from hpcstrat.gpu.transports import transport_select
-from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.transports.device_group import DeviceGroup
 
 __all__ = [
     "CrossDeviceOps",
@@ -91,6 +92,8 @@ class CrossDeviceOps:
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
+        from hpcstrat.gpu.transports import transport_select
+
         if type(self).choose is CrossDeviceOps.choose:
             return transport_select.select_on_gpu(nbytes, group, options)
         # An algorithm for host memory: arrays are copied there and back.
@@ -127,6 +130,8 @@ class NcclAllReduce(CrossDeviceOps):
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
+        from hpcstrat.gpu.transports import transport_select
+
         return transport_select.nccl(group, options)
 
 
@@ -140,6 +145,8 @@ class MpiAllReduce(CrossDeviceOps):
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
+        from hpcstrat.gpu.transports import transport_select
+
         if group.capabilities.mpi_sendrecv:
             return transport_select.ring(group, options)
         return super()._on_gpu(nbytes, group, options)
@@ -178,6 +185,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
+        from hpcstrat.gpu.transports import transport_select
+
         if group.topology.num_workers == 1 and group.capabilities.peer:
             return transport_select.peer(group, options)
         return super()._on_gpu(nbytes, group, options)
@@ -237,6 +246,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
+        from hpcstrat.gpu.transports import transport_select
+
         able = group.capabilities
         if group.topology.num_workers > 1 and (able.peer or able.nccl):
             return transport_select.hierarchical(group, options)

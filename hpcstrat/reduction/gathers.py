@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from hpcstrat.arrays.kinds import array_module, as_array, is_device
 from hpcstrat.arrays.packing import pack, plan, unpack
 from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.entries import collective
-from hpcstrat.gpu.transports import byte_movers, transport_select
-from hpcstrat.gpu.transports.byte_movers import Mover
-from hpcstrat.gpu.transports.device_group import device_group
 from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.reduction.reduction_arrays import by_memory, list_structure
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.transports.byte_movers import Mover
 
 __all__ = ["Gathers"]
 
@@ -61,6 +61,8 @@ class Gathers:
         self, arrays: list[Array], axis: int, call: Call
     ) -> list[Array]:
         """Gather arrays on GPUs, whose lengths are agreed on first."""
+        from hpcstrat.gpu.transports import byte_movers
+
         module: Any = array_module(arrays[0])
         channel: Any = self.collectives.channel
         mover = self._mover(call)
@@ -163,6 +165,8 @@ class Gathers:
 
     def _cast_on_gpus(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays on GPUs."""
+        from hpcstrat.gpu.transports import byte_movers
+
         channel: Any = self.collectives.channel
         mover = self._mover(call)
         with self.collectives.all_raise(call.text):
@@ -174,12 +178,15 @@ class Gathers:
 
     def _mover(self, call: Call) -> Mover:
         """Return what moves bytes between GPUs, ready for a call."""
+        from hpcstrat.gpu.transports.device_group import device_group
+        from hpcstrat.gpu.transports.transport_select import mover
+
         channel: Any = self.collectives.channel
         group = device_group(channel, call.text, self.collectives.timeout_seconds)
         with self.collectives.all_raise(call.text):
-            mover = transport_select.mover(group)
-            mover.prepare()
-        return mover
+            found = mover(group)
+            found.prepare()
+        return found
 
 
 def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:

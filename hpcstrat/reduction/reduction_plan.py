@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
-from hpcstrat.gpu.streams import Mark
-from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -26,6 +24,9 @@ from hpcstrat.options import (
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.reduction_arrays import is_plain
 from hpcstrat.typing import Array
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.transports.device_group import DeviceGroup
 
 __all__ = ["ReductionPlan", "Repetition", "marked", "plan_reduction"]
 
@@ -155,6 +156,8 @@ def marked(
     of the thread that calls it wait for the results. ValueError if a result is not
     contiguous.
     """
+    from hpcstrat.gpu.streams import Mark
+
     assert planned.choice is not None
     if not all(is_plain(result) for result in results):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.collectives.work import Work
-from hpcstrat.gpu.transports.device_group import DeviceGroup, device_group
 from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
@@ -37,6 +36,9 @@ from hpcstrat.reduction.reduction_plan import (
 )
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.gpu.transports.device_group import DeviceGroup
 
 __all__ = ["Reductions"]
 
@@ -365,6 +367,8 @@ class Reductions:
         return cast("ReductionPlan", self.collectives.call(request[1], *begin))
 
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
+        from hpcstrat.gpu.transports.device_group import device_group
+
         channel: Any = self.collectives.channel
         seconds = options.timeout_seconds
         return None if channel is None else device_group(channel, what, seconds)

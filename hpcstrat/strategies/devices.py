@@ -11,8 +11,6 @@ from typing import Any
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.gpu import library
 from hpcstrat.gpu.binding import Binding, bind, foresee
-from hpcstrat.gpu.probe import probe
-from hpcstrat.gpu.probe.probe_program import library_version
 from hpcstrat.logs import get_logger
 from hpcstrat.settings import Settings
 from hpcstrat.topology.survival import create
@@ -92,6 +90,9 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
 
 
 def _try_mpi() -> None:
+    from hpcstrat.gpu.probe import probe
+    from hpcstrat.gpu.probe.probe_program import library_version
+
     version = library_version()
     if probe.known(version) is not None:
         return

@@ -9,12 +9,14 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from hpcstrat import testing
 from tests.mpi.programs.started import IS_OPEN_MPI, Ended, start
 
 WARN = 1.5
@@ -187,3 +189,34 @@ def test_children_of_ranks_make_no_strategy(how: str, when: str) -> None:
     assert ended.stdout.count(words) == 2, str(ended)
     assert ended.stdout.count("if __name__ == '__main__':") == 2, str(ended)
     assert ended.stdout.count("total 2") == 2, str(ended)
+
+
+def _loaded() -> set[str]:
+    """Return the modules that a step on CPUs has loaded."""
+    import numpy as np
+
+    import hpcstrat as hs
+
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            variable = hs.Variable(np.zeros(1), aggregation="sum")
+        dataset = hs.Dataset(np.arange(8.0), 4)
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            strategy.run(lambda x: variable.assign_add(x[:1]), args=(batch,))
+            strategy.reduce("mean", batch, axis=0)
+        strategy.gather(variable.value(), axis=0)
+    return set(sys.modules)
+
+
+def test_programs_on_cpus_load_nothing_of_gpus() -> None:
+    """Ten thousand ranks read every module from the same file system."""
+    for loaded in testing.run(2, _loaded):
+        of_gpus = {name for name in loaded if name.startswith("hpcstrat.gpu")}
+        # What asks whether there are any.
+        assert of_gpus <= {
+            "hpcstrat.gpu",
+            "hpcstrat.gpu.library",
+            "hpcstrat.gpu.binding",
+        }
+        others = {"click", "cupy", "h5py", "hpcstrat.checkpoint", "rich"}
+        assert not loaded & others

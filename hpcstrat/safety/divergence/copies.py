@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -29,11 +29,13 @@ from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import DivergenceError
 from hpcstrat.logs import get_logger
 from hpcstrat.safety.divergence.comparison import Copy, index_of, octets
-from hpcstrat.safety.divergence.gpu_copies import LAG, DeviceCopies
 from hpcstrat.safety.divergence.tolerance import compare
 from hpcstrat.settings import Settings
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import MirroredVariable
+
+if TYPE_CHECKING:
+    from hpcstrat.safety.divergence.gpu_copies import DeviceCopies
 
 __all__ = ["Copies"]
 
@@ -78,8 +80,7 @@ class Copies:
         if self._planned != self._changes:
             self._plan()
         lagging = self._on_device
-        later = LAG + len(lagging.slices) if lagging and lagging.slices else 0
-        return max(len(self._slices), later)
+        return max(len(self._slices), lagging.num_slices if lagging else 0)
 
     def add(self, variable: MirroredVariable) -> None:
         """Watch over a variable until it is freed.
@@ -90,6 +91,8 @@ class Copies:
         freed = functools.partial(self._forget, number)
         self._variables[number] = weakref.ref(variable, freed)
         if self._on_device is None and is_device(variable.component):
+            from hpcstrat.safety.divergence.gpu_copies import DeviceCopies
+
             self._on_device = DeviceCopies()
         self._changes += 1
 

@@ -79,6 +79,11 @@ class DeviceCopies:
         self._under_way: deque[_Copied] = deque()
         self._turn = 0
 
+    @property
+    def num_slices(self) -> int:
+        """After how many entries into ``run`` all bytes have been hashed."""
+        return LAG + len(self.slices) if self.slices else 0
+
     def plan(self, variables: Sequence[MirroredVariable]) -> None:
         """Cut the bytes of variables into slices."""
         total = sum(v.component.nbytes + _PIECE_BYTES for v in variables)

@@ -22,7 +22,7 @@ from typing import Any
 
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.waiting import Waiting
-from hpcstrat.gpu.transports.nccl_group import nccl_failure
+from hpcstrat.gpu import library
 from hpcstrat.logs import get_logger, place
 from hpcstrat.safety.watchdog.exchange import Exchange
 from hpcstrat.safety.watchdog.inquiry import Inquiry
@@ -98,6 +98,10 @@ class _Watchdog:
         It does at its next call. But it may be inside of CUDA, and wait for kernels
         that never end.
         """
+        if not library.is_loaded():
+            return
+        from hpcstrat.gpu.transports.nccl_group import nccl_failure
+
         failure, now = nccl_failure(), time.monotonic()
         self._failed_at = min(self._failed_at, now) if failure else math.inf
         if now > self._failed_at + _NCCL_GRACE_SECONDS:

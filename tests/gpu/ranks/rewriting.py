@@ -11,7 +11,7 @@ import cupy
 import numpy
 import pytest
 
-from hpcstrat.safety.divergence import copies, gpu_copies
+from hpcstrat.safety.divergence import gpu_copies
 from tests.gpu.ranks.arrays import any_is, has_type, is_device, on_device, on_host
 
 __all__ = [
@@ -91,7 +91,7 @@ def at_once(module: ModuleType, function: Any) -> Any:
 
     In the whole job: it is a number of the library.
     """
-    gpu_copies.LAG = copies.LAG = 0
+    gpu_copies.LAG = 0
     return function
 
 

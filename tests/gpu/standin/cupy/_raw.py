@@ -1,6 +1,7 @@
 """Kernels in CUDA C++, compiled by g++ and run as loops."""
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -73,7 +74,15 @@ def _library(code, definitions, expressions):
 
 
 def _compile(source, flags, path):
-    # Several ranks may compile the same source: each renames its own file.
+    with path.with_suffix(".lock").open("w") as lock:
+        # The ranks of a job need the same kernels: one compiles, the others wait.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile_alone(source, flags, path)
+
+
+def _compile_alone(source, flags, path):
+    # Whoever is killed meanwhile leaves no half of a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         text = pathlib.Path(folder) / "kernel.cpp"
         text.write_text(source)
