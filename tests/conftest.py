@@ -62,6 +62,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run rank tests only at the sizes and in the layouts where they can fail",
     )
     parser.addoption(
+        "--layout",
+        help="run rank tests that have layouts in this one only; see their conftest.py",
+    )
+    parser.addoption(
         "--keep-durations",
         action="store_true",
         help="write what tests took to tests/durations.json",

@@ -28,6 +28,7 @@ from tests.gpu.driving import (
     reduce_now,
     shared_team,
 )
+from tests.mpi.ranks.effort import seeds
 
 _SMALL = Limits(doubling_bytes=64, segment_bytes=0, chunk_bytes=256, in_flight=2)
 INSIDE = {"peer": PeerTransport, "nccl": NcclWorker}
@@ -71,7 +72,7 @@ def test_sums_are_exact(crew: Team, transports: Any, across: str) -> None:
         piece_bytes=st.sampled_from([1000, 1 << 20]),
         seed=st.integers(0, 1000),
     )
-    @settings(in_step, max_examples=12)
+    @settings(in_step, max_examples=len(seeds(12)))
     def _sums(**given: Any) -> None:
         reduction = Reduction(**given)
         results = reduce_now(crew, transports[across], reduction)
@@ -88,7 +89,7 @@ def test_started_sums_end_beside_computation(crew: Team, transports: Any) -> Non
         across=st.sampled_from(sorted(ACROSS)),
         polls=st.integers(0, 20),
     )
-    @settings(in_step, max_examples=8)
+    @settings(in_step, max_examples=len(seeds(8)))
     def _started(*, kinds: Any, across: str, polls: int) -> None:
         reductions = [
             Reduction(one, number, mean=number % 2 == 1)

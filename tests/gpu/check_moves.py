@@ -16,6 +16,7 @@ from hpcstrat.gpu.transports import byte_movers
 from hpcstrat.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
 from hpcstrat.gpu.transports.nccl_group import NcclGroup
 from tests.gpu.driving import Team, in_step, shared_team
+from tests.mpi.ranks.effort import seeds
 
 NAMES = ("nccl", "pairs", "small_pairs", "staged", "small_staged")
 SIZES = st.sampled_from([0, 1, 2, 7, 300, 1001, 5000])
@@ -67,7 +68,7 @@ def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
         root=st.integers(0, crew.size - 1),
         in_place=st.booleans(),
     )
-    @settings(in_step, max_examples=15)
+    @settings(in_step, max_examples=len(seeds(15)))
     def _broadcasts(*, kinds: Any, root: int, in_place: bool) -> None:
         sources = [
             cupy.asarray(_values(size, dtype, crew.rank)) for dtype, size in kinds
@@ -91,7 +92,7 @@ def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
     import cupy
 
     @given(dtype=TYPES, sizes=st.lists(SIZES, min_size=crew.size, max_size=crew.size))
-    @settings(in_step, max_examples=15)
+    @settings(in_step, max_examples=len(seeds(15)))
     def _gathers(*, dtype: str, sizes: list[int]) -> None:
         own = cupy.asarray(_values(sizes[crew.rank], dtype, crew.rank))
         out = cupy.empty(sum(sizes), dtype)

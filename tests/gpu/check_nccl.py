@@ -27,6 +27,7 @@ from tests.gpu.driving import (
     reduce_now,
     shared_team,
 )
+from tests.mpi.ranks.effort import seeds
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_sums_are_exact(crew: Team, transport: Any) -> None:
 
 
 @given(kinds=st.lists(KINDS, min_size=1, max_size=3), polls=st.integers(0, 20))
-@settings(in_step, max_examples=12)
+@settings(in_step, max_examples=len(seeds(12)))
 def _started(crew: Team, transport: Any, *, kinds: Any, polls: int) -> None:
     reductions = [
         Reduction(one, number, mean=number % 2 == 1) for number, one in enumerate(kinds)

@@ -25,6 +25,7 @@ from tests.gpu.driving import (
     same_bits,
     shared_team,
 )
+from tests.mpi.ranks.effort import seeds
 
 MODES = ("events", "no_events")
 PIECES = st.sampled_from([1000, 4096, 1 << 20])
@@ -138,7 +139,7 @@ def test_halves_are_never_written_too_early(crew: Team, transports: Any) -> None
     polls=st.integers(0, 20),
     piece_bytes=st.sampled_from([512, 1 << 20]),
 )
-@settings(in_step, max_examples=25)
+@settings(in_step, max_examples=len(seeds(25)))
 def _started(
     crew: Team, transport: Any, *, kinds: Any, polls: int, **given: Any
 ) -> None:

@@ -23,6 +23,7 @@ from tests.gpu.driving import (
     same_bits,
     shared_team,
 )
+from tests.mpi.ranks.effort import seeds
 
 _ALWAYS = 1 << 40
 LIMITS = {
@@ -69,7 +70,7 @@ def test_sums_are_exact(crew: Team, transports: Any, limits: str) -> None:
         piece_bytes=st.sampled_from([64, 1000, 1 << 20]),
         seed=st.integers(0, 1000),
     )
-    @settings(in_step, max_examples=12)
+    @settings(in_step, max_examples=len(seeds(12)))
     def _sums(**given: Any) -> None:
         reduction = Reduction(**given)
         results = reduce_now(crew, transports[limits], reduction)
@@ -112,7 +113,7 @@ def test_bits_are_those_of_all_ranks(crew: Team, transports: Any, limits: str) -
     polls=st.integers(0, 20),
     piece_bytes=st.sampled_from([512, 1 << 20]),
 )
-@settings(in_step, max_examples=15)
+@settings(in_step, max_examples=len(seeds(15)))
 def _started(
     crew: Team,
     transports: Any,

@@ -22,6 +22,7 @@ from tests.gpu.driving import (
     reduce_now,
     shared_team,
 )
+from tests.mpi.ranks.effort import seeds
 
 _CHOOSERS = {
     "library": select.select,
@@ -75,7 +76,7 @@ def test_sums_are_exact(crew: Team, transports: Any, name: str, parts: str) -> N
         piece_bytes=st.sampled_from([1000, 1 << 20]),
         seed=st.integers(0, 1000),
     )
-    @settings(in_step, max_examples=8)
+    @settings(in_step, max_examples=len(seeds(8)))
     def _sums(**given: Any) -> None:
         reduction = Reduction(**given)
         results = reduce_now(crew, transports[name, parts], reduction)
@@ -95,7 +96,7 @@ def test_started_sums_end_beside_computation(
         parts=st.sampled_from(sorted(PART_BYTES)),
         polls=st.integers(0, 20),
     )
-    @settings(in_step, max_examples=5)
+    @settings(in_step, max_examples=len(seeds(5)))
     def _started(*, kinds: Any, parts: str, polls: int) -> None:
         reductions = [
             Reduction(one, number, mean=number % 2 == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ GUARD = 5
 MARK = 77
 
 several = settings(
-    max_examples=80,
+    max_examples=30 if "--short" in sys.argv else 80,
     deadline=None,
     derandomize=True,
     database=None,

@@ -35,11 +35,16 @@ print(nvrtc.getPTX(program).decode())
 """
 
 
-def test_kernels_agree_with_numpy() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [["--short"], pytest.param([], marks=pytest.mark.full)],
+    ids=["short", "whole"],
+)
+def test_kernels_agree_with_numpy(options: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     cases = str(HERE / "kernel_cases.py")
     finished = subprocess.run(
-        [*command, "--color=no", cases],
+        [*command, "--color=no", *options, cases],
         *(),
         cwd=ROOT,
         env=os.environ | environment({}),

@@ -235,8 +235,12 @@ def test_doctor_alone(run: Run) -> None:
     assert "yes, contents compared, 8 B, 64 KiB, 4 MiB" in first.stdout
     assert first.stdout.endswith("no problems found\n")
     assert _narrow(first.stdout)
-    # Kept, until it is asked for again.
     assert "trying" not in run(*DOCTOR).stderr
+
+
+@pytest.mark.full
+def test_doctor_tries_again_when_asked(run: Run) -> None:
+    assert "trying" in run(*DOCTOR).stderr
     assert "trying" in run(*DOCTOR, "--fresh").stderr
 
 

@@ -55,21 +55,27 @@ def _paths(names: list[str]) -> list[str]:
     return [str(RANKS / f"check_{name}.py") for name in names]
 
 
+# In the layouts in which the transports are taken.
+NEAR = "--short", "--layout=one_worker"
+APART = "--short", "--layout=one_replica_per_worker"
+UNEVEN = "--short", "--layout=two_replicas_per_worker"
+
+
 @pytest.mark.parametrize(
-    ("n", "transport", "names"),
+    ("n", "transport", "options", "names"),
     [
-        (1, "peer", ["contexts", "optimizers"]),
-        (2, "nccl", ["reductions", "variables", "optimizers"]),
-        (2, "mpi", ["contexts", "gather_broadcast"]),
-        (2, "peer", ["checkpoint", "metrics", "random"]),
-        (3, "peer", ["gather_broadcast", "non_finite"]),
+        (1, "peer", NEAR, ["contexts", "optimizers"]),
+        (2, "nccl", NEAR, ["reductions", "variables", "optimizers"]),
+        (2, "mpi", APART, ["contexts"]),
+        (2, "peer", NEAR, ["checkpoint", "metrics", "random"]),
+        (3, "peer", UNEVEN, ["gather_broadcast", "non_finite"]),
     ],
-    ids=lambda value: value if isinstance(value, int | str) else value[0],
+    ids=lambda value: value[1][9:] if isinstance(value, tuple) else None,
 )
 def test_a_sample_of_the_rank_tests_passes_on_gpus(
-    n: int, transport: str, names: list[str]
+    n: int, transport: str, options: tuple[str, ...], names: list[str]
 ) -> None:
-    assert _passed(n, transport, _paths(names), "--short") >= len(names)
+    assert _passed(n, transport, _paths(names), *options) >= len(names)
 
 
 @pytest.mark.parametrize(("n", "transport"), [(1, "peer"), (2, "nccl"), (3, "mpi")])
@@ -116,7 +122,9 @@ def _device_paths(names: list[str]) -> list[str]:
     ids=lambda value: value if isinstance(value, int) else value[0],
 )
 def test_device_tests_pass(n: int, names: list[str]) -> None:
-    assert num_passed(n, _device_paths(names), {})
+    # Layouts say little where it is one GPU that computes; transports have their own.
+    layout = NEAR[1:] if names[0].startswith("device_") else ()
+    assert num_passed(n, _device_paths(names), {}, "--short", *layout)
 
 
 @pytest.mark.full

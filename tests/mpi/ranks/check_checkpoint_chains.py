@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from tests.mpi.ranks.effort import SHORT
 from tests.mpi.ranks.saved import fill, make_variable
 
 pytestmark = pytest.mark.algorithm
@@ -34,7 +35,7 @@ SUMS = st.tuples(st.just("sum"), st.sampled_from((*INTEGERS, *FLOATS)), SHAPES)
 MEANS = st.tuples(st.just("mean"), st.sampled_from(FLOATS[:2]), SHAPES)
 ALWAYS = (("none", "float64", (3,)), ("sum", "int64", (2,)), ("mean", "float64", ()))
 EXAMPLES = settings(
-    max_examples=12,
+    max_examples=6 if SHORT else 12,
     deadline=None,
     derandomize=True,
     # Ranks that look for a simpler example would do so each in its own way.

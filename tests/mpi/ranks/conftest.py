@@ -56,14 +56,20 @@ CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
 }
 
 
+def _layout(item: pytest.Item) -> str | None:
+    """Return the name of a test's layout, if it has one."""
+    callspec = getattr(item, "callspec", None)
+    layout = callspec.params.get("topology_layout") if callspec else None
+    return layout and layout.name
+
+
 def _can_fail(item: pytest.Item, size: int) -> bool:
     """Whether a test can fail at this size and in its layout as nowhere else."""
     kinds = {mark.name for mark in item.iter_markers()} & CAN_FAIL.keys()
-    callspec = getattr(item, "callspec", None)
-    layout = callspec.params.get("topology_layout") if callspec else None
+    layout = _layout(item)
     for kind in kinds:
         layouts = CAN_FAIL[kind].get(size, ())
-        if layouts is None or (layout.name in layouts if layout else layouts):
+        if layouts is None or (layout in layouts if layout else layouts):
             return True
     return not kinds
 
@@ -72,11 +78,13 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out, if ``--short``, the tests that say the same at other sizes."""
+    kept, size = items, launch_from_environment().size
     if config.getoption("short"):
-        size = launch_from_environment().size
-        kept = [item for item in items if _can_fail(item, size)]
-        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
-        items[:] = kept
+        kept = [item for item in kept if _can_fail(item, size)]
+    if wanted := config.getoption("layout"):
+        kept = [item for item in kept if _layout(item) in (None, wanted)]
+    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    items[:] = kept
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
