@@ -62,16 +62,25 @@ def _wrong_replicas(trial: Trial, replicas: int, ranks: int) -> None:
 
 
 PLACES = ("start", "setup", "restore", "dataset", "between", "reduce", "commit", "end")
+FULL = pytest.mark.full
 AT_STEP = {"dataset": 5, "between": 5, "reduce": 5, "commit": 5}
 
 
 @ulfm
-@pytest.mark.parametrize("each", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("each", "places"),
+    [
+        (None, PLACES),
+        (1, ("setup", "reduce")),
+        (2, ("restore", "between", "reduce")),
+        pytest.param(1, PLACES[1:6], marks=FULL),
+        pytest.param(2, PLACES[1:6], marks=FULL),
+    ],
+)
 def test_goes_on_with_fewer_wherever_a_rank_dies(
-    each: int | None, expected: dict[str, Any]
+    each: int | None, places: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     # Where there is one worker, in shared memory; where there are several, in MPI.
-    places = PLACES if each is None else PLACES[1:6]
     n = 3 if each is None else 4
     cases = [
         (
@@ -113,23 +122,23 @@ def test_spare_takes_the_place_of_any_rank_bit_for_bit() -> None:
 
 
 @ulfm
+@pytest.mark.parametrize("spare_ranks", [0, pytest.param(1, marks=FULL)])
 def test_lost_part_of_a_sum_is_named_unless_a_partner_has_it(
-    expected: dict[str, Any],
+    spare_ranks: int, expected: dict[str, Any]
 ) -> None:
     kills = [_kill(1, "reduce", 5)]
-    for spare_ranks in (0, 1):
-        run = {"spare_ranks": spare_ranks}
-        copies = {**run, "partner_copies": True}
-        lost, kept = _trials(
-            (3 + spare_ranks, {"kills": kills, "run": r}) for r in (run, copies)
-        )
-        judge(kept, expected, exact=True)
-        _fail_for([judge(lost, expected), kept])
-        # Its rows of the five steps before, of batches of 12.
-        assert lost.results[0]["seen"] == expected["seen"] - 5 * 4
-        said = "the parts of replicas [1] in the sums variables/sums/seen"
-        assert said in lost.stderr
-        assert "are lost" not in kept.stderr
+    run = {"spare_ranks": spare_ranks}
+    copies = {**run, "partner_copies": True}
+    lost, kept = _trials(
+        (3 + spare_ranks, {"kills": kills, "run": r}) for r in (run, copies)
+    )
+    judge(kept, expected, exact=True)
+    _fail_for([judge(lost, expected), kept])
+    # Its rows of the five steps before, of batches of 12.
+    assert lost.results[0]["seen"] == expected["seen"] - 5 * 4
+    said = "the parts of replicas [1] in the sums variables/sums/seen"
+    assert said in lost.stderr
+    assert "are lost" not in kept.stderr
 
 
 @ulfm
@@ -240,7 +249,7 @@ def _run(n: int, name: str, *words: object) -> Ended:
 
 
 @ulfm
-@pytest.mark.parametrize("each", [0, 1, 2])
+@pytest.mark.parametrize("each", [0, pytest.param(1, marks=FULL), 2])
 def test_error_names_the_lost_rank_and_the_others_can_go_on(each: int) -> None:
     ended = _run(4, "lost_rank.py", "go_on", each)
     assert ended.returncode == 0, str(ended)
@@ -260,8 +269,12 @@ def test_loss_that_is_not_handled_ends_the_job(way: str) -> None:
 
 
 @ulfm
-def test_loss_ends_the_job_by_default_also_where_the_launcher_lets_it_live() -> None:
-    places = ("reduce", "run", "exit", "worker_each")
+@pytest.mark.parametrize(
+    "places", [("exit", "worker_each"), pytest.param(("reduce", "run"), marks=FULL)]
+)
+def test_loss_ends_the_job_by_default_also_where_the_launcher_lets_it_live(
+    places: tuple[str, ...],
+) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         all_ended = pool.map(lambda p: _run(3, "leave.py", "kill", p, 1), places)
     for ended in all_ended:
@@ -307,7 +320,7 @@ def test_one_process_needs_no_launcher(expected: dict[str, Any]) -> None:
 
 @ulfm
 def test_random_kills() -> None:
-    _fail_for(killing.campaign(5, int(time.time()), local))
+    _fail_for(killing.campaign(3, int(time.time()), local))
 
 
 @ulfm

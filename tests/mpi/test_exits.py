@@ -25,6 +25,11 @@ WAITS = (
     ("worker_each", 3, 0),
 )
 AT_ONCE = 4
+FULL = pytest.mark.full
+# Of ways to leave that look alike, one is tried wherever others wait, each other one at
+# half of these places.
+SOME, OTHERS = WAITS[::3], WAITS[1:3]
+Waits = Sequence[tuple[str, int, int]]
 
 
 def _all(function: Callable[..., Ended], calls: Sequence[tuple[Any, ...]]) -> None:
@@ -73,17 +78,18 @@ def _error_case(way: str, words: tuple[str, ...], wait: str, n: int, rank: int) 
 
 
 @pytest.mark.parametrize(
-    ("way", "words"),
+    ("way", "waits"),
     [
-        ("error", ("ValueError: the cause",)),
-        ("error_in_run", ("ValueError: the cause",)),
-        ("interrupt", ("KeyboardInterrupt",)),
+        ("error", WAITS),
+        ("error_in_run", SOME),
+        ("interrupt", OTHERS),
+        pytest.param("error_in_run", OTHERS, marks=FULL),
+        pytest.param("interrupt", SOME, marks=FULL),
     ],
 )
-def test_uncaught_error_ends_the_job_and_is_shown_first(
-    way: str, words: tuple[str, ...]
-) -> None:
-    _all(_error_case, [(way, words, *wait) for wait in WAITS])
+def test_uncaught_error_ends_the_job_and_is_shown_first(way: str, waits: Waits) -> None:
+    error = "KeyboardInterrupt" if way == "interrupt" else "ValueError: the cause"
+    _all(_error_case, [(way, (error,), *wait) for wait in waits])
 
 
 def _left_case(way: str, wait: str, n: int, rank: int) -> str:
@@ -98,9 +104,18 @@ def _left_case(way: str, wait: str, n: int, rank: int) -> str:
     return _wrong(ended, status, _silent(ended))
 
 
-@pytest.mark.parametrize("way", ["return", "exit0", "exit3"])
-def test_others_are_told_who_has_left(way: str) -> None:
-    _all(_left_case, [(way, *wait) for wait in WAITS])
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [
+        ("return", WAITS),
+        ("exit0", SOME),
+        ("exit3", OTHERS),
+        pytest.param("exit0", OTHERS, marks=FULL),
+        pytest.param("exit3", SOME, marks=FULL),
+    ],
+)
+def test_others_are_told_who_has_left(way: str, waits: Waits) -> None:
+    _all(_left_case, [(way, *wait) for wait in waits])
 
 
 def _died(way: str, ended: Ended) -> str:
@@ -114,9 +129,18 @@ def _death_case(way: str, wait: str, n: int, rank: int) -> str:
     return _wrong(ended, _died(way, ended), first if ended.tracebacks else "")
 
 
-@pytest.mark.parametrize("way", ["kill", "term", "os_exit"])
-def test_death_of_a_rank_ends_the_job(way: str) -> None:
-    _all(_death_case, [(way, *wait) for wait in WAITS])
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [
+        ("kill", WAITS),
+        ("term", SOME),
+        ("os_exit", OTHERS),
+        pytest.param("term", OTHERS, marks=FULL),
+        pytest.param("os_exit", SOME, marks=FULL),
+    ],
+)
+def test_death_of_a_rank_ends_the_job(way: str, waits: Waits) -> None:
+    _all(_death_case, [(way, *wait) for wait in waits])
 
 
 def _thread_case(wait: str, n: int, rank: int) -> str:
@@ -131,8 +155,11 @@ def _thread_case(wait: str, n: int, rank: int) -> str:
     )
 
 
-def test_error_in_a_thread_is_shown_and_the_end_of_its_rank_is_told() -> None:
-    _all(_thread_case, [(*wait,) for wait in WAITS])
+@pytest.mark.parametrize("waits", [OTHERS, pytest.param(SOME, marks=FULL)])
+def test_error_in_a_thread_is_shown_and_the_end_of_its_rank_is_told(
+    waits: Waits,
+) -> None:
+    _all(_thread_case, waits)
 
 
 def _bad_argument_case(wait: str, n: int, rank: int) -> str:
@@ -146,8 +173,8 @@ def test_bad_argument_on_one_rank_is_shown_first() -> None:
     _all(_bad_argument_case, [("reduce", 2, 1), ("run", 3, 2), ("exit", 2, 0)])
 
 
-def _several_case(way: str, n: int, rank: int, wait: str, option: str) -> str:
-    ended = start(n, "leave.py", way, wait, rank, option)
+def _several_case(way: str, n: int, rank: int, option: str) -> str:
+    ended = start(n, "leave.py", way, "reduce", rank, option)
     if way in ("error", "interrupt"):
         words = ("ValueError: the cause",)
     else:
@@ -157,17 +184,25 @@ def _several_case(way: str, n: int, rank: int, wait: str, option: str) -> str:
     return _wrong(ended, _failed(ended), _first(ended, *words))
 
 
-def test_two_open_strategies_hide_no_exit() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [
+            ("error", 2, 0, "second"),
+            ("return", 3, 1, "second"),
+            ("error", 3, 0, "part"),
+            ("return", 3, 0, "part"),
+        ],
+        pytest.param(
+            [("exit3", 3, 1, "part"), ("interrupt", 3, 1, "part")], marks=FULL
+        ),
+    ],
+)
+def test_two_open_strategies_hide_no_exit(
+    cases: list[tuple[str, int, int, str]],
+) -> None:
     """The others wait in a collective of the second."""
-    calls = [
-        ("error", 2, 0, "reduce", "second"),
-        ("return", 3, 1, "reduce", "second"),
-        ("error", 3, 0, "reduce", "part"),
-        ("return", 3, 0, "reduce", "part"),
-        ("exit3", 3, 1, "reduce", "part"),
-        ("interrupt", 3, 1, "reduce", "part"),
-    ]
-    _all(_several_case, calls)
+    _all(_several_case, cases)
 
 
 def _part_death_case(way: str) -> str:
@@ -336,7 +371,7 @@ def _lines_case(n: int, wait: str) -> str:
 
 
 def test_traceback_is_whole_before_the_job_ends() -> None:
-    _all(_lines_case, 2 * [(2, "reduce"), (2, "worker_each")])
+    _all(_lines_case, [(2, "reduce"), (2, "worker_each")])
 
 
 def _shown_case(n: int, case: str, word: str, shown: int = 1) -> str:

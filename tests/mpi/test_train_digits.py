@@ -23,6 +23,7 @@ JOBS = ROOT / "jobs"
 SCRIPT = JOBS / "train_digits.py"
 TIMEOUT_SECONDS = 240
 STEPS_PER_EPOCH = 23
+FULL = pytest.mark.full
 
 Weights = dict[str, np.ndarray[Any, Any]]
 
@@ -136,7 +137,10 @@ def test_each_epoch_has_its_line_where_there_is_no_terminal() -> None:
     assert lines[-1].endswith(f", {last}")
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+# Three have a first, a middle and a last one.
+@pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=FULL), 3, pytest.param(4, marks=FULL)]
+)
 def test_training_does_not_depend_on_the_number_of_ranks(
     n: int, tmp_path: Path, alone: dict[str, Weights]
 ) -> None:
@@ -164,17 +168,17 @@ def test_batches_smaller_than_the_number_of_ranks_train_alike(tmp_path: Path) ->
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_longer_run_resumes_a_shorter_one_bit_by_bit(n: int, tmp_path: Path) -> None:
-    expected = train_and_load(n, tmp_path, "--epochs", 5)
+    expected = train_and_load(n, tmp_path, "--epochs", 3)
     folder = tmp_path / "checkpoints"
     options = ("--checkpoint-dir", folder, "--resume")
     first = train(n, *options, "--epochs", 2)
     assert f"no whole checkpoint in {folder}: starting at epoch 1" in first.stdout
     dump = tmp_path / "resumed.npz"
-    second = train(n, *options, "--epochs", 5, "--dump", dump)
+    second = train(n, *options, "--epochs", 3, "--dump", dump)
     assert f"resumed from {folder}: step 46, 2 epochs are done" in second.stdout
     with np.load(dump) as found:
         assert_same_bits(dict(found), expected)
-    third = train(n, *options, "--epochs", 5)
+    third = train(n, *options, "--epochs", 3)
     assert accuracy_of(third.stdout) == accuracy_of(second.stdout)
 
 
@@ -223,30 +227,32 @@ def test_another_number_of_ranks_can_resume(tmp_path: Path) -> None:
 def test_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     file = tmp_path / "new folder" / "curves.png"
-    train(2, "--epochs", 1, "--picture", file)
+    train(1, "--epochs", 1, "--picture", file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("n", "options", "message"),
     [
-        (["--data", "{tmp}/none.h5"], "found no such file; make it with"),
-        (["--data", "{tmp}/text"], "expected an HDF5 file with"),
-        (["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
-        (["--dump", "{tmp}/text/weights.npz"], "found {tmp}/text: a file"),
-        (["--picture", "{tmp}/curves.txt"], "found {tmp}/curves.txt; change it"),
-        (["--checkpoint-dir", "{tmp}"], "add --resume to go on"),
-        (["--resume"], "--resume needs --checkpoint-dir"),
-        (["--epochs", "0"], "0 is not in the range"),
+        # What the first rank finds, and what all find by themselves.
+        (2, ["--data", "{tmp}/none.h5"], "found no such file; make it with"),
+        (2, ["--epochs", "0"], "0 is not in the range"),
+        # Others of the one kind, and the other.
+        (1, ["--data", "{tmp}/text"], "expected an HDF5 file with"),
+        (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
+        (1, ["--dump", "{tmp}/text/weights.npz"], "found {tmp}/text: a file"),
+        (1, ["--picture", "{tmp}/curves.txt"], "found {tmp}/curves.txt; change it"),
+        (1, ["--checkpoint-dir", "{tmp}"], "add --resume to go on"),
+        (1, ["--resume"], "--resume needs --checkpoint-dir"),
     ],
 )
 def test_mistakes_end_the_job_with_one_clear_line(
-    options: Sequence[str], message: str, tmp_path: Path
+    n: int, options: Sequence[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "text").write_text("not HDF5")
     (tmp_path / "ckpt-1.h5").touch()
     filled = [option.format(tmp=tmp_path) for option in options]
-    finished = launch(2, words(*filled), timeout=TIMEOUT_SECONDS)
+    finished = launch(n, words(*filled), timeout=TIMEOUT_SECONDS)
     assert finished.returncode != 0
     assert finished.stderr.count(message.format(tmp=tmp_path)) == 1
     assert "Traceback" not in finished.stderr

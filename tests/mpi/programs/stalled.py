@@ -96,7 +96,7 @@ HOW: dict[str, Callable[[], None]] = {
     "holds": hold_the_interpreter,
     "sums": sum_in_c,
     "lets_go": _let_the_interpreter_go,
-    "comes": _come_after(6),
+    "comes": _come_after(4),
     "slow": _slow(5, 60),
     "slow_in_c": _slow_in_c(7, 60),
     "too_slow": _slow(3600, 3),
