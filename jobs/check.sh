@@ -7,18 +7,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python}"
 PATH="$(dirname "$(command -v "$python")"):$PATH"
-failed=()
+said="$(mktemp -d)"
+trap 'rm -rf "$said"' EXIT
+names=() commands=() checks=()
 
+# All run at the same time; two of them take nearly all of it, a core each.
 check() {
-    local name="$1" output
+    local name="$1"
     shift
-    if output="$("$@" 2>&1)"; then
-        echo "ok      $name"
-    else
-        failed+=("$name")
-        echo "FAILED  $name: $*"
-        echo "$output"
-    fi
+    "$@" >"$said/$name" 2>&1 &
+    names+=("$name") commands+=("$*") checks+=("$!")
 }
 
 mapfile -t scripts < <(find .ci jobs benchmarks tests/cluster \
@@ -32,11 +30,19 @@ check "numpydoc" python -m tests.docs.public
 check "codespell" codespell
 check "shellcheck" shellcheck --severity=style "${scripts[@]}"
 if command -v sphinx-build >/dev/null; then
-    built="$(mktemp -d)"
-    trap 'rm -rf "$built"' EXIT
-    check "docs" env PYTHONPATH=. sphinx-build -W --keep-going -q -b html docs "$built"
+    check "docs" env PYTHONPATH=. sphinx-build -W --keep-going -q -b html docs "$said/html"
 fi
 
+failed=()
+for i in "${!names[@]}"; do
+    if wait "${checks[i]}"; then
+        echo "ok      ${names[i]}"
+    else
+        failed+=("${names[i]}")
+        echo "FAILED  ${names[i]}: ${commands[i]}"
+        cat "$said/${names[i]}"
+    fi
+done
 if ((${#failed[@]})); then
     echo "${#failed[@]} failed: ${failed[*]}" >&2
     exit 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import signal
 from typing import Any
@@ -49,9 +50,13 @@ def why_no_gpu() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the GPU tests where there is no GPU, with the reason."""
+    """Skip, with the reason, what needs a GPU or a framework that is not here."""
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
+    for mark in item.iter_markers("framework"):
+        for name in mark.args:
+            if importlib.util.find_spec(name) is None:
+                pytest.skip(f"{name} is not installed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

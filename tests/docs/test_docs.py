@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -53,6 +53,12 @@ RECIPES = [
     if any(b.compared and b.where == extra for b in runnable(PAGES[name], 2, extra))
 ]
 EXAMPLES = DOCS / "examples"
+
+
+def _param(*key: Any, marks: Any = ()) -> Any:
+    """Return a parameter; the last word of the key is the framework that it needs."""
+    needs = [pytest.mark.framework(key[-1])] if key[-1] else []
+    return pytest.param(*key, marks=[*needs, *marks])
 
 
 # Jobs mostly wait; several at once take the time of a few.
@@ -160,17 +166,15 @@ def test_words_after_the_fence_are_known() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "extra"),
     [
-        *PAGE_JOBS,
+        *[_param(*key) for key in PAGE_JOBS],
         *[
-            pytest.param(*key, marks=pytest.mark.slow)
+            _param(*key, marks=[pytest.mark.slow])
             for key in SLOW_JOBS
             if key not in PAGE_JOBS
         ],
     ],
 )
 def test_blocks_run(jobs: Jobs, name: str, size: int, extra: str) -> None:
-    if not _is_there(extra):
-        pytest.skip(f"{extra} is not installed")
     done = jobs(name, size, extra)
     assert done.returncode == 0, done.stderr
 
@@ -181,13 +185,11 @@ def test_every_recipe_has_a_program_of_one_process() -> None:
     assert pages >= {name for name in WITH_RANKS if name.startswith("coming-from/")}
 
 
-@pytest.mark.parametrize(("name", "extra"), RECIPES)
+@pytest.mark.parametrize(("name", "extra"), [_param(*key) for key in RECIPES])
 def test_recipes_compute_the_same_on_any_number_of_ranks(
     jobs: Jobs, name: str, extra: str
 ) -> None:
     """All have a last batch that is not full, whose parts differ in size."""
-    if not _is_there(extra):
-        pytest.skip(f"{extra} is not installed")
     one_process = ONE_PROCESS[name, extra]()
     # PyTorch and JAX compute in float32.
     rtol, atol = (1e-5, 1e-6) if extra else (1e-12, 1e-15)
