@@ -1,0 +1,1 @@
+"""Programs of Horovod as they are, but for the line that imports it."""

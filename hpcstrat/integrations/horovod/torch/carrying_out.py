@@ -1,0 +1,200 @@
+"""What is done for requests that all ranks have, several of a kind at a time.
+
+All is collective over the ranks, which have agreed on everything that must be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcstrat.integrations.horovod.torch.submissions import Submissions
+from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.reduction_kinds import Reduction
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.options import ReduceOp
+from hpcstrat.typing import Array
+
+__all__ = [
+    "Reduced",
+    "all_gather",
+    "all_gather_objects",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "broadcast_objects",
+    "meet",
+    "reduce_scatter",
+]
+
+
+@dataclass
+class Reduced:
+    """A tensor to be reduced, in its own memory, or into a part of it."""
+
+    tensor: torch.Tensor
+    reduction: Reduction
+    before: float = 1.0
+    after: float = 1.0
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place: integers in float64, halves in float32."""
+    if factor == 1:
+        return
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        tensor.copy_(tensor.double() * factor)
+    elif tensor.dtype.itemsize == 2:
+        tensor.copy_(tensor.float() * factor)
+    else:
+        tensor.mul_(factor)
+
+
+def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
+    """Reduce tensors in place, in as few messages as fit."""
+    everything = [one for some in batch for one in some]
+    arrays: dict[ReduceOp, list[Array]] = {ReduceOp.SUM: [], ReduceOp.MEAN: []}
+    for one in everything:
+        _scale(one.tensor, one.before)
+        reduction = one.reduction
+        if reduction.function is np.add:
+            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
+            arrays[op].append(memory_of(one.tensor))
+        else:
+            host = HostTensors()
+            array = host.write(one.tensor)
+            what = f"allreduce({reduction.name})"
+            job.exchanges.combine(reduction.function, array, what)
+            host.written()
+    for op, some_arrays in arrays.items():
+        if some_arrays:
+            what = "allreduce"
+            job.collectives.batch_reduce(op, some_arrays, what, out=some_arrays)
+    for one in everything:
+        if one.reduction.averages:
+            one.reduction.conclude(memory_of(one.tensor))
+        _scale(one.tensor, one.after)
+    return [[one.tensor for one in some] for some in batch]
+
+
+def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor as bytes, which every library can carry."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Contiguous ones may have any stride along dimensions of length one.
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    width = math.prod(plain.shape[1:]) * plain.itemsize
+    return flat.view(len(plain) if plain.dim() else 1, width)
+
+
+def _from_bytes(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return rows of bytes as those of a tensor."""
+    return rows.view(like.dtype).view(rows.shape[0], *like.shape[1:])
+
+
+def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
+    """Concatenate the tensors of all ranks, whose lengths may differ."""
+    tensors = [tensor for one in batch for tensor in one]
+    arrays = [memory_of(_rows_of_bytes(tensor)) for tensor in tensors]
+    gathered = iter(job.collectives.all_gather(arrays, 0, "allgather"))
+    return [
+        [_from_bytes(as_tensor(next(gathered)), tensor) for tensor in one]
+        for one in batch
+    ]
+
+
+def broadcast(
+    job: Submissions, batch: list[tuple[torch.Tensor, torch.Tensor, int]]
+) -> list[Any]:
+    """Write the root's tensors into those of all ranks, in few messages."""
+    root = batch[0][2]
+    arrays = [memory_of(_rows_of_bytes(tensor)) for tensor, _, _ in batch]
+    received = job.collectives.broadcast(arrays, root, "broadcast")
+    for (tensor, out, _), rows in zip(batch, received, strict=True):
+        if job.strategy.replica_id == root:
+            out.copy_(tensor)
+        else:
+            out.copy_(as_tensor(rows).view(tensor.dtype).view(tensor.shape))
+    return [out for _, out, _ in batch]
+
+
+def all_to_all(
+    job: Submissions, batch: list[tuple[torch.Tensor, list[int]]]
+) -> list[Any]:
+    """Send rows of tensors to each rank; return what came, and how many of each."""
+    own = np.array([splits for _, splits in batch])
+    size = job.collectives.size
+    table = np.empty((size, *own.shape), own.dtype)
+    job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
+    counts = table[:, :, job.strategy.replica_id]
+    results = []
+    for index, (tensor, splits) in enumerate(batch):
+        host, rows = HostTensors(), _rows_of_bytes(tensor)
+        sends = _cut(host.read(rows), splits)
+        received = counts[:, index].tolist()
+        came = rows.new_empty((sum(received), rows.shape[1]))
+        job.exchanges.all_to_all(sends, _cut(host.write(came), received), "alltoall")
+        host.written()
+        results.append((_from_bytes(came, tensor), received))
+    return results
+
+
+def _cut(array: Array, lengths: list[int]) -> list[Array]:
+    """Cut off as many rows for each rank."""
+    ends = np.cumsum(lengths)
+    return [array[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+def share_of(rows: int, rank: int, size: int) -> int:
+    """Return how many of the rows reducescatter leaves to a rank."""
+    return rows // size + (rank < rows % size)
+
+
+def reduce_scatter(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
+    """Reduce tensors, of whose rows each rank gets its part."""
+    return [[_scattered(job, one) for one in some] for some in batch]
+
+
+def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
+    size, rank = job.collectives.size, job.strategy.replica_id
+    tensor, reduction, host = one.tensor, one.reduction, HostTensors()
+    _scale(tensor, one.before)
+    # The first ranks take what is left.
+    whole, left = divmod(len(tensor), size)
+    lengths = [whole + (number < left) for number in range(size)]
+    part = tensor.new_empty((lengths[rank], *tensor.shape[1:]))
+    array = host.write(part)
+    job.exchanges.reduce_scatter(
+        reduction.function,
+        _cut(host.read(tensor), lengths),
+        array,
+        f"reducescatter({reduction.name})",
+        divisor=reduction.divisor,
+    )
+    reduction.conclude(array)
+    host.written()
+    _scale(part, one.after)
+    return part
+
+
+def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[Any]:
+    """Give all ranks the root's objects."""
+    return [
+        job.collectives.broadcast_object(value, root, "broadcast_object")
+        for value, root in batch
+    ]
+
+
+def all_gather_objects(job: Submissions, batch: list[Any]) -> list[Any]:
+    """Give all ranks the objects of all."""
+    return [
+        job.collectives.all_gather_object(value, "allgather_object") for value in batch
+    ]
+
+
+def meet(_job: Submissions, batch: list[None]) -> list[Any]:
+    """Do nothing: all ranks are here."""
+    return batch

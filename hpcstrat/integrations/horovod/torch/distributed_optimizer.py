@@ -1,0 +1,252 @@
+"""Optimizers whose steps take the gradients of all ranks."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hpcstrat.integrations.horovod.torch.compression import Compression
+from hpcstrat.integrations.horovod.torch.job import (
+    global_process_set,
+    require_all_ranks,
+)
+from hpcstrat.integrations.horovod.torch.operations import (
+    Operation,
+    allreduce_async_,
+    require_known,
+    sparse_allreduce_async,
+    synchronize,
+)
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Distributed:
+    """What is put before the class of an optimizer."""
+
+    # Of the optimizer's own class.
+    param_groups: list[dict[str, Any]]
+
+    def _begin(self, named: dict[str, torch.Tensor] | None, **options: Any) -> None:
+        """Hook the gradients of all parameters."""
+        self.backward_passes_per_step = options["passes"]
+        self._compression = options["compression"]
+        self._op, self._predivide = options["op"], options["predivide"]
+        self._sparse_as_dense = options["sparse_as_dense"]
+        self._parameter_names: dict[torch.Tensor, str] = {}
+        # How many backwards have reached a parameter.
+        self._passes: dict[torch.Tensor, int] = {}
+        # By parameter, what waits for its gradient, and writes it.
+        self._finishes: dict[torch.Tensor, Callable[[], None]] = {}
+        self._synchronized, self._synchronizes = False, True
+        self._hook(None if named is None else {p: name for name, p in named.items()})
+
+    def _hook(self, names: dict[torch.Tensor, str] | None = None) -> None:
+        """Hook the parameters that are not hooked yet."""
+        # The garbage collector does not see what hooks of tensors hold.
+        myself = weakref.ref(self)
+
+        def reach(parameter: torch.Tensor) -> None:
+            if (own := myself()) is not None:
+                own._reach(parameter)
+
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter in self._parameter_names:
+                    continue
+                unnamed = f"allreduce.noname.{number}.{place}"
+                self._parameter_names[parameter] = (
+                    unnamed if names is None else names[parameter]
+                )
+                if parameter.is_floating_point() or parameter.is_complex():
+                    # Hooks stay on one that is frozen, and serve one that is thawed.
+                    trained = parameter.requires_grad
+                    parameter.requires_grad_(True)
+                    parameter.register_post_accumulate_grad_hook(reach)
+                    parameter.requires_grad_(trained)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Take more parameters, on all ranks."""
+        super().add_param_group(group)  # type: ignore[misc]
+        self._hook()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let other numbers of backwards come before a step."""
+        self.backward_passes_per_step = passes
+        self._passes.clear()
+
+    def _reach(self, parameter: torch.Tensor) -> None:
+        """Submit a gradient when all backwards of a step have added to it."""
+        if parameter in self._finishes:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times "
+                "before call to step(). Increase backward_passes_per_step to "
+                "accumulate gradients locally."
+            )
+        passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
+        if passes == self.backward_passes_per_step:
+            self._submit(parameter)
+
+    def _submit(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            # Another rank may have used it.
+            parameter.grad = torch.zeros_like(parameter)
+        gradient, name = parameter.grad, self._parameter_names[parameter]
+        sparse = gradient.is_sparse
+        if sparse and not self._sparse_as_dense:
+            total = sparse_allreduce_async(gradient, name, self._op)
+
+            def finish() -> None:
+                parameter.grad = total()
+
+        else:
+            dense = gradient.to_dense() if sparse else gradient
+            wire, context = self._compression.compress(dense)
+            handle = allreduce_async_(
+                wire,
+                name=name,
+                op=self._op,
+                prescale_factor=1 / self._predivide,
+                postscale_factor=self._predivide,
+            )
+
+            def finish() -> None:
+                reduced = self._compression.decompress(synchronize(handle), context)
+                if sparse:
+                    parameter.grad = reduced.to_sparse(gradient.sparse_dim())
+                elif reduced is not gradient:
+                    gradient.copy_(reduced)
+
+        self._finishes[parameter] = finish
+
+    def synchronize(self) -> None:
+        """Wait for the gradients of all ranks; collective over them."""
+        for parameter in self._parameter_names:
+            if parameter.requires_grad and parameter not in self._finishes:
+                self._submit(parameter)
+        try:
+            for finish in self._finishes.values():
+                finish()
+        finally:
+            self._finishes.clear()
+            self._passes.clear()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let steps inside use the gradients as they are, after `synchronize`."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Wait for the gradients of all ranks, and make a step; collective."""
+        if self._synchronizes:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() "
+                    "context after optimizer.synchronize(). This can cause training "
+                    "slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use "
+                    "optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Forget the gradients."""
+        if self._finishes:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it "
+                "can cause a race condition."
+            )
+        super().zero_grad(*args, **options)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **options: Any) -> None:
+        """Take another state; backwards before it do not count."""
+        self._finishes.clear()
+        self._passes.clear()
+        self._synchronized, self._synchronizes = False, True
+        super().load_state_dict(*args, **options)  # type: ignore[misc]
+
+
+def _checked_names(optimizer: torch.optim.Optimizer, named: Any) -> Any:
+    """Return parameters by name, if each of the optimizer's has one."""
+    named = list(named)
+    if not all(isinstance(each, tuple) for each in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), "
+            "usually produced by model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            + ", ".join(twice)
+        )
+    known = {id(parameter) for _, parameter in named}
+    groups = optimizer.param_groups
+    if unnamed := [
+        f"{number}.{place}"
+        for number, group in enumerate(groups)
+        for place, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not "
+            f"named. Group and place of each: {', '.join(unnamed)}"
+        )
+    return dict(named)
+
+
+def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Any = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Operation = Operation.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,  # noqa: ARG001
+    groups: Any = None,  # noqa: ARG001
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Return an optimizer whose steps take the gradients of all ranks.
+
+    Not collective; its ``step`` and ``synchronize`` are, over all ranks. It is of a
+    subclass of the optimizer's, and shares its parameters, options and state.
+    Gradients are reduced together when a step waits for them, so that ``num_groups``
+    and ``groups``, which say which are reduced together, have nothing to do.
+    """
+    require_all_ranks(process_set)
+    require_known(op)
+    if gradient_predivide_factor != 1.0 and op is not Operation.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    named = named_parameters
+    if named is not None:
+        named = _checked_names(optimizer, named)
+    kind = type(optimizer)
+    made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
+    # But for what a scheduler of the old one has put in the place of its step.
+    vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    made._begin(
+        named,
+        passes=backward_passes_per_step,
+        compression=compression,
+        op=op,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+    )
+    return made

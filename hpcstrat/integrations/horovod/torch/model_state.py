@@ -1,0 +1,49 @@
+"""What makes models and optimizers equal on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcstrat.integrations.horovod.torch.job import rank
+from hpcstrat.integrations.horovod.torch.operations import (
+    broadcast_async_,
+    broadcast_object,
+    synchronize,
+)
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give all ranks the root's tensors, such as ``model.state_dict()``; collective."""
+    if isinstance(params, dict):
+        params = sorted(params.items())
+    elif isinstance(params, (str, torch.Tensor)) or not hasattr(params, "__iter__"):
+        raise ValueError(f"invalid params of type: {type(params)}")
+    named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: Any = None,  # noqa: ARG001
+) -> None:
+    """Give all ranks the state and the options of the root's optimizer; collective."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state:
+        # Horovod makes a step with these, so that there is a state, and leaves them. A
+        # step would move weights that decay; what the root has is sent as it is here.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+    own = optimizer.state_dict() if rank() == root_rank else None
+    state = broadcast_object(own, root_rank)
+    if rank() != root_rank:
+        optimizer.load_state_dict(state)

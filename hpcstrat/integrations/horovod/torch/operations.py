@@ -1,0 +1,627 @@
+"""Horovod's calls that exchange tensors and objects, with their gradients.
+
+Calls whose name ends in ``async`` are not collective: they submit a request, and return
+a handle. All others, `synchronize` too, are collective over all ranks; so is `poll`
+from its second look at a handle on. Names may come in any order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from hpcstrat.integrations.horovod.torch import carrying_out
+from hpcstrat.integrations.horovod.torch.compression import Compression
+from hpcstrat.integrations.horovod.torch.job import (
+    global_process_set,
+    rank,
+    require_all_ranks,
+    size,
+    submissions,
+)
+from hpcstrat.integrations.horovod.torch.submissions import Request
+from hpcstrat.integrations.torch.reduction_kinds import Reduction
+
+__all__ = [
+    "Operation",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "require_known",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+_ALL = global_process_set
+_PLAIN = torch.contiguous_format
+
+
+class Operation(Enum):
+    """What a reduction does; of torch's name."""
+
+    Average = "AVG"
+    Sum = "SUM"
+    Adasum = "ADASUM"
+    Min = "MIN"
+    Max = "MAX"
+    Product = "PRODUCT"
+
+
+_Average = Operation.Average
+
+
+def synchronize(handle: Request) -> Any:
+    """Wait for the end of a call, and return its result."""
+    return submissions().wait(handle)
+
+
+def poll(handle: Request) -> bool:
+    """Return whether a call has ended; waits for the other ranks from the second time.
+
+    Calls are made by ranks that wait: a program that only polls waits here.
+    """
+    return submissions().poll(handle)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call on tensors, with another one as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, gradient: Any, *tensors: Any) -> Any:
+        ctx.gradient = gradient
+        return tuple(call(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.gradient(*gradients)
+
+
+def _differentiable(call: Any, gradient: Any, tensors: Sequence[Any]) -> list[Any]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(_Differentiable.apply(call, gradient, *tensors))
+    return list(call(tensors))
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _described(tensors: Sequence[torch.Tensor], *, lengths: bool = True) -> str:
+    """Describe tensors; without lengths where each rank may have another one."""
+    return ", ".join(_words(tensor, lengths) for tensor in tensors)
+
+
+def _words(tensor: torch.Tensor, lengths: bool) -> str:
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"expected a dense tensor, found layout {tensor.layout}; call to_dense(), "
+            "or hvd.sparse_allreduce_async"
+        )
+    shape = [":" if not lengths and i == 0 else n for i, n in enumerate(tensor.shape)]
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind}[{', '.join(map(str, shape))}]{place}"
+
+
+def _require_rows(tensors: Sequence[torch.Tensor]) -> None:
+    if any(not tensor.dim() for tensor in tensors):
+        raise ValueError(
+            "expected tensors with rows, found one that is a number; call reshape(1)"
+        )
+
+
+def require_known(op: Operation | None) -> Operation:
+    if op is Operation.Adasum:
+        raise NotImplementedError(
+            "expected Average, Sum, Min, Max or Product, found Adasum; use Average, "
+            "and a learning rate for the global batch"
+        )
+    return op or _Average
+
+
+def _chosen(op: Operation | None, average: bool | None) -> Operation | None:
+    """Return the operation that an old or a new program names."""
+    if op is not None and average is not None:
+        raise ValueError(
+            "The op parameter supersedes average. Please provide only one of them."
+        )
+    return Operation.Sum if average is False else op
+
+
+def _reduce(
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    op: Operation | None,
+    factors: tuple[float, float],
+    *,
+    process_set: Any,
+    conclude: Any,
+    in_place: bool = False,
+) -> Request:
+    """Submit tensors, to be reduced in their own memory, in copies, or into parts."""
+    require_all_ranks(process_set)
+    op, scatters = require_known(op), kind.endswith("reducescatter")
+    words = f"{op.name} of {_described(tensors)}"
+    if factors != (1, 1):
+        words += f", times {factors[0]} before and {factors[1]} after"
+    if scatters:
+        _require_rows(tensors)
+    # Refuses what cannot be added, and the like.
+    kinds = [Reduction(op.value, tensor, size()) for tensor in tensors]
+    outs = list(tensors)
+    if not in_place and not (scatters and factors[0] == 1):
+        outs = [t.detach().clone(memory_format=_PLAIN) for t in tensors]
+    reduced = [
+        carrying_out.Reduced(out.detach(), reduction, *factors)
+        for out, reduction in zip(outs, kinds, strict=True)
+    ]
+    return submissions().submit(
+        kind,
+        name,
+        words,
+        carrying_out.reduce_scatter if scatters else carrying_out.all_reduce,
+        reduced,
+        conclude=lambda parts: conclude(parts if scatters else outs),
+    )
+
+
+def _start_allreduce(  # noqa: PLR0917 - Horovod's order
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+    **more: Any,
+) -> Request:
+    op, factors = _chosen(op, average), (prescale_factor, postscale_factor)
+    return _reduce(kind, tensors, name, op, factors, process_set=process_set, **more)
+
+
+def allreduce_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+    """Submit `allreduce`, with its arguments but for ``compression``."""
+    return _start_allreduce("allreduce", [tensor], *args, conclude=_first, **options)
+
+
+def allreduce_async_(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+    """Submit `allreduce_`, with its arguments."""
+    return allreduce_async(tensor, *args, in_place=True, **options)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor], *args: Any, **options: Any
+) -> Request:
+    """Submit `grouped_allreduce`, with its arguments but for ``compression``."""
+    kind = "grouped_allreduce"
+    return _start_allreduce(kind, tensors, *args, conclude=list, **options)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor], *args: Any, **options: Any
+) -> Request:
+    """Submit `grouped_allreduce_`, with its arguments."""
+    return grouped_allreduce_async(tensors, *args, in_place=True, **options)
+
+
+def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Reduce a tensor in its own memory; ``allreduce`` has the arguments."""
+    return synchronize(allreduce_async_(tensor, *args, **options))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor], *args: Any, **options: Any
+) -> Any:
+    """Reduce tensors in their own memory; ``allreduce`` has the arguments."""
+    return synchronize(grouped_allreduce_async_(tensors, *args, **options))
+
+
+def _allreduce(
+    kind: str, tensors: Sequence[torch.Tensor], compression: Any, **options: Any
+) -> list[Any]:
+    def call(wires: Any) -> Any:
+        return synchronize(_start_allreduce(kind, wires, conclude=list, **options))
+
+    def gradient(*gradients: Any) -> Any:
+        return _allreduce(kind, gradients, Compression.none, **unnamed)
+
+    unnamed = {**options, "name": None}
+    return _compressed(call, gradient, tensors, compression)
+
+
+def _compressed(call: Any, gradient: Any, tensors: Any, compression: Any) -> list[Any]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = _differentiable(call, gradient, [wire for wire, _ in pairs])
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
+    ]
+
+
+def allreduce(  # noqa: PLR0917 - Horovod's order
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+) -> torch.Tensor:
+    """Return the average of the ranks' tensors, or what else ``op`` says."""
+    return _allreduce(
+        "allreduce",
+        [tensor],
+        compression,
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )[0]
+
+
+def grouped_allreduce(  # noqa: PLR0917
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+) -> list[torch.Tensor]:
+    """Reduce several tensors together."""
+    return _allreduce(
+        "grouped_allreduce",
+        tensors,
+        compression,
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Operation, process_set: Any = _ALL
+) -> Callable[[], torch.Tensor]:
+    """Submit a sparse tensor; returns a function that waits for the sum or average."""
+    require_known(op)
+    indices = tensor._indices().t().contiguous()
+    parts = [
+        allgather_async(indices, f"{name}.indices", process_set),
+        allgather_async(tensor._values(), f"{name}.values", process_set),
+    ]
+
+    def handle() -> torch.Tensor:
+        places, values = map(synchronize, parts)
+        if op is _Average:
+            values = values / size()
+        return torch.sparse_coo_tensor(
+            places.t(), values, tensor.shape, check_invariants=False
+        )
+
+    return handle
+
+
+def _start_reducescatter(  # noqa: PLR0917 - Horovod's order
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **more: Any,
+) -> Request:
+    factors = prescale_factor, postscale_factor
+    return _reduce(kind, tensors, name, op, factors, process_set=process_set, **more)
+
+
+def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+    """Submit `reducescatter`, with its arguments but for ``compression``."""
+    kind = "reducescatter"
+    return _start_reducescatter(kind, [tensor], *args, conclude=_first, **options)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], *args: Any, **options: Any
+) -> Request:
+    """Submit `grouped_reducescatter`, with its arguments but for ``compression``."""
+    kind = "grouped_reducescatter"
+    return _start_reducescatter(kind, tensors, *args, conclude=list, **options)
+
+
+def reducescatter(  # noqa: PLR0917
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's rows of the reduced tensor."""
+    options = name, op, process_set, prescale_factor, postscale_factor
+    return _reducescatter("reducescatter", [tensor], compression, *options)[0]
+
+
+def grouped_reducescatter(  # noqa: PLR0917
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return this rank's rows of each of the reduced tensors."""
+    options = name, op, process_set, prescale_factor, postscale_factor
+    return _reducescatter("grouped_reducescatter", tensors, compression, *options)
+
+
+def _reducescatter(
+    kind: str, tensors: Sequence[torch.Tensor], compression: Any, *options: Any
+) -> list[Any]:
+    _, op, process_set, before, after = options
+
+    def call(wires: Any) -> Any:
+        return synchronize(_start_reducescatter(kind, wires, *options, conclude=list))
+
+    def gradient(*gradients: Any) -> Any:
+        factor = before * after * (size() if op is Operation.Sum else 1)
+        scaled = [gradient * factor for gradient in gradients]
+        return grouped_allgather(scaled, process_set=process_set)
+
+    return _compressed(call, gradient, tensors, compression)
+
+
+def _start_allgather(
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    conclude: Any,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Request:
+    require_all_ranks(process_set)
+    _require_rows(tensors)
+    words = _described(tensors, lengths=False)
+    own, gather = [t.detach() for t in tensors], carrying_out.all_gather
+    return submissions().submit(kind, name, words, gather, own, conclude=conclude)
+
+
+def allgather_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+    """Submit `allgather`, with its arguments."""
+    return _start_allgather("allgather", [tensor], _first, *args, **options)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], *args: Any, **options: Any
+) -> Request:
+    """Submit `grouped_allgather`, with its arguments."""
+    return _start_allgather("grouped_allgather", tensors, list, *args, **options)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = _ALL
+) -> torch.Tensor:
+    """Return the rows of all ranks' tensors, which may be more on some."""
+    return _allgather("allgather", [tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = _ALL
+) -> list[torch.Tensor]:
+    """Return the rows of all ranks' tensors, of several at a time."""
+    return _allgather("grouped_allgather", tensors, name, process_set)
+
+
+def _allgather(
+    kind: str, tensors: Sequence[torch.Tensor], name: str | None, process_set: Any
+) -> list[torch.Tensor]:
+    def call(own: Any) -> Any:
+        return synchronize(_start_allgather(kind, own, list, name, process_set))
+
+    def gradient(*gradients: Any) -> Any:
+        means = grouped_allreduce(gradients)
+        lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
+        starts = lengths[: rank()].sum(0).tolist()
+        return [
+            mean[start : start + len(tensor)]
+            for mean, start, tensor in zip(means, starts, tensors, strict=True)
+        ]
+
+    return _differentiable(call, gradient, tensors)
+
+
+def _start_broadcast(
+    tensor: torch.Tensor,
+    out: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Request:
+    require_all_ranks(process_set)
+    return submissions().submit(
+        "broadcast",
+        name,
+        f"{_described([tensor])} from rank {_valid(root_rank)}",
+        carrying_out.broadcast,
+        (tensor.detach(), out.detach(), root_rank),
+        key=f"{root_rank:08d}",
+        conclude=lambda _: out,
+    )
+
+
+def _valid(root_rank: int) -> int:
+    if not 0 <= root_rank < size():
+        raise ValueError(
+            f"expected a root_rank from 0 to {size() - 1}, found {root_rank}; change it"
+        )
+    return root_rank
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
+) -> Request:
+    """Submit `broadcast`, with its arguments."""
+    out = torch.empty_like(tensor, requires_grad=False)
+    return _start_broadcast(tensor, out, root_rank, *args, **options)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
+) -> Request:
+    """Submit `broadcast_`, with its arguments."""
+    return _start_broadcast(tensor, tensor, root_rank, *args, **options)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> Any:
+    """Write the root's tensor into that of each rank; see `broadcast`."""
+    return synchronize(broadcast_async_(tensor, root_rank, *args, **options))
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> torch.Tensor:
+    """Return the root's tensor."""
+
+    def call(own: Any) -> Any:
+        [given] = own
+        return [synchronize(broadcast_async(given, root_rank, name, process_set))]
+
+    def gradient(own: Any) -> Any:
+        mean = allreduce(own)
+        return [mean if rank() == root_rank else torch.zeros_like(mean)]
+
+    return _differentiable(call, gradient, [tensor])[0]
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Request:
+    """Submit `alltoall`; what it waits for is always both results."""
+    require_all_ranks(process_set)
+    _require_rows([tensor])
+    lengths, kind = _lengths(tensor, splits)
+
+    def conclude(result: Any) -> Any:
+        rows, received = result
+        return rows, torch.tensor(received, dtype=kind)
+
+    return submissions().submit(
+        "alltoall",
+        name,
+        _described([tensor], lengths=False),
+        carrying_out.all_to_all,
+        (tensor.detach(), lengths),
+        conclude=conclude,
+    )
+
+
+def _lengths(tensor: torch.Tensor, splits: Any) -> tuple[list[int], Any]:
+    """Return how many rows go to each rank, and in which type that is said."""
+    chosen = torch.as_tensor([] if splits is None else splits)
+    kind = torch.int32 if splits is None or isinstance(splits, list) else chosen.dtype
+    if not chosen.numel():
+        if len(tensor) % size():
+            raise ValueError(
+                f"expected a multiple of {size()} rows where there are no splits, "
+                f"found {len(tensor)}; pass splits"
+            )
+        return [len(tensor) // size()] * size(), torch.int32
+    if chosen.is_floating_point() or chosen.shape != (size(),):
+        raise ValueError(
+            f"expected {size()} integers as splits, found {chosen.dtype} of shape "
+            f"{tuple(chosen.shape)}; pass one for each rank, of torch.int32"
+        )
+    lengths = chosen.tolist()
+    if min(lengths) < 0 or sum(lengths) > len(tensor):
+        raise ValueError(
+            f"expected splits of {len(tensor)} rows at most, found {lengths}; pass "
+            "fewer"
+        )
+    return lengths, kind
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Any:
+    """Send rows to each rank; return what came, with ``splits`` also from whom."""
+
+    def call(own: Any) -> Any:
+        [given] = own
+        return synchronize(alltoall_async(given, splits, name, process_set))
+
+    def gradient(own: Any, _: Any) -> Any:
+        sent, _ = alltoall(own, received)
+        # What was sent to nobody has no gradient.
+        left = tensor.new_zeros((len(tensor) - len(sent), *tensor.shape[1:]))
+        return [torch.cat([sent, left])]
+
+    rows, received = _differentiable(call, gradient, [tensor])
+    return rows if splits is None else (rows, received)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = _ALL
+) -> Any:
+    """Return the root's object, of any kind that can be pickled."""
+    require_all_ranks(process_set)
+    words, move = f"from rank {_valid(root_rank)}", carrying_out.broadcast_objects
+    job, payload = submissions(), (obj, root_rank)
+    return job.wait(job.submit("broadcast_object", name, words, move, payload))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks."""
+    job, move = submissions(), carrying_out.all_gather_objects
+    return job.wait(job.submit("allgather_object", name, "", move, obj))
+
+
+def barrier(process_set: Any = _ALL) -> None:
+    """Wait for all ranks."""
+    require_all_ranks(process_set)
+    job = submissions()
+    job.wait(job.submit("barrier", None, "", carrying_out.meet))

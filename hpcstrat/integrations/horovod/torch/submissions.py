@@ -1,0 +1,232 @@
+"""Calls that ranks submit by name, each in its own order, and make together.
+
+A rank that waits for one of its requests meets the other ranks that wait. They compare
+what they have submitted, and make the calls that all of them have, in one order. All is
+done by ranks that wait: nothing goes on while the program computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.channel.call import describe_call
+from hpcstrat.errors import CollectiveError
+from hpcstrat.reduction.exchanges import Exchanges
+from hpcstrat.safety.watchdog.late_ranks import some_ranks
+from hpcstrat.strategies import Strategy
+
+__all__ = ["Request", "Submissions"]
+
+_MEETING = "requests of Horovod"
+_SHOWN_NAMES = 4
+# Horovod's own words, which programs may look for.
+_DUPLICATE = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as "
+    "another tensor that is currently being processed.  If you want to request another "
+    "tensor, use a different tensor name."
+)
+_SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
+# Makes the calls of some requests as one; returns the result of each.
+_CarryOut = Callable[["Submissions", list[Any]], list[Any]]
+
+
+@dataclass(eq=False)
+class Request:
+    """A call that this rank has submitted; the handle of the program."""
+
+    name: str
+    # What all ranks must agree on, in words.
+    details: str
+    carry_out: _CarryOut
+    # What it works on.
+    payload: Any
+    # Requests of one kind and key are made as one call.
+    key: str
+    # Makes of the result what the program gets.
+    conclude: Callable[[Any], Any]
+    done: bool = False
+    result: Any = None
+    error: Exception | None = None
+    # Whether the program has looked at it, and since when.
+    polled_since: float | None = None
+
+    @property
+    def order(self) -> tuple[str, str, str]:
+        """Where it comes, on every rank, and first with which others."""
+        return self.carry_out.__name__, self.key, self.name
+
+    def finish(self, result: Any = None, error: Exception | None = None) -> None:
+        """Keep how it ended, and let go of what it worked on."""
+        self.done, self.result, self.error, self.payload = True, result, error, None
+
+
+class Submissions:
+    """The requests of a rank that have not been made yet."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.collectives = strategy.collectives
+        self.exchanges = Exchanges(strategy.collectives)
+        self._pending: dict[str, Request] = {}
+        self._unnamed: Counter[str] = Counter()
+
+    def submit(
+        self,
+        kind: str,
+        name: str | None,
+        details: str,
+        carry_out: _CarryOut,
+        payload: Any = None,
+        *,
+        key: str = "",
+        conclude: Callable[[Any], Any] = lambda result: result,
+    ) -> Request:
+        """Take a request; not collective."""
+        if name is None:
+            full = f"{kind}.noname.{self._unnamed[kind]}"
+            self._unnamed[kind] += 1
+        else:
+            full = f"{kind}.{name}"
+        if full in self._pending:
+            raise ValueError(_DUPLICATE)
+        request = Request(full, details, carry_out, payload, key, conclude)
+        self._pending[full] = request
+        return request
+
+    def wait(self, request: Request) -> Any:
+        """Return the result of a request; collective over all ranks that wait."""
+        while not request.done:
+            self._meet(request, polls=False)
+        if request.error is not None:
+            raise request.error
+        return request.conclude(request.result)
+
+    def poll(self, request: Request) -> bool:
+        """Return whether a request is done.
+
+        The first time without a look at the others; from then on it meets them, as a
+        program that does nothing but poll must come to its end.
+        """
+        if not request.done:
+            if request.polled_since is None:
+                request.polled_since = time.monotonic()
+            else:
+                self._meet(request, polls=True)
+        return request.done
+
+    def close(self) -> None:
+        """End what is left by an error, for those who wait for it later."""
+        for request in self._pending.values():
+            request.finish(error=CollectiveError(_SHUT_DOWN.format(request.name)))
+        self._pending.clear()
+        self.strategy.close()
+
+    def _meet(self, request: Request, *, polls: bool) -> None:
+        # An error on one rank is one of this call on all.
+        self.collectives.call(_MEETING, self._advance, request, polls)
+
+    def _advance(self, awaited: Request, polls: bool) -> None:
+        """Make the calls that all ranks have submitted."""
+        names = self._common(awaited, polls)
+        requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
+        for _, some in groupby(requests, key=lambda r: r.order[:2]):
+            batch = list(some)
+            try:
+                results = batch[0].carry_out(self, [r.payload for r in batch])
+            except Exception as error:
+                self._end(batch, error)
+                raise
+            for request, result in zip(batch, results, strict=True):
+                request.finish(result)
+                del self._pending[request.name]
+
+    def _end(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in requests:
+            request.finish(error=error)
+            del self._pending[request.name]
+
+    def _common(self, awaited: Request, polls: bool) -> list[str]:
+        """Return the names that all ranks have; what cannot be made ends by errors."""
+        channel: Any = self.collectives.channel
+        if channel is None:
+            return list(self._pending)
+        # One call on all ranks, for which each says what it waits for.
+        call = describe_call(_MEETING)
+        call = replace(call, text=f"hvd.synchronize of {awaited.name!r}")
+        channel.agree(call, self.collectives.timeout_seconds)
+        own = {name: request.details for name, request in self._pending.items()}
+        text = "\n".join(f"{name}\0{own[name]}" for name in sorted(own))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") >> 2
+        bounds = np.array([number, -number])
+        self.exchanges.combine(np.maximum, bounds, _MEETING)
+        if bounds[0] == -bounds[1]:
+            # As a rule all have submitted the same.
+            return list(own)
+        patient = polls and not self._is_overdue(awaited)
+        told = self.collectives.all_gather_object(
+            (own, awaited.name, patient), _MEETING
+        )
+        return self._compared(told)
+
+    def _is_overdue(self, polled: Request) -> bool:
+        channel: Any = self.collectives.channel
+        limit = self.collectives.timeout_seconds or channel.waiter.limit_seconds
+        return time.monotonic() - (polled.polled_since or 0) > limit
+
+    def _compared(self, told: list[tuple[dict[str, str], str, bool]]) -> list[str]:
+        """Compare what all ranks have; each sees, and does, the same."""
+        everyone = [submitted for submitted, _, _ in told]
+        common = [n for n in everyone[0] if all(n in one for one in everyone)]
+        agreed = []
+        for name in common:
+            if len({one[name] for one in everyone}) == 1:
+                agreed.append(name)
+            else:
+                self._end([self._pending[name]], _mismatch(name, everyone))
+        awaited = {name for _, name, _ in told}
+        if not awaited & {*common} and not any(patient for _, _, patient in told):
+            # No rank will submit anything more: each waits for one that does not.
+            stuck = [self._pending[name] for name in awaited & {*self._pending}]
+            self._end(stuck, _deadlock(told))
+        return agreed
+
+
+def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
+    """Say how ranks differ in a call of one name."""
+    ranks: dict[str, list[int]] = {}
+    for rank, submitted in enumerate(everyone):
+        ranks.setdefault(submitted[name], []).append(rank)
+    found = "; ".join(
+        f"{details} on {some_ranks(those)}"
+        for details, those in [*ranks.items()][:_SHOWN_NAMES]
+    )
+    return CollectiveError(
+        f"expected {name!r} to be the same call on all ranks, found {found}; make it "
+        "the same, or use another name"
+    )
+
+
+def _deadlock(told: list[tuple[dict[str, str], str, bool]]) -> CollectiveError:
+    """Say which rank waits for what, and who has not submitted it."""
+    waiting: dict[str, list[int]] = {}
+    for rank, (_, name, _) in enumerate(told):
+        waiting.setdefault(name, []).append(rank)
+    found = "; ".join(
+        f"{some_ranks(ranks)} for {name!r}, which "
+        f"{some_ranks([r for r, one in enumerate(told) if name not in one[0]])} did "
+        "not submit"
+        for name, ranks in [*waiting.items()][:_SHOWN_NAMES]
+    )
+    return CollectiveError(
+        "expected every rank to submit what the others wait for, found that all wait: "
+        f"{found}; make the same calls on every rank"
+    )

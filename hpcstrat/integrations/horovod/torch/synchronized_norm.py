@@ -1,0 +1,21 @@
+"""Horovod's layer of batch normalization over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcstrat.integrations.horovod.torch.job import submissions
+from hpcstrat.integrations.torch import batch_norm
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(batch_norm.SyncBatchNorm):
+    """Batch normalization with mean and variance of all ranks' rows, on CPUs, too.
+
+    In training, calling it is collective over all ranks.
+    """
+
+    @property
+    def _home(self) -> Any:  # type: ignore[override]
+        return submissions()
