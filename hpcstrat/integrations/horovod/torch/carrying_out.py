@@ -90,9 +90,10 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(len(plain) if plain.dim() else 1, width)
 
 
-def _from_bytes(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return rows of bytes as those of a tensor."""
-    return rows.view(like.dtype).view(rows.shape[0], *like.shape[1:])
+def _from_bytes(rows: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return rows of bytes as numbers of the type of a tensor."""
+    flat = rows.as_strided((rows.numel(),), (1,))
+    return flat.view(like.dtype).view(shape)
 
 
 def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
@@ -100,10 +101,12 @@ def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
     tensors = [tensor for one in batch for tensor in one]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor in tensors]
     gathered = iter(job.collectives.all_gather(arrays, 0, "allgather"))
-    return [
-        [_from_bytes(as_tensor(next(gathered)), tensor) for tensor in one]
-        for one in batch
-    ]
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        rows = as_tensor(next(gathered))
+        return _from_bytes(rows, tensor, len(rows), *tensor.shape[1:])
+
+    return [[whole(tensor) for tensor in one] for one in batch]
 
 
 def broadcast(
@@ -117,7 +120,7 @@ def broadcast(
         if job.strategy.replica_id == root:
             out.copy_(tensor)
         else:
-            out.copy_(as_tensor(rows).view(tensor.dtype).view(tensor.shape))
+            out.copy_(_from_bytes(as_tensor(rows), tensor, *tensor.shape))
     return [out for _, out, _ in batch]
 
 
@@ -138,7 +141,8 @@ def all_to_all(
         came = rows.new_empty((sum(received), rows.shape[1]))
         job.exchanges.all_to_all(sends, _cut(host.write(came), received), "alltoall")
         host.written()
-        results.append((_from_bytes(came, tensor), received))
+        whole = _from_bytes(came, tensor, len(came), *tensor.shape[1:])
+        results.append((whole, received))
     return results
 
 

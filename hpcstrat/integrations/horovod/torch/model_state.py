@@ -46,4 +46,9 @@ def broadcast_optimizer_state(
     own = optimizer.state_dict() if rank() == root_rank else None
     state = broadcast_object(own, root_rank)
     if rank() != root_rank:
+        groups = optimizer.param_groups
         optimizer.load_state_dict(state)
+        # In the place of the old ones, which schedulers made before change.
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups

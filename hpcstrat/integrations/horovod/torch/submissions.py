@@ -7,6 +7,7 @@ done by ranks that wait: nothing goes on while the program computes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import Counter
@@ -34,6 +35,9 @@ _DUPLICATE = (
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
+# Of a rank: details of its requests, for which it waits, whether it goes on without it,
+# and how many of its calls had no name.
+_Told = tuple[dict[str, str], str, bool, Counter[str]]
 # Makes the calls of some requests as one; returns the result of each.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
 
@@ -173,7 +177,7 @@ class Submissions:
             return list(own)
         patient = polls and not self._is_overdue(awaited)
         told = self.collectives.all_gather_object(
-            (own, awaited.name, patient), _MEETING
+            (own, awaited.name, patient, self._unnamed), _MEETING
         )
         return self._compared(told)
 
@@ -182,9 +186,9 @@ class Submissions:
         limit = self.collectives.timeout_seconds or channel.waiter.limit_seconds
         return time.monotonic() - (polled.polled_since or 0) > limit
 
-    def _compared(self, told: list[tuple[dict[str, str], str, bool]]) -> list[str]:
+    def _compared(self, told: list[_Told]) -> list[str]:
         """Compare what all ranks have; each sees, and does, the same."""
-        everyone = [submitted for submitted, _, _ in told]
+        everyone = [one[0] for one in told]
         common = [n for n in everyone[0] if all(n in one for one in everyone)]
         agreed = []
         for name in common:
@@ -192,9 +196,11 @@ class Submissions:
                 agreed.append(name)
             else:
                 self._end([self._pending[name]], _mismatch(name, everyone))
-        awaited = {name for _, name, _ in told}
-        if not awaited & {*common} and not any(patient for _, _, patient in told):
-            # No rank will submit anything more: each waits for one that does not.
+        awaited = {one[1] for one in told}
+        if not awaited & {*common} and not any(one[2] for one in told):
+            # No rank will submit anything more: each waits for one that does not. What
+            # has no name is counted anew from here on.
+            self._unnamed = functools.reduce(Counter.__or__, [one[3] for one in told])
             stuck = [self._pending[name] for name in awaited & {*self._pending}]
             self._end(stuck, _deadlock(told))
         return agreed
@@ -215,11 +221,11 @@ def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
     )
 
 
-def _deadlock(told: list[tuple[dict[str, str], str, bool]]) -> CollectiveError:
+def _deadlock(told: list[_Told]) -> CollectiveError:
     """Say which rank waits for what, and who has not submitted it."""
     waiting: dict[str, list[int]] = {}
-    for rank, (_, name, _) in enumerate(told):
-        waiting.setdefault(name, []).append(rank)
+    for rank, one in enumerate(told):
+        waiting.setdefault(one[1], []).append(rank)
     found = "; ".join(
         f"{some_ranks(ranks)} for {name!r}, which "
         f"{some_ranks([r for r, one in enumerate(told) if name not in one[0]])} did "
