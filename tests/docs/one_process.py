@@ -93,6 +93,25 @@ def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any
     }
 
 
+def _horovod() -> dict[str, Any]:
+    """Train with torch alone on the rows that the ranks have together in each step."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.zeros(())
+    # Without a shuffle each rank has every so many rows: together, those in order.
+    for x, y in 2 * list(hs.Dataset(_data(960, np.float32), batch_size=96)):
+        optimizer.zero_grad()
+        errors = model(torch.tensor(x)).squeeze(1) - torch.tensor(y)
+        loss = errors.square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+    return {"torch model.state_dict()": model.state_dict(), "torch loss": loss.detach()}
+
+
 def _jax() -> dict[str, Any]:
     """Train with JAX's gradients, and momentum."""
     import jax
@@ -115,6 +134,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("README.md", ""): _readme,
     ("coming-from/chainermn.md", ""): _coming_from,
     ("coming-from/horovod.md", ""): _coming_from,
+    ("coming-from/horovod.md", "torch"): _horovod,
     ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),

@@ -34,7 +34,10 @@ _OTHERWISE = "hpcstrat.Variable"
 def is_installed(name: str) -> bool:
     """Return whether the framework is there, where a name is of its integration."""
     parts = name.split(".")
-    return parts[1] != "integrations" or find_spec(parts[2]) is not None
+    if parts[1] != "integrations":
+        return True
+    # Horovod itself is not needed for what stands in its place.
+    return find_spec(parts[3] if parts[2] == "horovod" else parts[2]) is not None
 
 
 def _resolve(name: str) -> Any:

@@ -223,10 +223,40 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
 ) -> Any:
     """Return an optimizer whose steps take the gradients of all ranks.
 
-    Not collective; its ``step`` and ``synchronize`` are, over all ranks. It is of a
-    subclass of the optimizer's, and shares its parameters, options and state.
-    Gradients are reduced together when a step waits for them, so that ``num_groups``
-    and ``groups``, which say which are reduced together, have nothing to do.
+    Not collective; its ``step`` and ``synchronize`` are, over all ranks.
+
+    All gradients are reduced together, when a step waits for them. Parameters that a
+    rank does not use count as zeros; what does not require gradients at that step is
+    left alone.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Whose parameters, options and state the new one shares.
+    named_parameters : iterable of tuple of str and tensor, optional
+        Names for all of its parameters, the same on all ranks; default: their places.
+        Two optimizers at a time need names.
+    compression : object
+        ``hvd.Compression.none`` or ``fp16``, or a class with its two methods.
+    backward_passes_per_step : int
+        How many backwards add to a gradient before it is reduced.
+    op : operation
+        ``hvd.Average`` or ``hvd.Sum``, or another one.
+    gradient_predivide_factor : float
+        Divides before the sum, and multiplies after it.
+    num_groups, groups : object, optional
+        Say which gradients are reduced together; nothing to do, as all are.
+    sparse_as_dense : bool
+        Reduce sparse gradients as dense ones. Otherwise those of all ranks are
+        gathered, and a parameter has sparse ones on all ranks or none.
+    process_set : object, optional
+        Refused by NotImplementedError, unless it is the global one.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        Of a subclass of the optimizer's own class, with ``synchronize``,
+        ``skip_synchronize`` and ``set_backward_passes_per_step``.
     """
     require_all_ranks(process_set)
     require_known(op)

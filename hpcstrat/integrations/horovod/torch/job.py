@@ -43,7 +43,28 @@ _submissions: Submissions | None = None
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Begin with all ranks of the job, or of a communicator; collective over them."""
+    """Begin with all ranks of the job, or of a communicator.
+
+    Collective over ``comm``.
+
+    A second call does nothing. What it begins with is a strategy, which shares its
+    ranks with the strategies that the program has besides.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks; default: all of the job.
+    process_sets : object, optional
+        Refused by NotImplementedError: calls are those of all ranks.
+
+    Examples
+    --------
+    >>> import hpcstrat.integrations.horovod.torch as hvd
+    >>> hvd.init()
+    >>> hvd.rank(), hvd.is_initialized()
+    (0, True)
+    >>> hvd.shutdown()
+    """
     global _submissions  # noqa: PLW0603 - Horovod's calls take no object
     if process_sets:
         _refuse_process_sets(process_sets)

@@ -33,7 +33,23 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: Any = None,  # noqa: ARG001
 ) -> None:
-    """Give all ranks the state and the options of the root's optimizer; collective."""
+    """Give all ranks the state and the options of the root's optimizer.
+
+    Collective over all ranks.
+
+    Without a step, which Horovod makes where there is no state yet: it would move
+    weights that decay.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        As many parameters as the root's; any of torch's but LBFGS, which is refused by
+        ValueError.
+    root_rank : int
+        Whose state.
+    model : torch.nn.Module, optional
+        Not needed.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:

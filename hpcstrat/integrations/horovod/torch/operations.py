@@ -77,14 +77,51 @@ _Average = Operation.Average
 
 
 def synchronize(handle: Request) -> Any:
-    """Wait for the end of a call, and return its result."""
+    """Wait for the end of a call, and return its result.
+
+    Collective over all ranks.
+
+    Calls are made here: all ranks that wait compare the names of what they have
+    submitted, and make the calls that all of them have, in one order.
+
+    Parameters
+    ----------
+    handle : handle
+        What a call whose name ends in ``async`` has returned.
+
+    Returns
+    -------
+    torch.Tensor, or what the call returns
+        In place for those in place.
+
+    Raises
+    ------
+    CollectiveError
+        If ranks have submitted different calls under its name, or each waits for a name
+        that another one has not submitted. ``hvd.HorovodInternalError`` is this class.
+        On every rank that has submitted it.
+    """
     return submissions().wait(handle)
 
 
 def poll(handle: Request) -> bool:
-    """Return whether a call has ended; waits for the other ranks from the second time.
+    """Return whether a call has ended.
 
-    Calls are made by ranks that wait: a program that only polls waits here.
+    Collective over all ranks, from the second time on; the first time it only looks.
+
+    Nothing goes on while a program computes: calls are made by ranks that wait. So that
+    a program that does nothing but poll comes to its end, polling again waits until the
+    other ranks wait or poll, too.
+
+    Parameters
+    ----------
+    handle : handle
+        What a call whose name ends in ``async`` has returned.
+
+    Returns
+    -------
+    bool
+        Whether `synchronize` has its result at once.
     """
     return submissions().poll(handle)
 
