@@ -136,8 +136,16 @@ def job() -> Any:
 
 
 @pytest.fixture
-def make_strategy(topology_layout: Layout) -> Callable[..., Any]:
+def make_strategy(
+    topology_layout: Layout, request: pytest.FixtureRequest, monkeypatch: Any
+) -> Callable[..., Any]:
     """Return a function that makes more strategies of the layout."""
+    if request.config.getoption("short"):
+        from hpcstrat.channel import places
+
+        # Where cores share no cache, a strategy of two ranks takes 128 MiB, for which
+        # it needs longer than most tests. The one that tests share does, and some more.
+        monkeypatch.setattr(places, "_are_apart", lambda *_: False)
     return topology_layout.make_strategy
 
 
