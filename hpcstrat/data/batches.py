@@ -21,6 +21,7 @@ __all__ = [
     "piece",
     "pieces_of",
     "rows_of",
+    "share",
     "warn_of_idle",
     "writable",
 ]
@@ -34,6 +35,16 @@ def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
     # As tf.distribute rounds: up, so that the last replicas bear what is missing.
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
+
+
+def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
+    """Return where a replica's rows of a batch begin and end, for other libraries.
+
+    As even as can be, so that none is without rows where there is one for each: unlike
+    pieces, of which the last replicas may have none, and many layers fail without rows.
+    """
+    first = replica_id * length // num_replicas
+    return first, (replica_id + 1) * length // num_replicas
 
 
 def as_batch(element: Tree) -> Tree:

@@ -1,7 +1,7 @@
 """The guides' recipes as programs of one process, without a strategy.
 
 They read the same global batches, and compute as one would without ranks: in NumPy, or
-with the models, gradients and optimizers of PyTorch and JAX themselves.
+with the models, gradients and optimizers of PyTorch, JAX and Keras themselves.
 """
 
 from __future__ import annotations
@@ -130,6 +130,26 @@ def _jax() -> dict[str, Any]:
     return {"jax weights": weights, "jax value": value}
 
 
+def _keras() -> dict[str, Any]:
+    """Train with Keras alone, on batches in the order of the page."""
+    import os
+
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+
+    keras.utils.set_random_seed(0)
+    x, y = _data(50, np.float32)
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    data, losses = hs.Dataset((x, y[:, None]), batch_size=16, shuffle=True), []
+    for _ in range(3):
+        for batch in data:
+            model.train_on_batch(*batch)
+        losses.append(model.test_on_batch(x, y[:, None]))
+    prediction = model.predict_on_batch(x)
+    return {"keras prediction": prediction, "keras losses": losses}
+
+
 _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("README.md", ""): _readme,
     ("coming-from/chainermn.md", ""): _coming_from,
@@ -142,6 +162,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("user-guide/preemption.md", ""): _preemption,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
     ("user-guide/torch-jax.md", "jax"): _jax,
+    ("user-guide/keras.md", "keras"): _keras,
     ("user-guide/training.md", ""): _training,
 }
 

@@ -9,6 +9,7 @@ The words after the language of a fenced block say where it runs:
 ``python gpu``     with CuPy, in one process and on two ranks: see tests/gpu
 ``python torch``   where PyTorch is installed, in a run of the page of its own
 ``python jax``     where JAX is installed, likewise
+``python keras``   where Keras is installed, likewise
 ``python no-run``  nowhere; for programs of other libraries
 =================  ====================================================================
 
@@ -42,7 +43,7 @@ __all__ = ["EXTRAS", "WORDS", "Block", "blocks", "numbers_of", "run", "runnable"
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
 _COMPARED = re.compile(r"^<!-- compared: (.*) -->$")
-EXTRAS = ("torch", "jax")
+EXTRAS = ("torch", "jax", "keras")
 WORDS = {"", "ranks", "gpu", "no-run", *EXTRAS}
 
 

@@ -191,7 +191,7 @@ def test_recipes_compute_the_same_on_any_number_of_ranks(
 ) -> None:
     """All have a last batch that is not full, whose parts differ in size."""
     one_process = ONE_PROCESS[name, extra]()
-    # PyTorch and JAX compute in float32.
+    # PyTorch, JAX and Keras compute in float32.
     rtol, atol = (1e-5, 1e-6) if extra else (1e-12, 1e-15)
     for size in (1, 2, 3):
         found = jobs(name, size, extra).numbers or {}

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate, get_worker_info
 
 from hpcstrat.data import Dataset
+from hpcstrat.data.batches import share
 from hpcstrat.strategies import Strategy
 
 __all__ = ["GlobalBatchSampler"]
@@ -159,9 +160,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         order, end = rows.order(self._epoch), self._end()
         for start in range(self._position, end, rows.batch_size):
             size = min(rows.batch_size, end - start)
-            # As even as can be, so that none is without rows where there is one each.
-            first = start + replica * size // count
-            last = start + (replica + 1) * size // count
+            first, last = (start + at for at in share(size, count, replica))
             if counts:
                 self.took()
             if order is None:

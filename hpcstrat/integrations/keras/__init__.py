@@ -1,0 +1,13 @@
+"""Keras' models on replicas: compile, fit, evaluate and predict, on its backends."""
+
+from hpcstrat.integrations.frameworks import require
+
+# Before its import, so that a missing or too old one is one sentence.
+require("keras", "3.8")
+
+# ruff: noqa: E402
+from hpcstrat.integrations.keras.batches import Batches
+from hpcstrat.integrations.keras.checkpoints import Checkpoint, state
+from hpcstrat.integrations.keras.distribution import distribute
+
+__all__ = ["Batches", "Checkpoint", "distribute", "state"]

@@ -1,0 +1,140 @@
+"""Global batches of arrays, of which each replica reads its rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import keras
+
+from hpcstrat.data import Dataset
+from hpcstrat.data.batches import share, writable
+from hpcstrat.data.sources import Columns, open_source
+from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.typing import Tree
+
+__all__ = ["Batches", "columns_of", "own_rows"]
+
+
+class Batches(keras.utils.PyDataset):
+    """Gives each replica its rows of every global batch: each row once per epoch.
+
+    Not collective.
+
+    The rows, their order and the batches are those of one process with this batch size,
+    on any number of replicas; the last batch may be smaller. The order of an epoch is
+    that of `hpcstrat.Dataset` with the same seed, and depends on nothing else, so that
+    ``fit`` with ``initial_epoch`` goes on as if it had not been interrupted.
+
+    Parameters
+    ----------
+    x : array, or nested structure of arrays
+        Inputs; one row per example, the same on every replica. Also datasets of h5py.
+    y : array, or nested structure of arrays, optional
+        Targets.
+    sample_weight : array, optional
+        Weights of the examples.
+    batch_size : int
+        Examples in a global batch.
+    strategy : Strategy, optional
+        Whose replicas; default: the current one.
+    shuffle : bool
+        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``.
+    seed : int
+        Key of the order.
+    drop_remainder : bool
+        Whether to leave out a last batch that is not full.
+
+    Raises
+    ------
+    ValueError
+        If the batch size is not positive, or lengths differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> batches = Batches(np.arange(5), batch_size=2)
+    >>> [batches[index][0].tolist() for index in range(len(batches))]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        x: Tree,
+        y: Tree = None,
+        sample_weight: Tree = None,
+        *,
+        batch_size: int = 32,
+        strategy: Strategy | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+    ) -> None:
+        super().__init__()
+        self.x = x
+        self.distribute_strategy = strategy or get_strategy()
+        parts = (x,) if y is None else (x, y)
+        self.dataset = Dataset(
+            parts if sample_weight is None else (*parts, sample_weight),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_remainder=drop_remainder,
+        )
+        # Whose rows come next; set by `distribute`'s fit.
+        self.epoch = 0
+        self._steps: int | None = None
+        self._order: tuple[int, Any] = (-1, None)
+
+    def with_steps(self, steps: int | None) -> Batches:
+        """Return one whose epochs have so many steps, and go on where one ended.
+
+        Not collective. None: as many as there are batches.
+
+        Parameters
+        ----------
+        steps : int or None
+            As ``steps_per_epoch`` of Keras.
+
+        Returns
+        -------
+        Batches
+            Of the same rows; it begins with epoch 0.
+        """
+        other = copy.copy(self)
+        other.epoch, other._steps = 0, steps
+        return other
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return self._steps or len(self.dataset)
+
+    def __getitem__(self, index: int) -> Tree:
+        """Return this replica's rows of a global batch, which may be none."""
+        dataset, strategy = self.dataset, self.distribute_strategy
+        number = self.epoch * len(self) + index
+        epoch, batch = divmod(number, len(dataset))
+        # TensorFlow reads ahead in threads: they see one pair or another.
+        kept, order = self._order
+        if kept != epoch:
+            order = dataset.order(epoch)
+            self._order = epoch, order
+        start = batch * dataset.batch_size
+        size = min(dataset.batch_size, dataset.num_rows - start)
+        first, last = share(size, strategy.num_replicas_in_sync, strategy.replica_id)
+        rows = dataset.rows(order, start + first, start + last)
+        return writable(dataset.columns.read(rows))
+
+
+def columns_of(data: Tree) -> Columns | None:
+    """Return arrays as columns; None for what gives batches by itself."""
+    leaves = keras.tree.flatten(data)
+    if all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves):
+        return open_source(data)
+    return None
+
+
+def own_rows(columns: Columns, strategy: Strategy) -> Tree:
+    """Return this replica's rows of one global batch."""
+    count, replica = strategy.num_replicas_in_sync, strategy.replica_id
+    return writable(columns.read(slice(*share(columns.num_rows, count, replica))))

@@ -1,0 +1,210 @@
+"""What a CheckpointManager saves of a model, and when."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hpcstrat.checkpoint import CheckpointManager
+from hpcstrat.context import pop, push
+from hpcstrat.integrations.keras.exchanges import exchanges
+from hpcstrat.integrations.keras.replicas import (
+    optimizers_of,
+    seed_generators,
+    strategies,
+    value_of,
+)
+from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.typing import Array
+from hpcstrat.values import Adopted
+from hpcstrat.variables import Variable
+
+__all__ = ["Checkpoint", "state"]
+
+
+class _Held:
+    """Variables of Keras in host memory a second time, for as long as a save takes."""
+
+    def __init__(self, find: Callable[[], dict[str, Any]], strategy: Strategy) -> None:
+        self._find = find
+        self.distribute_strategy = strategy
+        self._held: dict[str, Variable] = {}
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return variables with the values of Keras'; see `SupportsCheckpoint`."""
+        exchanges().settle()
+        found = self._find()
+        for name, variable in found.items():
+            value = value_of(variable)
+            if name not in self._held:
+                self._held[name] = self._adopt(name, value, variable.trainable)
+            else:
+                np.copyto(self._held[name].component, value)
+        return {name: self._held[name] for name in found}
+
+    def _adopt(self, name: str, value: Array, trainable: bool) -> Variable:
+        # Equal on all replicas since `distribute`.
+        token = push(self.distribute_strategy.cross_entry)
+        try:
+            return Variable(Adopted(value, is_equal=True), trainable, name=name)
+        finally:
+            pop(token)
+
+    def checkpoint_spellings(self, name: str) -> list[str]:
+        """Return all names that saved state may have."""
+        return [name]
+
+    def checkpoint_defer(
+        self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
+    ) -> None:
+        """Refuse what the model has no variable for."""
+        raise ValueError(
+            f"expected a variable {name!r} in the model, found "
+            f"{', '.join(self._held)}; restore into the model that was saved"
+        )
+
+    def checkpoint_restored(self, num_replicas: int, now: int) -> None:
+        """Give Keras what has been restored."""
+        for name, variable in self._find().items():
+            variable.assign(self._held[name].component)
+
+
+def state(model: Any) -> dict[str, Any]:
+    """Return what a CheckpointManager saves of a model.
+
+    Not collective.
+
+    Weights, states of layers and seeds, and all that the optimizers have: momentum,
+    their number of steps, learning rates. What is saved on some number of replicas, and
+    on a backend, can be restored on others.
+
+    Parameters
+    ----------
+    model : keras.Model
+        From `distribute`; another one is of the current strategy.
+
+    Returns
+    -------
+    dict of str to object
+        ``model``, and ``optimizer``, by the attributes that the model has them in:
+        keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import hpcstrat as hs
+    >>> import hpcstrat.integrations.keras as hsk
+    >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> model = hsk.distribute(model, hs.get_strategy())
+    >>> sorted(hsk.state(model))
+    ['model', 'optimizer']
+    """
+    strategy = strategies.get(model) or get_strategy()
+
+    def weights() -> dict[str, Any]:
+        seeds = [generator.state for generator in seed_generators(model)]
+        # Names of layers count what a process has made, so that they are no names.
+        return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
+
+    def slots(optimizer: Any) -> dict[str, Any]:
+        owners = [v.path.replace("/", "_") for v in model.weights]
+        found = {}
+        for index, variable in enumerate(optimizer.variables):
+            kind = variable.name
+            for owner in owners:
+                kind = kind.removeprefix(f"{owner}_")
+            found[f"{index}/{kind}"] = variable
+        return found
+
+    return {
+        "model": _Held(weights, strategy),
+        **{
+            name: _Held(functools.partial(slots, optimizer), strategy)
+            for name, optimizer in optimizers_of(model).items()
+        },
+    }
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """A callback of ``fit`` that goes on with what was saved, and saves each epoch.
+
+    Logically collective over the strategy's replicas: all pass one.
+
+    Parameters
+    ----------
+    manager : CheckpointManager
+        Of what `state` returns, and whatever else is to be saved. The number of a
+        checkpoint is that of the epochs that are done; ``keep_best`` finds the numbers
+        of the epoch's logs by their names.
+    asynchronous : bool
+        Whether training goes on while the files are written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import keras
+    >>> import numpy as np
+    >>> import hpcstrat as hs
+    >>> import hpcstrat.integrations.keras as hsk
+    >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> model = hsk.distribute(model, hs.get_strategy())
+    >>> manager = hs.CheckpointManager(tempfile.mkdtemp(), **hsk.state(model))
+    >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+    >>> callbacks = [hsk.Checkpoint(manager)]
+    >>> _ = model.fit(x, y, epochs=2, callbacks=callbacks, verbose=0)
+    >>> history = model.fit(x, y, epochs=3, callbacks=callbacks, verbose=0)
+    >>> history.epoch
+    [2]
+    """
+
+    def __init__(self, manager: CheckpointManager, *, asynchronous: bool = False):
+        super().__init__()
+        self._manager = manager
+        self._asynchronous = asynchronous
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore the newest checkpoint, where there is one.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        logs : dict, optional
+            Unused.
+        """
+        model = self.model
+        # As a backup of Keras does.
+        model._initial_epoch = self._manager.restore_or_initialize()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        epoch : int
+            Which one has ended, from 0.
+        logs : dict of str to float, optional
+            Stored in the file.
+        """
+        self._manager.save(epoch + 1, metrics=logs, asynchronous=self._asynchronous)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Wait for the files.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        logs : dict, optional
+            Unused.
+        """
+        self._manager.wait()
+        self.model._initial_epoch = None

@@ -1,0 +1,129 @@
+"""What replicas exchange inside of a training step, on each backend of Keras.
+
+A step may be a function that JAX or TensorFlow has compiled: the exchange is then a
+part of it, which calls the library from a thread of theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hpcstrat.options import ReduceOp
+from hpcstrat.strategies import Strategy
+
+__all__ = ["Exchanges", "exchanges"]
+
+
+class Exchanges(NamedTuple):
+    """Functions of a strategy, and of tensors of a backend, collective all of them.
+
+    ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
+    each multiplied by a weight of its replica: those of no rows, with 0, may be no
+    numbers. ``settle`` waits for the exchanges that go on in other threads, and is this
+    replica's alone.
+    """
+
+    total: Callable[[Strategy, Any], Any]
+    mean: Callable[[Strategy, list[Any], Any], list[Any]]
+    settle: Callable[[], None]
+
+
+@functools.cache
+def exchanges() -> Exchanges:
+    """Return the functions of the backend in use."""
+    backend = keras.config.backend()
+    made = {"torch": _of_torch, "jax": _of_jax, "tensorflow": _of_tensorflow}
+    if backend not in made:
+        raise NotImplementedError(
+            "expected the backend torch, jax or tensorflow, found "
+            f"{backend!r}, which trains no models; set KERAS_BACKEND"
+        )
+    return made[backend]()
+
+
+def _nothing() -> None:
+    """Do nothing: calls have ended when they return."""
+
+
+def _added(strategy: Strategy, number: Any) -> Any:
+    own = np.asarray(number, np.float64)
+    return strategy.collectives.batch_reduce(ReduceOp.SUM, own, "rows of a batch")
+
+
+def _of_torch() -> Exchanges:
+    import torch
+
+    from hpcstrat.integrations.torch.tensors import memory_of
+
+    def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
+        # In place: their memory is used by nothing else.
+        arrays = [memory_of(gradient) for gradient in gradients]
+        for array in arrays if weight != 1 else ():
+            array[...] = array * array.dtype.type(weight) if weight else 0
+        collectives = strategy.collectives
+        collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
+        return gradients
+
+    def total(strategy: Strategy, number: Any) -> float:
+        return float(_added(strategy, number))
+
+    # Compiled code is left for the calls.
+    leave = torch.compiler.disable
+    return Exchanges(leave(total), leave(mean), _nothing)
+
+
+def _of_jax() -> Exchanges:
+    import jax.numpy as jnp
+
+    from hpcstrat.integrations.jax import all_reduce
+    from hpcstrat.integrations.jax.primitive import await_others
+
+    def total(strategy: Strategy, number: Any) -> Any:
+        return all_reduce(jnp.asarray(number, jnp.float32), "sum", strategy)
+
+    def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
+        if type(weight) is int and weight == 0:
+            gradients = [jnp.zeros_like(gradient) for gradient in gradients]
+        elif type(weight) is not int:
+            gradients = [g * weight.astype(g.dtype) for g in gradients]
+        found: list[Any] = all_reduce(gradients, "mean", strategy)
+        return found
+
+    return Exchanges(total, mean, await_others)
+
+
+def _of_tensorflow() -> Exchanges:
+    import tensorflow as tf
+
+    def total(strategy: Strategy, number: Any) -> Any:
+        own = tf.cast(number, tf.float64)
+        added = functools.partial(_added, strategy)
+        result = tf.numpy_function(added, [own], tf.float64)
+        result.set_shape(())
+        return result
+
+    def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
+        def reduced(weight: Any, *arrays: Any) -> Any:
+            if weight == 0:
+                own = [np.zeros_like(array) for array in arrays]
+            elif weight == 1:
+                own = list(arrays)
+            else:
+                own = [array * array.dtype.type(weight) for array in arrays]
+            collectives = strategy.collectives
+            return collectives.batch_reduce(ReduceOp.MEAN, own, "gradients")
+
+        # Of embeddings, rows with their indices.
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        given = [tf.cast(weight, tf.float64), *dense]
+        results = tf.numpy_function(reduced, given, [g.dtype for g in dense])
+        for result, gradient in zip(results, dense, strict=True):
+            result.set_shape(gradient.shape)
+        return list(results)
+
+    return Exchanges(total, mean, _nothing)

@@ -1,0 +1,76 @@
+"""Losses that are no means over rows: sums, and means over weights or what is masked.
+
+What replicas make of a loss is its mean over their values, each weighted by its rows.
+So such a value is multiplied by what makes that the loss of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.backend import get_keras_mask
+
+__all__ = ["correct"]
+
+# Returns the factor of a loss for a number of this replica's: what its own divisor is.
+Factor = Callable[[Any], Any]
+
+
+def correct(compiled: Any, factor: Factor) -> None:
+    """Correct the losses of a compiled model, once all of them are known.
+
+    ``factor`` is given what this replica has divided by; None: nothing. It returns None
+    outside of a step.
+    """
+
+    def replace() -> None:
+        compiled._flat_losses = [
+            one._replace(loss=_corrected(getattr(one.loss, "inner", one.loss), factor))
+            for one in compiled._flat_losses
+        ]
+
+    vars(compiled).pop("build", None)
+    build = compiled.build
+
+    def build_corrected(*args: Any) -> None:
+        build(*args)
+        replace()
+
+    object.__setattr__(compiled, "build", build_corrected)
+    if compiled.built:
+        replace()
+
+
+def _corrected(loss: Any, factor: Factor) -> Callable[..., Any]:
+    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        value = loss(y_true, y_pred, sample_weight)
+        if tuple(value.shape) == (0,):
+            # Of no rows, Keras leaves it so.
+            value = keras.ops.sum(value)
+        mask = get_keras_mask(y_pred)
+        reduction = getattr(loss, "reduction", None)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            divisor = _total(sample_weight, mask)
+        elif reduction == "sum" or mask is None:
+            divisor = None
+        else:
+            divisor = _total(mask)
+        if divisor is None and reduction != "sum":
+            return value
+        found = factor(divisor)
+        return value if found is None else value * keras.ops.cast(found, value.dtype)
+
+    call.inner = loss  # type: ignore[attr-defined]
+    return call
+
+
+def _total(weights: Any, mask: Any = None) -> Any:
+    weights = keras.ops.cast(weights, "float32")
+    if mask is not None:
+        mask = keras.ops.cast(mask, "float32")
+        while len(weights.shape) < len(mask.shape):
+            weights = keras.ops.expand_dims(weights, -1)
+        weights = weights * mask
+    return keras.ops.stop_gradient(keras.ops.sum(weights))

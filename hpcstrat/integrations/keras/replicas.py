@@ -1,0 +1,137 @@
+"""The state of a model that all replicas have in common."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+
+from hpcstrat.options import ReduceOp
+from hpcstrat.strategies import Strategy
+from hpcstrat.typing import Array
+
+__all__ = [
+    "State",
+    "optimizers_of",
+    "seed_generators",
+    "separate_seeds",
+    "strategies",
+    "value_of",
+]
+
+# Of models; these do not carry theirs along when they are copied or saved.
+strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
+
+
+def value_of(variable: Any) -> Array:
+    """Return a copy of a variable of Keras, in host memory."""
+    return np.array(keras.ops.convert_to_numpy(variable))
+
+
+def optimizers_of(model: Any) -> dict[str, Any]:
+    """Return the optimizer, or several of a model with steps of its own, by name."""
+    kind = keras.optimizers.Optimizer
+    return {k: v for k, v in vars(model).items() if isinstance(v, kind)}
+
+
+def seed_generators(model: Any) -> list[Any]:
+    """Return what a model draws its random numbers by."""
+    layers = model._flatten_layers()
+    return [generator for layer in layers for generator in layer._seed_generators]
+
+
+def separate_seeds(model: Any, strategy: Strategy) -> None:
+    """Make a model draw other random numbers on each replica, from the same state.
+
+    Replica 0 draws those of one process.
+    """
+    key = np.random.SeedSequence(strategy.replica_id).generate_state(1)[0] >> 1
+    mask = np.array([int(key) if strategy.replica_id else 0, 0])
+    for generator in seed_generators(model):
+        vars(generator).pop("next", None)
+
+        def draw(*args: Any, drawn: Any = generator.next, **kwargs: Any) -> Any:
+            seed = drawn(*args, **kwargs)
+            return keras.ops.bitwise_xor(seed, keras.ops.cast(mask, seed.dtype))
+
+        object.__setattr__(generator, "next", draw)
+
+
+class State:
+    """Weights, and what metrics and moving means have seen; its calls are collective.
+
+    Moving means and the like follow this replica's rows between two calls of `average`.
+    A mean of them then is what one would have been that all replicas had updated with
+    the mean of theirs at each step.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self.model = model
+        self.strategy = strategy
+        # Not the weights of frozen layers, which stay.
+        moving = [
+            variable
+            for layer in model._flatten_layers()
+            for variable in layer._non_trainable_variables
+        ]
+        is_moving = keras.backend.is_float_dtype
+        self._moving = [v for v in moving if is_moving(v.dtype)]
+        self._others = [v for v in moving if not is_moving(v.dtype)]
+        # The values of the moving ones when all replicas had the same.
+        self._common: list[Array] = []
+
+    def begin(self, what: str) -> None:
+        """Give all replicas replica 0's weights, and the optimizer's state."""
+        model = self.model
+        known = [*model.variables, *model.optimizer.variables]
+        self._broadcast(known, what)
+        self._common = [value_of(variable) for variable in self._moving]
+
+    def _broadcast(self, variables: list[Any], what: str) -> None:
+        own = [value_of(variable) for variable in variables]
+        values = self.strategy.collectives.broadcast(own, 0, what)
+        if self.strategy.replica_id:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def average(self) -> None:
+        """Give all replicas the mean of their moving means."""
+        if self._others:
+            self._broadcast(self._others, "states of layers")
+        if not self._moving:
+            return
+        with np.errstate(invalid="ignore"):
+            changes = [
+                value_of(variable) - common
+                for variable, common in zip(self._moving, self._common, strict=True)
+            ]
+        # Those of batches without rows are none.
+        known = np.array([np.isfinite(change).all() for change in changes], np.float64)
+        for change, is_known in zip(changes, known, strict=True):
+            if not is_known:
+                change[...] = 0
+        *changes, counts = self._summed([*changes, known], "moving means")
+        for variable, common, change, count in zip(
+            *(self._moving, self._common, changes, counts), strict=True
+        ):
+            if count:
+                common += (change / count).astype(common.dtype)
+            variable.assign(common)
+
+    def total_metrics(self) -> None:
+        """Give all replicas' metrics what all of them have seen."""
+        variables = self.model.metrics_variables
+        if not variables:
+            return
+        sums = self._summed([value_of(variable) for variable in variables], "metrics")
+        for variable, value in zip(variables, sums, strict=True):
+            means = variable.aggregation == "mean"
+            size = self.strategy.num_replicas_in_sync if means else 1
+            variable.assign(value / size if means else value)
+
+    def _summed(self, values: list[Array], what: str) -> list[Array]:
+        collectives = self.strategy.collectives
+        found: list[Array] = collectives.batch_reduce(ReduceOp.SUM, values, what)
+        return found

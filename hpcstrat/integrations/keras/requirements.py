@@ -1,0 +1,79 @@
+"""What a model must be, and what must not combine its gradients a second time."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+
+from hpcstrat.strategies import Strategy
+
+__all__ = ["require_distributable", "require_strategy"]
+
+
+def require_strategy(strategy: Any) -> None:
+    """Refuse what has no replicas to tell of it."""
+    if not isinstance(strategy, Strategy):
+        raise ValueError(
+            f"expected a strategy of hpcstrat, found {type(strategy).__name__}; pass "
+            "hpcstrat.MultiWorkerMirroredStrategy(), for example"
+        )
+
+
+def require_distributable(model: Any) -> None:
+    """Refuse what would fail later, or give other results than one process."""
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"expected a keras.Model, found {type(model).__name__}; pass the model"
+        )
+    if not model.compiled or model.optimizer is None:
+        raise ValueError(
+            "expected a model that was compiled with an optimizer, found one without; "
+            "call model.compile before distribute"
+        )
+    unbuilt = [layer.name for layer in model._flatten_layers() if not layer.built]
+    if unbuilt:
+        raise ValueError(
+            f"expected a model that is built, found {', '.join(unbuilt[:3])} without "
+            "weights; call model.build with the shape of a batch, or the model on one"
+        )
+    synchronized = [
+        layer.name
+        for layer in model._flatten_layers()
+        if getattr(layer, "synchronized", False)
+    ]
+    if synchronized:
+        raise NotImplementedError(
+            "expected normalization over this replica's rows, found synchronized=True "
+            f"in {synchronized[0]}; leave it out, or use the torch integration's "
+            "SyncBatchNorm in a model of PyTorch"
+        )
+    _refuse_others()
+    backend = keras.config.backend()
+    if backend == "tensorflow" and model.jit_compile:
+        raise ValueError(
+            "expected jit_compile=False with TensorFlow, whose XLA cannot call MPI, "
+            "found True; pass jit_compile=False to model.compile"
+        )
+
+
+def _refuse_others() -> None:
+    """Refuse libraries that would combine gradients, too."""
+    found = keras.distribution.distribution()
+    if found is not None:
+        raise RuntimeError(
+            f"expected no distribution of Keras itself, found {type(found).__name__}, "
+            "with which gradients would be combined twice; call "
+            "keras.distribution.set_distribution(None)"
+        )
+    torch = sys.modules.get("torch.distributed")
+    numbers = tuple(map(int, keras.__version__.split(".")[:2]))
+    if keras.config.backend() != "torch" or torch is None or numbers < (3, 16):
+        return
+    if torch.is_available() and torch.is_initialized() and torch.get_world_size() > 1:
+        raise RuntimeError(
+            f"expected no process group of torch.distributed, found one, and Keras "
+            f"{keras.__version__} combines gradients over it by itself; call "
+            "torch.distributed.destroy_process_group() before distribute"
+        )
