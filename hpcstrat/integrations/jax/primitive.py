@@ -33,7 +33,7 @@ except ImportError as error:  # pragma: no cover
         "which keeps them elsewhere; use a version near 0.10"
     ) from error
 
-__all__ = ["Exchange", "await_others", "bind", "refuse"]
+__all__ = ["Exchange", "bind", "refuse"]
 
 
 class _Order(effects.Effect):
@@ -146,12 +146,12 @@ def bind(exchange: Exchange, leaves: list[Any]) -> list[Any]:
 
 def refuse(strategy: Any, what: str, error: Exception) -> None:
     """Raise an error, after the other replicas have been told."""
-    await_others()
+    _await_others()
     strategy.collectives.fail(what, error)
     raise error
 
 
-def await_others() -> None:
+def _await_others() -> None:
     """Wait for the exchanges under way in XLA's threads: calls have one order."""
     if _here.is_inside:
         return
@@ -166,7 +166,7 @@ def await_others() -> None:
 
 @_exchange.def_impl
 def _outside(*leaves: Any, exchange: Exchange) -> list[Any]:
-    await_others()
+    _await_others()
     devices = {device for leaf in leaves for device in leaf.devices()}
     on_gpu = any(device.platform != "cpu" for device in devices)
 

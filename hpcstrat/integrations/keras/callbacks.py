@@ -8,7 +8,6 @@ import keras
 import numpy as np
 
 from hpcstrat.integrations.keras.batches import Batches
-from hpcstrat.integrations.keras.exchanges import exchanges
 from hpcstrat.integrations.keras.replicas import State
 from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy
@@ -41,7 +40,6 @@ def is_watched(callback: Any) -> bool:
 
 def _agree(model: Any, strategy: Strategy) -> None:
     """Stop on all replicas where one does."""
-    exchanges().settle()
     own = np.array(int(model.stop_training))
     collectives = strategy.collectives
     total = collectives.batch_reduce(ReduceOp.SUM, own, "whether to stop training")

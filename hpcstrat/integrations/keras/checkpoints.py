@@ -11,7 +11,6 @@ import numpy as np
 
 from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.context import pop, push
-from hpcstrat.integrations.keras.exchanges import exchanges
 from hpcstrat.integrations.keras.replicas import (
     optimizers_of,
     seed_generators,
@@ -36,7 +35,6 @@ class _Held:
 
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return variables with the values of Keras'; see `SupportsCheckpoint`."""
-        exchanges().settle()
         found = self._find()
         for name, variable in found.items():
             value = value_of(variable)

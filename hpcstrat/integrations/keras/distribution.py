@@ -114,15 +114,17 @@ class _Distributed:
     def _weight(self) -> Any:
         """Return by what gradients are multiplied yet; 0 for those of no rows."""
         rows = self._rows
-        if self._total is None or type(rows) is int and (self._is_scaled or not rows):
-            return 1 if rows is None else int(rows > 0)
+        if self._total is None:
+            return 1
+        if type(rows) is int and (self._is_scaled or not rows):
+            return int(rows > 0)
         if self._is_scaled:
             return keras.ops.cast(rows > 0, "float64")
         # A step of the program's own, which does not scale its loss.
         return self._share
 
     def _factor(self, divisor: Any) -> Any:
-        """Return by what a loss is multiplied before a mean over rows; see `correct`."""
+        """Return what makes a loss one of means over rows; see `correct`."""
         if self._rows is None:
             return None
         total, own, whole = self._exchanges.total, 1, 1
@@ -171,7 +173,6 @@ class _Distributed:
                     return method(inner, given)
                 finally:
                     self._trains = before
-                    self._exchanges.settle()
 
         return call
 
@@ -265,7 +266,6 @@ class _Distributed:
         return logs if whole else self.model._flatten_metrics_in_order(logs)
 
     def _result(self, inner: Callable[..., Any], logs: Any) -> Any:
-        self._exchanges.settle()
         self.state.total_metrics()
         if self._trains:
             self.state.average()
@@ -320,12 +320,20 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
     Collective over the strategy's replicas, as are then the model's ``fit``,
     ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and
-    ``predict_on_batch``, and an optimizer's ``apply``.
+    ``predict_on_batch``, and ``apply`` of its optimizers.
+
+    The model stays what it is, and is saved as it would be. Weights, states of layers
+    and the optimizer's begin with those of replica 0, here and in each ``fit``. Arrays
+    that are passed are global batches, or many of them, the same on every replica;
+    other data are this replica's share. What comes out is the same on every replica:
+    weights and logs, which are those of one process up to rounding, and predictions,
+    which are those of all rows.
 
     Parameters
     ----------
     model : keras.Model
-        Compiled and built, the same on every replica.
+        Compiled, with its weights, the same on every replica. After another ``compile``
+        call this again.
     strategy : Strategy
         Whose replicas.
 
@@ -333,6 +341,33 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     -------
     keras.Model
         The model itself.
+
+    Raises
+    ------
+    ValueError
+        For a model that is not compiled, or has no weights yet; for a strategy of
+        another library; where TensorFlow is to compile with XLA.
+    NotImplementedError
+        For layers with ``synchronized=True``; for a backend that trains no models.
+    RuntimeError
+        Where Keras would combine gradients by itself: with a distribution of its own,
+        or, from 3.16 on, over a process group of torch.distributed.
+    CollectiveError
+        If the replicas' models differ. On every replica. Later, the methods raise it
+        where replicas do different things.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import hpcstrat as hs
+    >>> import hpcstrat.integrations.keras as hsk
+    >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> model = hsk.distribute(model, hs.get_strategy())
+    >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=2, verbose=0)
+    >>> sorted(history.history)
+    ['loss']
     """
     require_strategy(strategy)
     return strategy.collectives.call("distribute", _distribute, model, strategy)

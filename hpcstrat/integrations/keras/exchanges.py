@@ -24,13 +24,11 @@ class Exchanges(NamedTuple):
 
     ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
     each multiplied by a weight of its replica: those of no rows, with 0, may be no
-    numbers. ``settle`` waits for the exchanges that go on in other threads, and is this
-    replica's alone.
+    numbers.
     """
 
     total: Callable[[Strategy, Any], Any]
     mean: Callable[[Strategy, list[Any], Any], list[Any]]
-    settle: Callable[[], None]
 
 
 @functools.cache
@@ -44,10 +42,6 @@ def exchanges() -> Exchanges:
             f"{backend!r}, which trains no models; set KERAS_BACKEND"
         )
     return made[backend]()
-
-
-def _nothing() -> None:
-    """Do nothing: calls have ended when they return."""
 
 
 def _added(strategy: Strategy, number: Any) -> Any:
@@ -74,14 +68,13 @@ def _of_torch() -> Exchanges:
 
     # Compiled code is left for the calls.
     leave = torch.compiler.disable
-    return Exchanges(leave(total), leave(mean), _nothing)
+    return Exchanges(leave(total), leave(mean))
 
 
 def _of_jax() -> Exchanges:
     import jax.numpy as jnp
 
     from hpcstrat.integrations.jax import all_reduce
-    from hpcstrat.integrations.jax.primitive import await_others
 
     def total(strategy: Strategy, number: Any) -> Any:
         return all_reduce(jnp.asarray(number, jnp.float32), "sum", strategy)
@@ -94,7 +87,7 @@ def _of_jax() -> Exchanges:
         found: list[Any] = all_reduce(gradients, "mean", strategy)
         return found
 
-    return Exchanges(total, mean, await_others)
+    return Exchanges(total, mean)
 
 
 def _of_tensorflow() -> Exchanges:
@@ -126,4 +119,4 @@ def _of_tensorflow() -> Exchanges:
             result.set_shape(gradient.shape)
         return list(results)
 
-    return Exchanges(total, mean, _nothing)
+    return Exchanges(total, mean)

@@ -117,7 +117,7 @@ class State:
             *(self._moving, self._common, changes, counts), strict=True
         ):
             if count:
-                common += (change / count).astype(common.dtype)
+                common[...] += (change / count).astype(common.dtype)
             variable.assign(common)
 
     def total_metrics(self) -> None:

@@ -1,6 +1,6 @@
 """Keras' fit, evaluate and predict on many ranks, against one process.
 
-With the backend of KERAS_BACKEND. All global batches divide unevenly, and the last of an
+With the backend of KERAS_BACKEND. Global batches divide unevenly, and the last of an
 epoch leaves ranks without rows.
 """
 
@@ -274,14 +274,14 @@ def _own_step() -> Any:
     keras.utils.set_random_seed(4)
     inputs = layers.Input((6,))
     outputs = layers.Dense(1)(layers.Dense(4, activation="tanh")(inputs))
-    model = {"torch": _OfTorch, "jax": _OfJax, "tensorflow": _OfTensorFlow}[BACKEND](
+    model = {"torch": OfTorch, "jax": OfJax, "tensorflow": OfTensorFlow}[BACKEND](
         inputs, outputs
     )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 
 
-class _OfTorch(keras.Model):
+class OfTorch(keras.Model):
     def train_step(self, data: Any) -> Any:
         import torch
 
@@ -296,7 +296,7 @@ class _OfTorch(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
-class _OfJax(keras.Model):
+class OfJax(keras.Model):
     def train_step(self, state: Any, data: Any) -> Any:
         import jax
 
@@ -316,7 +316,7 @@ class _OfJax(keras.Model):
         return logs, (trained, others, slots, metrics)
 
 
-class _OfTensorFlow(keras.Model):
+class OfTensorFlow(keras.Model):
     def train_step(self, data: Any) -> Any:
         import tensorflow as tf
 

@@ -1,0 +1,57 @@
+"""Run the rank tests of Keras' integration, with each backend in jobs of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hpcstrat import testing
+
+HERE = Path(__file__).parent
+FILES = sorted(map(str, HERE.glob("ranks/check_keras_*.py")))
+pytestmark = pytest.mark.framework("keras")
+
+# PyTorch, which compiles nothing, runs all of them on two ranks. Elsewhere what the
+# backends do each in their way, and what three ranks can do otherwise.
+CHOSEN = {
+    ("torch", 2): "",
+    ("torch", 3): "one_process or moving or divisors or goes_on",
+    ("jax", 2): "fit_is or own or infinite or moving or masked or of_all or goes_on",
+    ("tensorflow", 2): "fit_is or own or infinite or masked or of_all or goes_on",
+}
+
+
+def _cases() -> list[object]:
+    backends = "torch", "jax", "tensorflow"
+    return [
+        *[pytest.param(*key, words) for key, words in CHOSEN.items()],
+        *[
+            pytest.param(backend, n, "", marks=pytest.mark.full)
+            for backend in backends
+            for n in (1, 2, 3)
+        ],
+    ]
+
+
+@pytest.mark.parametrize(("backend", "n", "words"), _cases())
+def test_rank_tests_pass(backend: str, n: int, words: str) -> None:
+    if find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    chosen = ["-k", words] if words else []
+    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *chosen, *FILES]
+    finished = testing.launch(n, command, timeout=600, env={"KERAS_BACKEND": backend})
+    print(finished.stdout)
+    print(finished.stderr, file=sys.stderr)
+    assert finished.returncode == 0, "a rank test failed; see the report below"
+
+
+def test_the_library_loads_keras_only_when_asked() -> None:
+    program = (
+        "import sys, hpcstrat as hs; hs.ReduceOp; assert 'keras' not in sys.modules; "
+        "import hpcstrat.integrations.frameworks; assert 'keras' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
