@@ -133,6 +133,7 @@ def prepared(strategy: Any, framework: str, options: Any) -> Any:
 @click.option("--models", help="Which, between commas.  [default: all]")
 @click.option("--ways", help="Only those whose names have one of these words.")
 @click.option("--seconds", default=60.0, help="How long to measure each model.")
+@click.option("--rest", default=0.0, help="Seconds between rounds, for others.")
 @click.option("--gloo/--no-gloo", default=True, help="Whether JAX uses its own, too.")
 @click.option("--json", "json_path", help="File for the figures.")
 def main(framework: str, models: str | None, ways: str | None, **options: Any) -> None:
@@ -152,7 +153,11 @@ def main(framework: str, models: str | None, ways: str | None, **options: Any) -
             steps = {n: s for n, s in steps.items() if any(w in n for w in words)}
         require_equal(topology.replica_comm, steps, 3)
         samples = measure_paired(
-            topology.replica_comm, topology.mpi, steps, options["seconds"]
+            topology.replica_comm,
+            topology.mpi,
+            steps,
+            options["seconds"],
+            rest=options["rest"],
         )
         size = sum(array.size for array in steps[BASE].parameters())
         hs.print_once(f"\n{model}, {size / 1e6:.1f} million parameters")

@@ -69,7 +69,12 @@ def _clock() -> Callable[[], float]:
 
 
 def measure_paired(
-    comm: Any, mpi: Any, steps: Mapping[str, Callable[[], object]], seconds: float
+    comm: Any,
+    mpi: Any,
+    steps: Mapping[str, Callable[[], object]],
+    seconds: float,
+    *,
+    rest: float = 0.0,
 ) -> dict[str, Samples]:
     """Time each step once a round, for a time.
 
@@ -85,6 +90,8 @@ def measure_paired(
         The rivals by name: the same names in the same order on all ranks.
     seconds : float
         How long to measure, all together.
+    rest : float
+        Seconds to sleep after each round, so that others can go on meanwhile.
 
     Returns
     -------
@@ -100,6 +107,7 @@ def measure_paired(
     warm_up, end = 3, time.monotonic() + seconds
     # Rank 0's clock decides for all.
     while warm_up or comm.bcast(time.monotonic() < end):
+        time.sleep(rest)
         row = np.empty((3, len(names)))
         for place in generator.permutation(len(names)):
             step = steps[names[place]]

@@ -176,13 +176,24 @@ def _misfit(frame: Any) -> str:
 class _Memory:
     """Memory that NumPy looks at; XLA keeps it for as long as the handler runs."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
         self.__array_interface__ = {
             "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": typestr,
             "version": 3,
         }
+
+
+def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return memory as an array."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    if dtype.isbuiltin == 1:
+        return np.asarray(_Memory(address, shape, dtype.str))
+    # One of ml_dtypes, of which the interface knows no name.
+    plain = np.asarray(_Memory(address, shape, f"<u{dtype.itemsize}"))
+    return plain.view(dtype)
 
 
 def _arrays(buffers: Any) -> list[Array]:
@@ -190,15 +201,9 @@ def _arrays(buffers: Any) -> list[Array]:
     arrays = []
     for index in range(buffers.length):
         buffer = buffers.items[index].contents
-        if buffer.dtype == _TOKEN:
-            continue
-        dtype, shape = DTYPES[buffer.dtype], tuple(buffer.dims[: buffer.rank])
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if nbytes:
-            flat = np.asarray(_Memory(buffer.data, nbytes))
-            arrays.append(flat.view(dtype).reshape(shape))
-        else:
-            arrays.append(np.empty(shape, dtype))
+        if buffer.dtype != _TOKEN:
+            shape = tuple(buffer.dims[: buffer.rank])
+            arrays.append(_array(buffer.data, shape, DTYPES[buffer.dtype]))
     return arrays
 
 
