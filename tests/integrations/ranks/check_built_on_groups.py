@@ -158,6 +158,28 @@ def test_tensor_parallel_modules(job: Any) -> None:
     require_equal(stepped(model, batches), stepped(net(), batches))
 
 
+def test_what_some_ranks_have_saved_others_read(job: Any, tmp_path: Any) -> None:
+    """Divided among all ranks but the last, then among all."""
+    from torch.distributed import checkpoint
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    path = job.bcast(str(tmp_path / "saved"))
+    whole = torch.arange(24.0).reshape(12, 2)
+    some = dist.new_group(list(range(max(1, job.size - 1))))
+    if job.rank < max(1, job.size - 1):
+        mesh = DeviceMesh.from_group(some, "cpu")
+        state = {"weights": distribute_tensor(whole, mesh, [Shard(0)]), "step": 7}
+        checkpoint.save(state, checkpoint_id=path, process_group=some)
+    dist.barrier()
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    empty = distribute_tensor(torch.zeros(12, 2), mesh, [Shard(0)])
+    read = {"weights": empty, "step": 0}
+    checkpoint.load(read, checkpoint_id=path)
+    assert torch.equal(read["weights"].full_tensor(), whole)
+    assert read["step"] == 7
+
+
 def test_calls_have_ended_when_they_return(job: Any) -> None:
     own = torch.full((3,), job.rank + 1.0)
     work = dist.all_reduce(own, async_op=True)

@@ -381,5 +381,7 @@ def test_what_cannot_be_says_so(job: Any) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bool), Op.AVG)
     with pytest.raises(NotImplementedError, match="sparse"):
         dist.all_reduce(torch.eye(2).to_sparse(), Op.MAX)
+    with pytest.raises(NotImplementedError, match="PREMUL_SUM"):
+        dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))
     with pytest.raises(NotImplementedError, match="float8"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
