@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -505,6 +506,11 @@ class CheckpointManager:
     def _add_optional(self, name: str, thing: Any) -> None:
         """Save plain state, too, which checkpoints of before need not have."""
         self._objects.add_optional(name, thing)
+
+    def _nbytes(self) -> int:
+        """Return the size of the variables that there are now."""
+        found = self._objects.variables().values()
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in found)
 
     def _settle(self) -> None:
         """Finish a save in the background; `wait` raises what went wrong with it."""

@@ -20,8 +20,10 @@ __all__ = ["PreemptionCheckpointHandler"]
 _EXIT_STATUS = 42
 _NAME = "preemption"
 _REQUEUE_SECONDS = 30.0
-# Before the first save nobody knows how long one takes.
-_FIRST_SAVE_SECONDS = 60.0
+# Before the first save, or a restore, nobody knows how long one takes. Three times the
+# variables, since optimizers make theirs later, to a disk that is shared.
+_FIRST_SAVE_SECONDS = 5.0
+_FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0
 # A disk that many jobs write to at their ends is slower than before.
 _MARGIN = 3.0
@@ -111,23 +113,31 @@ class PreemptionCheckpointHandler:
         self._due = False
         # Whether the training goes on for the rest of a grace period.
         self._in_grace = False
-        self._longest_save = 0.0
+        # The longest one so far; and what stands for one before the first.
+        self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
         # What an earlier handler has not come to act on; all ranks know it alike.
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
-            self._watch = Watch(config, self._tell, self._save_seconds)
+            self._watch = Watch(
+                config, self._tell, self._save_seconds, asks=self._is_first
+            )
         except Exception as error:
             what = f"creation of a {type(self).__name__}"
             self._manager.collectives.fail(what, error)
             raise
+        nbytes = self._manager._nbytes()
+        self._guess = _FIRST_SAVE_SECONDS + nbytes / _FIRST_BYTES_PER_SECOND
         try:
             self._manager.restore_or_initialize()
         except BaseException:
             self._watch.close()
             raise
+        restored = self._manager.last_restore
+        if restored is not None:
+            self._guess = restored.seconds
 
     def __enter__(self) -> PreemptionCheckpointHandler:
         """Return this."""
@@ -221,6 +231,11 @@ class PreemptionCheckpointHandler:
         """
         self._watch.close()
 
+    @property
+    def _is_first(self) -> bool:
+        channel = self._channel
+        return channel is None or bool(channel.topology.replica_id == 0)
+
     def _tell(self, reason: str) -> None:
         # In a handler of a signal, or a thread: an assignment, and no more.
         if self._channel is None:
@@ -247,15 +262,14 @@ class PreemptionCheckpointHandler:
         last = self._manager.last_save
         if last is not None:
             self._longest_save = max(self._longest_save, last.total_seconds)
-        known = self._longest_save or _FIRST_SAVE_SECONDS
+        known = self._longest_save or self._guess
         return max(_MARGIN * known, known + _LEAST_MARGIN_SECONDS)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         """Save; then leave, or go on for the grace period."""
         told = self._told()
         self._forget()
-        channel = self._channel
-        first = channel is None or channel.topology.replica_id == 0
+        first = self._is_first
         if first:
             words = "; ".join(f"replica {r}: {why}" for r, why in sorted(told.items()))
             get_logger("preemption").warning(

@@ -39,8 +39,9 @@ class TerminationConfig:
         Which signals are a notice, to any one rank.
     job_end : float or "slurm" or None
         When the job ends, in seconds since the epoch; ``"slurm"`` is what
-        ``SLURM_JOB_END_TIME`` says, where there is one. Everything is saved, and the
-        training left, in time for a save as long as the longest one so far.
+        ``SLURM_JOB_END_TIME`` says, or else ``squeue``, in a job of Slurm. Everything
+        is saved, and the training left, in time for a save as long as the longest one
+        so far.
     requeue : bool
         Whether the first rank asks Slurm to requeue the job before it leaves.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ __all__ = ["Watch"]
 
 _POLL_SECONDS = 1.0
 _JOB_END = "SLURM_JOB_END_TIME"
+_ASK_SECONDS = 60.0
 
 
 class Watch:
@@ -23,6 +25,7 @@ class Watch:
 
     Not collective, as are its calls. ``tell`` may be called in a handler of a signal
     and in a thread; ``save_seconds`` returns how long before the end is too late.
+    ``asks`` is whether this rank asks Slurm for the end where no variable has it.
     """
 
     def __init__(
@@ -30,6 +33,8 @@ class Watch:
         config: TerminationConfig,
         tell: Callable[[str], None],
         save_seconds: Callable[[], float],
+        *,
+        asks: bool = False,
     ) -> None:
         self._tell, self._save_seconds = tell, save_seconds
         self._function = config.termination_watcher_fn
@@ -38,9 +43,13 @@ class Watch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_at = _time_of(config.job_end)
+        # In the thread: its answer may take a while.
+        self._job = os.environ.get("SLURM_JOB_ID", "")
+        if not asks or config.job_end != "slurm" or self._ends_at is not None:
+            self._job = ""
         if self._function is None:
             self._listen(config)
-        if self._function is not None or self._ends_at is not None:
+        if self._function is not None or self._ends_at is not None or self._job:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
@@ -87,6 +96,8 @@ class Watch:
             self._thread.start()
 
     def _look(self) -> None:
+        if self._job:
+            self._ends_at = self._ends_at or _asked(self._job)
         while not self._end.wait(_POLL_SECONDS):
             try:
                 self._look_once()
@@ -109,8 +120,29 @@ class Watch:
             self._tell("termination_watcher_fn")
 
 
+def _asked(job: str) -> float | None:
+    """Return when Slurm means to end a job; versions before 23 set no variable."""
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%e"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        # Such as in a container. Slurm's signals are heard nevertheless.
+        return None
+    # A job without a limit has no number there.
+    return _number(done.stdout.strip())
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text.isdigit() and int(text) else None
+
+
 def _time_of(job_end: Any) -> float | None:
     if job_end != "slurm":
         return job_end if job_end is None else float(job_end)
-    text = os.environ.get(_JOB_END, "")
-    return float(text) if text.isdigit() and int(text) else None
+    return _number(os.environ.get(_JOB_END, ""))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hpcstrat.preemption.watch import _asked
 from tests.cluster.slurm import Slurm, is_open_mpi
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
 EPOCHS = 6
+# Of train_digits.sbatch.
+LIMIT_SECONDS = 600
 
 
 def test_a_launch_is_checked(slurm: Slurm, tmp_path: Path) -> None:
@@ -120,6 +124,11 @@ def test_digits_go_on_to_the_same_bits_after_two_requeues(
     words = ("train_digits.sbatch", "--epochs", EPOCHS, "--dump")
     job = slurm.submit(tmp_path, *words, tmp_path / "two.npz", **where)
     job.wait_for_text("epoch   1:")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.env.items():
+            patch.setenv(name, value)
+        left = (_asked(str(job.number)) or 0.0) - time.time()
+    assert 0 < left < LIMIT_SECONDS
     job.signal_rank(3, signal.SIGUSR1)
     job.wait_for_text("all is saved: requeueing")
     job.start_again(1, ExcNodeList="node1")

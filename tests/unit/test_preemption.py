@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.preemption.watch import Watch
+from hpcstrat.preemption.watch import Watch, _asked
 
 FAR = 10**10
 
@@ -53,6 +54,27 @@ def test_the_end_that_slurm_told_is_heeded(monkeypatch: pytest.MonkeyPatch) -> N
         assert bool(told) == expected, told
         watch.close()
         told.clear()
+
+
+@pytest.mark.parametrize(("said", "found"), [("99", 99.0), ("NONE", None)])
+def test_slurm_is_asked_for_the_end(
+    said: str, found: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one rank alone, where no variable says it."""
+    script = tmp_path / "squeue"
+    script.write_text(
+        f'#!/bin/sh\n[ "$3 $SLURM_TIME_FORMAT" = "7 %s" ] && echo {said}\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert _asked("7") == found
+    assert _asked("8") is None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    config = hs.TerminationConfig(signals=())
+    for asks in (True, False):
+        watch = Watch(config, print, lambda: 0.0, asks=asks)
+        assert (watch._thread is not None) == asks
+        watch.close()
 
 
 def test_a_function_that_fails_is_no_notice(capsys: pytest.CaptureFixture[str]) -> None:

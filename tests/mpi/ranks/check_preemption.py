@@ -159,8 +159,8 @@ def test_a_notice_and_a_failure_in_one_call_lose_neither(
 
 
 def test_a_time_that_comes_near_is_a_notice(strategy: Any, folder: Path) -> None:
-    job = Job(strategy, folder, job_end=time.time() + 30, signals=())
-    # Nobody has saved yet: a save may take a minute.
+    # Before a first save one is taken to last 5 seconds; the margin is three times it.
+    job = Job(strategy, folder, job_end=time.time() + 16, signals=())
     limit = time.monotonic() + 30
     while not job.left and time.monotonic() < limit:
         time.sleep(0.05)
