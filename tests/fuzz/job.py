@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.fuzz.machine import Machine
 from tests.fuzz.program import Program, parse
+from tests.rings import keep_rings_small
 
 __all__ = ["main", "observe"]
 
@@ -51,6 +52,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     from mpi4py import MPI
 
+    keep_rings_small()
     world = MPI.COMM_WORLD.Dup()
     programs = pickle.loads((folder / "programs").read_bytes())
     with (folder / f"{world.rank}.seen").open("ab") as file:

@@ -28,6 +28,7 @@ from tests.mpi.programs.save_step import NEW, OLD, PLACES
 from tests.mpi.programs.started import start
 
 AT_ONCE = 2
+FULL = pytest.mark.full
 
 
 def _kills(folder: Path, numbers: Iterable[int], seed: int) -> tuple[list[str], Tally]:
@@ -60,7 +61,7 @@ def _kill_many(folder: Path, count: int) -> Tally:
 
 
 def test_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    print(_kill_many(tmp_path, 10))
+    print(_kill_many(tmp_path, 6))
 
 
 # In parts, each of which ends well before pytest's own limit.
@@ -112,9 +113,21 @@ def _cases(name: str) -> list[tuple[str, int, str]]:
     return [(name, rank, how) for rank in place.ranks for how in place.hows]
 
 
-def test_kill_at_each_step_of_a_save(tmp_path: Path) -> None:
+# Where nothing was written since the place that is listed before.
+_REPEATED = [name for name in PLACES if name.startswith("before")][1:]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in PLACES if name not in _REPEATED],
+        pytest.param(_REPEATED, marks=FULL),
+    ],
+    ids=["written", "repeated"],
+)
+def test_kill_at_each_step_of_a_save(names: list[str], tmp_path: Path) -> None:
     """Kill one rank, in one kind of save, at each."""
-    cases = [_cases(name) for name in PLACES]
+    cases = [_cases(name) for name in names]
     _end_at_all(tmp_path, [c[i % len(c)] for i, c in enumerate(cases)])
 
 
@@ -206,7 +219,14 @@ def _start_together(folder: Path) -> None:
         (folder / f"start-{job}").touch()
 
 
-@pytest.mark.parametrize("hows", [("wait", "wait"), ("go", "go"), ("wait", "go")])
+@pytest.mark.parametrize(
+    "hows",
+    [
+        ("wait", "go"),
+        pytest.param(("wait", "wait"), marks=FULL),
+        pytest.param(("go", "go"), marks=FULL),
+    ],
+)
 def test_two_jobs_that_save_the_same_steps_in_one_folder(
     hows: tuple[str, str], tmp_path: Path
 ) -> None:

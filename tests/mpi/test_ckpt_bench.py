@@ -34,19 +34,19 @@ def test_all_ranks_write(n: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("n", "words", "said"),
     [
-        (("{}/missing",), "found none at"),
-        (("{}", "--size", "many"), "found 'many'"),
-        (("{}", "--size", "2MiB"), "for each of 3 writers"),
-        (("{}", "--size", "1000000TiB"), "expected room for"),
-        (("{}", "--json", "{}/missing/x"), "that can be written"),
+        (2, ("{}/missing",), "found none at"),
+        (2, ("{}", "--size", "many"), "found 'many'"),
+        (3, ("{}", "--size", "2MiB"), "for each of 3 writers"),
+        (2, ("{}", "--size", "1000000TiB"), "expected room for"),
+        (2, ("{}", "--json", "{}/missing/x"), "that can be written"),
     ],
 )
 def test_error_is_said_once_and_ends_all(
-    tmp_path: Path, words: tuple[str, ...], said: str
+    tmp_path: Path, n: int, words: tuple[str, ...], said: str
 ) -> None:
-    ended = _bench(3, *(word.format(tmp_path) for word in words))
+    ended = _bench(n, *(word.format(tmp_path) for word in words))
     assert ended.returncode == 1, str(ended)
     assert ended.stderr.count("Error: ") == 1, str(ended)
     assert said in ended.stderr

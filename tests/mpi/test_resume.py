@@ -11,6 +11,8 @@ import pytest
 from tests.mpi.programs.resume import BATCH, ROWS, SAVED, STEPS
 from tests.mpi.programs.started import start
 
+FULL = pytest.mark.full
+
 
 def _run(n: int, how: str, folder: Path) -> list[dict[str, Any]]:
     """Run a job; return what its ranks have written."""
@@ -22,7 +24,10 @@ def _run(n: int, how: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+# Alone, and with a first, a middle and a last rank.
+@pytest.mark.parametrize(
+    "n", [1, pytest.param(2, marks=FULL), 3, pytest.param(4, marks=FULL)]
+)
 def test_killed_jobs_that_go_on_end_with_the_same_bits(n: int, tmp_path: Path) -> None:
     wanted = _run(n, "plain", tmp_path)
     assert [one["began"] for one in wanted] == [None] * n
