@@ -6,6 +6,7 @@ with the models, gradients and optimizers of PyTorch, JAX and Keras themselves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -142,11 +143,14 @@ def _keras() -> dict[str, Any]:
     model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     data, losses = hs.Dataset((x, y[:, None]), batch_size=16, shuffle=True), []
-    for _ in range(3):
-        for batch in data:
-            model.train_on_batch(*batch)
-        losses.append(model.test_on_batch(x, y[:, None]))
-    prediction = model.predict_on_batch(x)
+    with warnings.catch_warnings():
+        # NumPy's word on Keras' own arrays.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for _ in range(3):
+            for batch in data:
+                model.train_on_batch(*batch)
+            losses.append(model.test_on_batch(x, y[:, None]))
+        prediction = model.predict_on_batch(x)
     return {"keras prediction": prediction, "keras losses": losses}
 
 

@@ -27,7 +27,7 @@ strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary
 
 def value_of(variable: Any) -> Array:
     """Return a copy of a variable of Keras, in host memory."""
-    return np.array(keras.ops.convert_to_numpy(variable))
+    return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
