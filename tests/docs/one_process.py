@@ -154,11 +154,29 @@ def _keras() -> dict[str, Any]:
     return {"keras prediction": prediction, "keras losses": losses}
 
 
+def _mpi4jax() -> dict[str, Any]:
+    """Fit by gradient descent with JAX's gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return jnp.sum((x @ weights - y) ** 2) / BATCH
+
+    weights, value = jnp.zeros(8), jnp.zeros(())
+    data = hs.Dataset(_data(1000, np.float32), batch_size=BATCH, shuffle=True)
+    for _ in range(2):
+        for x, y in data:
+            value, gradient = jax.value_and_grad(loss)(weights, x, y)
+            weights = weights - 0.1 * gradient
+    return {"jax weights": weights, "jax value": value}
+
+
 _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("README.md", ""): _readme,
     ("coming-from/chainermn.md", ""): _coming_from,
     ("coming-from/horovod.md", ""): _coming_from,
     ("coming-from/horovod.md", "torch"): _horovod,
+    ("coming-from/mpi4jax.md", "jax"): _mpi4jax,
     ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),

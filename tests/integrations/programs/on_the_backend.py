@@ -1,0 +1,167 @@
+"""Train a line with a library over the backend: ``on_the_backend.py LIBRARY FILE``.
+
+Replica 0 writes weights and bias, as they are at the end, into the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpcstrat.integrations.torch as hst
+
+ROWS, EPOCHS = 480, 2
+
+
+def data() -> Any:
+    """Return the rows; each rank takes 16 of them in each step."""
+    x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1))
+
+
+def line() -> Any:
+    """Return what is trained, with the same weights everywhere."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 1)
+
+
+def loss_of(module: Any, x: Any, y: Any) -> Any:
+    """Return the mean of this rank's squared errors."""
+    return torch.nn.functional.mse_loss(module(x).squeeze(1), y)
+
+
+def lightning_trainer() -> Any:
+    """Fit a LightningModule by a Trainer."""
+    import lightning
+    from lightning.pytorch.plugins.environments import MPIEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Net(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = line()
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = loss_of(self.line, *batch)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    strategy = DDPStrategy(
+        process_group_backend="hpcstrat", cluster_environment=MPIEnvironment()
+    )
+    net = Net()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net, DataLoader(data(), 16))
+    return net.line
+
+
+def lightning_fabric() -> Any:
+    """Train by a loop over what Fabric has set up."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import MPIEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        strategy=DDPStrategy(
+            process_group_backend="hpcstrat", cluster_environment=MPIEnvironment()
+        ),
+    )
+    fabric.launch()
+    net = line()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    loader = fabric.setup_dataloaders(DataLoader(data(), 16))
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, x, y))
+            optimizer.step()
+    return net
+
+
+def accelerate() -> Any:
+    """Train by a loop over what Accelerate has prepared."""
+    dist.init_process_group("hpcstrat")
+    from accelerate import Accelerator
+
+    accelerator, net = Accelerator(cpu=True), line()
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data(), 16)
+    )
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, x, y))
+            optimizer.step()
+    return net
+
+
+def transformers() -> Any:
+    """Train by Hugging Face's Trainer, which takes the backend by its name."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    hst.init_env()
+    from transformers import Trainer, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = line()
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return {"loss": loss_of(self.line, x, y)}
+
+    net = Net()
+    options = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        ddp_backend="hpcstrat",
+        use_cpu=True,
+        per_device_train_batch_size=16,
+        num_train_epochs=EPOCHS,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        optim="sgd",
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    rows = [{"x": x, "y": y} for x, y in data()]
+    Trainer(model=net, args=options, train_dataset=rows).train()
+    return net.line
+
+
+def main() -> None:
+    """Train, and say what came out."""
+    torch.set_num_threads(1)
+    net = globals()[sys.argv[1]]()
+    assert dist.get_backend() == "hpcstrat"
+    if dist.get_rank() == 0:
+        weights = [*net.weight.flatten().tolist(), *net.bias.tolist()]
+        Path(sys.argv[2]).write_text(" ".join(map(str, weights)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
