@@ -5,7 +5,9 @@ One framework a job, on two ranks of a quiet machine with two cores, one thread 
     export OMP_NUM_THREADS=1
     mpirun -n 2 python benchmarks/bench_frameworks.py torch --json torch.json
     mpirun -n 2 python benchmarks/bench_frameworks.py jax --json jax.json
-    python benchmarks/frameworks_picture.py torch.json jax.json PICTURE
+    export KERAS_BACKEND=torch  # or jax, or tensorflow
+    mpirun -n 2 python benchmarks/bench_frameworks.py keras --json keras.json
+    python benchmarks/frameworks_picture.py torch.json jax.json keras.json PICTURE
 
 The rivals do the same training step, in turn, in the same processes: without any
 communication, and with gradients averaged in all the ways that are installed. What a
@@ -34,7 +36,10 @@ BASE = "none"
 FRAMEWORKS = {
     "torch": ("mlp", "resnet18", "transformer"),
     "jax": ("mlp",),
+    "keras": ("mlp",),
 }
+# Only compared with.
+CHECK = "one process"
 TOLERANCE = 1e-4
 
 
@@ -121,6 +126,10 @@ def prepared(strategy: Any, framework: str, options: Any) -> Any:
         own = distributed.new_group(backend="hpcstrat")
         gloo = distributed.group.WORLD
         return lambda model: torch_steps(strategy, model, gloo, own)
+    if framework == "keras":
+        from keras_steps import keras_steps
+
+        return lambda _: keras_steps(strategy, CHECK)
     from jax_steps import jax_steps, start_jax_distributed
 
     if options["gloo"]:
@@ -141,6 +150,8 @@ def main(framework: str, models: str | None, ways: str | None, **options: Any) -
     strategy = hs.MultiWorkerMirroredStrategy()
     topology = strategy.topology
     version = importlib.metadata.version(framework)
+    if framework == "keras":
+        version += f" on {os.environ.get('KERAS_BACKEND', 'tensorflow')}"
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     hs.print_once(
         f"{framework} {version}, {describe(topology.mpi)}; OMP_NUM_THREADS: {threads}"
@@ -152,6 +163,7 @@ def main(framework: str, models: str | None, ways: str | None, **options: Any) -
             words = [BASE, *ways.split(",")]
             steps = {n: s for n, s in steps.items() if any(w in n for w in words)}
         require_equal(topology.replica_comm, steps, 3)
+        steps.pop(CHECK, None)
         samples = measure_paired(
             topology.replica_comm,
             topology.mpi,

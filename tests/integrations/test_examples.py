@@ -104,12 +104,21 @@ def jax_digits(program: Any) -> dict[str, float]:
     return {"loss": float(loss), "accuracy": float((found == test["labels"]).mean())}
 
 
+def keras_digits(program: Any) -> dict[str, float]:
+    model, (images, labels) = program["network"](), program["digits"]("train")
+    for rows in batches(len(labels), program["BATCH"]):
+        model.train_on_batch(images[rows], labels[rows])
+    loss, accuracy = model.evaluate(*program["digits"]("test"), verbose=0)
+    return {"loss": float(loss), "accuracy": float(accuracy)}
+
+
 # By name: the framework, and what the program must come to.
 PROGRAMS: dict[str, tuple[str, Oracle]] = {
     "digits_torch.py": ("torch", torch_digits),
     "digits_ddp.py": ("torch", ddp_digits),
     "gpt_torch.py": ("torch", gpt),
     "digits_jax.py": ("jax", jax_digits),
+    "digits_keras.py": ("keras", keras_digits),
 }
 
 
@@ -137,14 +146,17 @@ def installed() -> list[str]:
     return [name for name in PROGRAMS if find_spec(PROGRAMS[name][0])]
 
 
+FULL = pytest.mark.full
+
+
 @pytest.mark.framework("torch")
 @pytest.mark.parametrize(
     "runs",
     [
         {2: "1,2"},
-        pytest.param({1: "2"}, marks=pytest.mark.full),
-        pytest.param({3: "2"}, marks=pytest.mark.full),
-        pytest.param({2: "1", 3: "2"}, marks=pytest.mark.full),
+        pytest.param({1: "2"}, marks=FULL),
+        pytest.param({3: "2"}, marks=FULL),
+        pytest.param({2: "1", 3: "2"}, marks=FULL),
     ],
     ids=str,
 )
@@ -152,9 +164,25 @@ def test_programs_learn_what_one_process_learns(
     runs: dict[int, str], tmp_path: Path
 ) -> None:
     """Also those that go on with a checkpoint, on another number of ranks."""
-    names = [name for name in PROGRAMS if find_spec(PROGRAMS[name][0])]
+    names = [n for n, (kind, _) in PROGRAMS.items() if find_spec(kind)]
+    require_learned(runs, tmp_path, [n for n in names if n != "digits_keras.py"])
+
+
+@FULL
+@pytest.mark.framework("keras", "torch")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("runs", [{1: "2"}, {2: "1", 3: "2"}], ids=str)
+def test_keras_learns_what_one_process_learns(
+    runs: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    require_learned(runs, tmp_path, ["digits_keras.py"])
+
+
+def require_learned(runs: dict[int, str], folder: Path, names: list[str]) -> None:
+    """Run programs on so many ranks for so many epochs, and look what they learned."""
     found: dict[str, Any] = {}
     for n, epochs in runs.items():
-        found = said(n, tmp_path, epochs, names)
+        found = said(n, folder, epochs, names)
     for name in names:
         require_same(found[name], name)
