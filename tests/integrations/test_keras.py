@@ -33,6 +33,7 @@ def _cases() -> list[object]:
             pytest.param(backend, n, "", marks=pytest.mark.full)
             for backend in backends
             for n in (1, 2, 3)
+            if CHOSEN.get((backend, n), "some")
         ],
     ]
 
