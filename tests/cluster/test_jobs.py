@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ from tests.cluster.slurm import Slurm, is_open_mpi
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
-EPOCHS = 6
+# So many that a job is in the midst of them when it is to be.
+EPOCHS = 60
+CHAOS_EPOCHS = 150
 # Of train_digits.sbatch.
 LIMIT_SECONDS = 600
 
@@ -78,10 +81,13 @@ def test_programs_of_users_run_in_arrays_and_allocations(
 
 def test_training_takes_chaos(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(
-        *(tmp_path, "chaos.sbatch", "--epochs", EPOCHS), nodes=2, ntasks_per_node=1
+        *(tmp_path, "chaos.sbatch", "--epochs", CHAOS_EPOCHS),
+        nodes=2,
+        ntasks_per_node=1,
     )
     assert job.wait_to_end() == "COMPLETED", job.output
     assert "test accuracy 0.9" in job.output
+    assert "expected one job" not in job.output, job.output
 
 
 ELASTIC = """
@@ -149,6 +155,5 @@ def test_digits_go_on_to_the_same_bits_after_two_requeues(
     with np.load(tmp_path / "two.npz") as found, np.load(tmp_path / "none.npz") as all_:
         for name in all_:
             np.testing.assert_array_equal(found[name], all_[name])
-    last = other.output.splitlines()[-1]
-    assert last == job.output.splitlines()[-1]
-    assert last.startswith("test accuracy 0.9"), other.output
+    [accuracy] = re.findall(r"^test accuracy 0\.9\d*$", other.output, re.MULTILINE)
+    assert accuracy in job.output.splitlines()
