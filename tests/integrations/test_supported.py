@@ -1,4 +1,4 @@
-"""What the guide says is supported: each line of its tables has tests, named here."""
+"""What the guides say is supported: each line of its tables has tests, named here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-GUIDE = HERE.parents[1] / "docs" / "user-guide" / "torch-jax.md"
+GUIDES = [
+    HERE.parents[1] / "docs" / "user-guide" / name
+    for name in ("torch-jax.md", "keras.md")
+]
 
 GROUP, BUILT = "check_process_group", "check_built_on_groups"
 GRADIENTS, TRAINING = "check_torch_gradients", "check_torch_training"
 EXCHANGES, STATE = "check_jax_exchanges", "check_jax_state"
+FIT, CALLBACKS = "check_keras_training", "check_keras_callbacks"
 
 # By what a line begins with: a file, and words of its tests' names.
 TESTED: dict[str, list[tuple[str, str]]] = {
@@ -99,16 +103,47 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         (TRAINING, "saved_on_two_goes_on_on_three"),
         (STATE, "what_two_replicas_saved_comes_back_on_all"),
     ],
+    "batches of any size": [
+        (FIT, "fit_is_that_of_one_process"),
+        (FIT, "arrays_are_global_batches"),
+        (FIT, "data_of_the_programs_own_are_shares"),
+    ],
+    "losses that are sums": [(FIT, "losses_with_other_divisors")],
+    "regularizers": [(FIT, "fit_is_that_of_one_process")],
+    "metrics": [(FIT, "fit_is_that_of_one_process")],
+    "several outputs": [(FIT, "embeddings_and_several_inputs")],
+    "`clipnorm`": [(FIT, "optimizers_see_the_gradient")],
+    "`gradient_accumulation_steps`": [(FIT, "optimizers_see_the_gradient")],
+    "`LossScaleOptimizer`": [(FIT, "infinite_gradients_of_one_replica")],
+    "`train_step`": [(FIT, "steps_of_the_programs_own")],
+    "`steps_per_epoch`": [(FIT, "steps_of_an_epoch")],
+    "`Dropout`": [(FIT, "dropout_differs_and_its_state_does_not")],
+    "`BatchNormalization`": [
+        (FIT, "moving_means_are_means"),
+        (CALLBACKS, "what_cannot_be_is_refused"),
+    ],
+    "`ModelCheckpoint`": [
+        (CALLBACKS, "callbacks_write_once"),
+        (CALLBACKS, "backup_on_replica_0"),
+    ],
+    "`EarlyStopping`": [(CALLBACKS, "callbacks_write_once_and_decide_alike")],
+    "callbacks of one's own": [
+        (CALLBACKS, "callbacks_write_once_and_decide_alike"),
+        (CALLBACKS, "error_of_one_replica"),
+    ],
+    "`model.save`": [(CALLBACKS, "saved_models_know_nothing_of_it")],
+    "`jit_compile`": [(CALLBACKS, "what_cannot_be_is_refused")],
 }
-# What the guide says was not tried, or was tried by hand with libraries that the tests
+# What the guides say was not tried, or was tried by hand with libraries that the tests
 # do not have.
-UNTESTED = ["tensors on GPUs", "Lightning Fabric and Trainer"]
+UNTESTED = ["GPUs", "tensors on GPUs", "Lightning Fabric and Trainer"]
 
 
 def lines() -> list[str]:
-    """Return the first cells of all lines of the guide's tables."""
-    rows = re.findall(r"^\| (.*?) \|", GUIDE.read_text(), re.M)
-    heads = re.findall(r"^\| (.*?) \|.*\n\|---", GUIDE.read_text(), re.M)
+    """Return the first cells of all lines of the guides' tables."""
+    text = "".join(guide.read_text() for guide in GUIDES)
+    rows = re.findall(r"^\| (.*?) \|", text, re.M)
+    heads = re.findall(r"^\| (.*?) \|.*\n\|---", text, re.M)
     return [row for row in rows if row not in heads]
 
 

@@ -247,6 +247,9 @@ def test_what_cannot_be_is_refused(
     synchronized = keras.Sequential([layers.Input((3,)), _Synchronized()])
     synchronized.compile("sgd", "mse")
     refused(NotImplementedError, "found synchronized=True in", synchronized)
+    with monkeypatch.context() as patch:
+        patch.setattr(keras.distribution, "distribution", lambda: "some")
+        refused(RuntimeError, "expected no distribution of Keras itself", _model())
     model = hsk.distribute(_model(), strategy)
     model.compile("sgd", "mse")
     with pytest.raises(RuntimeError, match="compile was called again; call distribute"):
