@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.logs import get_logger
 from hpcstrat.preemption.watch import Watch, _asked
 
 FAR = 10**10
@@ -77,8 +78,14 @@ def test_slurm_is_asked_for_the_end(
         watch.close()
 
 
-def test_a_function_that_fails_is_no_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+    said: list[str] = []
+    monkeypatch.setattr(
+        get_logger("preemption"),
+        "warning",
+        lambda text, *words: said.append(text % words),
+    )
     calls: list[int] = []
 
     def fail() -> bool:
@@ -93,7 +100,7 @@ def test_a_function_that_fails_is_no_notice(capsys: pytest.CaptureFixture[str]) 
         time.sleep(0.05)
     watch.close()
     assert told == ["termination_watcher_fn"]
-    assert "raised OSError: no answer" in capsys.readouterr().err
+    assert "raised OSError: no answer" in said[0]
 
 
 def test_a_forked_child_dies_of_the_signal() -> None:
