@@ -6,13 +6,14 @@ share; other hosts' differ by the time since they were started, and drift.
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.observe.timeline.alignment import Sample, best_sample
+from hpcstrat.topology.bounded import finish
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["measure_clock"]
@@ -21,70 +22,61 @@ _ROUNDS = 50
 _TAG = 7
 _LIMIT_SECONDS = 60.0
 
-_abandoned: list[Any] = []
-
 
 def measure_clock(
-    topology: Topology, comm: Any, limit_seconds: float = _LIMIT_SECONDS
+    topology: Topology,
+    comm: Any,
+    limit_seconds: float | None = None,
+    *,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Sample | None:
     """Measure the offset of this worker's clock to replica 0's.
 
     Collective over ``topology.replica_comm``; only the first replica of each worker
     communicates, one worker after the other. No other message is under way in ``comm``,
-    which has all replicas in the same order. None on the others of a worker, and where
-    there was no answer in time.
+    which has all replicas in the same order. The ``clock`` has nanoseconds. None on the
+    others of a worker, and where there was no answer in time.
     """
     if topology.worker_comm.rank:
         return None
+    limit = _LIMIT_SECONDS if limit_seconds is None else limit_seconds
+    deadline = time.monotonic() + limit
     if topology.replica_id:
-        return _ask(comm, time.monotonic() + limit_seconds)
+        return _ask(comm, clock, deadline)
     own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
     leaders = own.Translate_ranks(None, every)
     own.Free()
     every.Free()
-    deadline = time.monotonic() + limit_seconds
     for leader in leaders[1:]:
-        if not _answer(comm, leader, deadline):
+        if not _answer(comm, clock, leader, deadline):
             break
-    return Sample(time.perf_counter_ns(), 0, 0)
+    return Sample(clock(), 0, 0)
 
 
-def _ask(comm: Any, deadline: float) -> Sample | None:
+def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
     """Ask replica 0 for its time, many times."""
     sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
     trips = []
     for _ in range(_ROUNDS):
-        before = time.perf_counter_ns()
+        before = clock()
         request = comm.Irecv(received, 0, _TAG)
         # Eight bytes go at once, and stay as they are: nobody needs to await that.
         comm.Isend(sent, 0, _TAG).Free()
-        if not _done(request, deadline):
+        if not finish([request], deadline):
             return None
-        trips.append((before, int(received[0]), time.perf_counter_ns()))
+        trips.append((before, int(received[0]), clock()))
     return best_sample(trips)
 
 
-def _answer(comm: Any, leader: int, deadline: float) -> bool:
+def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -> bool:
     """Tell another worker the time, many times."""
     received = np.zeros(1, np.int64)
     # Each answer has its own memory, which a slow one may still read.
     sent = np.zeros((_ROUNDS, 1), np.int64)
     requests = []
     for number in range(_ROUNDS):
-        if not _done(comm.Irecv(received, leader, _TAG), deadline):
+        if not finish([comm.Irecv(received, leader, _TAG)], deadline):
             return False
-        sent[number] = time.perf_counter_ns()
+        sent[number] = clock()
         requests.append(comm.Isend(sent[number], leader, _TAG))
-    return all(_done(request, deadline) for request in requests)
-
-
-def _done(request: Any, deadline: float) -> bool:
-    """Wait for a message without MPI's own wait, which has no end."""
-    while not request.Test():
-        if time.monotonic() > deadline:
-            # MPI may still write there.
-            _abandoned.append(request)
-            return False
-        # Without a nap, which would lengthen the round trip; others may need the core.
-        os.sched_yield()
-    return True
+    return finish(requests, deadline)

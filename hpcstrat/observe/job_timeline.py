@@ -123,8 +123,7 @@ def measure(ranks: Topology | None, limit_seconds: float | None = None) -> None:
     if topology is not ranks:
         return
     if _Session.comm is not None and not topology.closed:
-        limits = {} if limit_seconds is None else {"limit_seconds": limit_seconds}
-        sample = measure_clock(topology, _Session.comm, **limits)
+        sample = measure_clock(topology, _Session.comm, limit_seconds)
         if sample is not None:
             recorder.add_clock(sample)
 
