@@ -21,6 +21,7 @@ from hpcstrat.bench.scaling import Wish, run_scaling
 from hpcstrat.bench.shapes import MODELS
 from hpcstrat.bench.web_page import page
 from hpcstrat.checkpoint.bench.scratch import scratch
+from hpcstrat.cli.predict_command import predict_command
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import CheckpointError, TopologyError
@@ -35,7 +36,10 @@ _SIZES = "4B,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 @click.group(cls=UncutGroup)
 def bench() -> None:
-    """Measure how a job scales, and report on it."""
+    """Measure how a job scales, report on it, and predict larger ones."""
+
+
+bench.add_command(predict_command)
 
 
 def _listed(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
