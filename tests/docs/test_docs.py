@@ -110,7 +110,10 @@ PAGE_JOBS: list[Key] = [
     *[(name, 2, "") for name in WITH_RANKS],
     *[(name, 3, "") for name, extra in RECIPES if not extra],
     # What frameworks compute takes long: once, where batches are ragged if they are.
-    *[(name, 3 if (name, extra) in RECIPES else 2, extra) for name, extra in WITH_EXTRAS],
+    *[
+        (name, 3 if (name, extra) in RECIPES else 2, extra)
+        for name, extra in WITH_EXTRAS
+    ],
 ]
 SLOW_JOBS: list[Key] = [
     (name, size, extra)
