@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
-from hpcstrat.cli.bench_commands import bench
 from hpcstrat.cli.chaos_commands import chaos
 from hpcstrat.cli.ckpt_commands import ckpt
 from hpcstrat.cli.doctor import doctor
-from hpcstrat.cli.examination import launch_words, software
+from hpcstrat.cli.doctor.examination import launch_words, software
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cli.timeline_commands import timeline
 from hpcstrat.cli.torch_command import torch
@@ -27,7 +26,6 @@ def main() -> None:
     """Tools around hpcstrat."""
 
 
-main.add_command(bench)
 main.add_command(chaos)
 main.add_command(ckpt)
 main.add_command(doctor)

@@ -35,8 +35,13 @@ class UncutGroup(click.Group):
             formatter.write_dl(rows)
 
 
-def new_console() -> Console:
-    """Return standard output; lines have any length where it is no terminal."""
+def new_console(*, of_job: bool = False) -> Console:
+    """Return standard output; lines have any length where it is no terminal.
+
+    ``of_job`` is that of a rank: mpirun gives ranks a terminal, and writes to a file.
+    """
+    if of_job:
+        return Console(markup=False, color_system=None, width=_WIDE)
     # Names of variables may hold brackets, which rich would take for markup.
     console = Console(markup=False)
     return console if console.is_terminal else Console(markup=False, width=_WIDE)

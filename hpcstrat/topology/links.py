@@ -1,10 +1,11 @@
 """How fast messages go inside of hosts and from host to host, measured.
 
-Two ranks send a message there and back. Half of such a trip of 8 bytes is the latency;
-what the trip of a long message takes more is put down to its bytes. Hosts meet as the
-players of a tournament do, by the circle method (E. Lucas, "Recreations mathematiques"
-2 (1883), "Les jeux de demoiselles"): in each round a host is busy with one other at
-most, so that two measurements share nothing but what lies between the hosts.
+Two ranks send messages there and back, long ones and some of 8 bytes in turn. Half of a
+short trip is the latency; what a long one takes more is put down to its bytes. Medians
+count, of the short ones that of the fastest of each turn. Hosts meet as the players
+of a tournament do, by the circle method (E. Lucas, "Recreations mathematiques" 2, 1883,
+"Les jeux de demoiselles"): in each round a host is busy with one other at most, so that
+two measurements share nothing but what lies between the hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _NBYTES = 4 * _MIB
 _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
-_FEWEST_TRIPS, _MOST_TRIPS, _SHORT_TRIPS = 3, 15, 21
+_FEWEST_TRIPS, _MOST_TRIPS = 3, 15
+# After each long one, of which the fastest counts: others waited for their cores.
+_SHORT_TRIPS = 7
 # Of a long message's time; where noise makes a short one as slow, latency is not all.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
@@ -89,6 +92,11 @@ class Outlier:
     link: Link
     others_latency_seconds: float
     others_bandwidth_bytes_per_second: float
+
+    @property
+    def by_bandwidth(self) -> bool:
+        """Whether long messages lose more by it than short ones."""
+        return self.bandwidth_ratio >= self.latency_ratio
 
     @property
     def latency_ratio(self) -> float:
@@ -186,6 +194,10 @@ def _await(request: Any, deadline: float) -> None:
         )
 
 
+def _ranks(link: Link) -> tuple[int, int]:
+    return link.ranks
+
+
 def _with_better(links: Links, again: Links) -> Links:
     """Return links, some of which were measured again."""
     newer = {link.ranks: link for link in again.between}
@@ -276,9 +288,9 @@ class _Meeting:
             (between if two in first else inside).append(link)
         count = len(first)
         return Links(
-            tuple(inside),
-            tuple(between),
-            tuple(unanswered),
+            tuple(sorted(inside, key=_ranks)),
+            tuple(sorted(between, key=_ranks)),
+            tuple(sorted(unanswered)),
             count,
             count > MOST_IN_FULL,
             self._nbytes,
@@ -303,7 +315,6 @@ class _Meeting:
         trip = functools.partial(self._trip, peer, deadline)
         # The first one waits for the peer to come.
         trip(8, naps=True)
-        latency = statistics.median(trip(8) for _ in range(_SHORT_TRIPS)) / 2
         probe = min(_PROBE_BYTES, self._nbytes)
         seconds = trip(probe)
         nbytes = probe
@@ -312,7 +323,11 @@ class _Meeting:
         count = min(max(int(_PAIR_SECONDS / seconds), _FEWEST_TRIPS), _MOST_TRIPS)
         self._memory[0, :8].view(np.int32)[:] = nbytes, count
         trip(8)
-        half = statistics.median(trip(nbytes) for _ in range(count)) / 2
+        long, short = list[float](), list[float]()
+        for _ in range(count):
+            long.append(trip(nbytes))
+            short.append(min(trip(8) for _ in range(_SHORT_TRIPS)))
+        half, latency = statistics.median(long) / 2, statistics.median(short) / 2
         return latency, nbytes / max(half - latency, _LEAST_SHARE * half)
 
     def _trip(
@@ -333,12 +348,12 @@ class _Meeting:
         """Send messages back, as many as there are."""
         echo = functools.partial(self._echo, peer, deadline)
         echo(8, naps=True)
-        for _ in range(_SHORT_TRIPS):
-            echo(8)
         echo(min(_PROBE_BYTES, self._nbytes))
         nbytes, count = echo(8)[:8].view(np.int32).tolist()
         for _ in range(count):
             echo(nbytes)
+            for _ in range(_SHORT_TRIPS):
+                echo(8)
 
     def _echo(self, peer: int, deadline: float, nbytes: int, naps: bool = False) -> Any:
         sent, received = self._memory[:, :nbytes]

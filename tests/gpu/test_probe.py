@@ -94,7 +94,8 @@ with hs.MultiWorkerMirroredStrategy() as strategy:
 
 # Two packages of CuPy, without the headers that its kernels include.
 BROKEN = """
-from hpcstrat.cli import examination, main
+from hpcstrat.cli import main
+from hpcstrat.cli.doctor import examination
 version = examination._version
 examination._version = lambda name: "14.2" if "cupy-" in name else version(name)
 examination._KERNELS = (

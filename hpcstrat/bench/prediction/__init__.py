@@ -1,1 +1,0 @@
-"""How fast a training step will be on many nodes, simulated by SimGrid."""

@@ -1,0 +1,85 @@
+"""What the doctor has found wrong, or worth a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Finding", "Findings", "names", "rank_words"]
+
+_MOST_NAMES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was expected, what was found, and what to do, in one sentence.
+
+    ``name`` says what kind it is, such as ``slow-link``; scripts rely on it. It is
+    about these hosts and ranks, or about all. Where it was measured, ``expected`` and
+    ``found`` are numbers of this ``unit``.
+    """
+
+    name: str
+    text: str
+    hosts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    expected: float | None = None
+    found: float | None = None
+    unit: str = ""
+
+    def to_json(self, severity: str) -> dict[str, Any]:
+        """Return what the module json takes."""
+        return {"severity": severity, **asdict(self)}
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found; grows as the examination goes on.
+
+    ``problems`` would stop a job, or show that something is badly wrong; ``remarks``
+    would slow a job down, or may be on purpose. ``library_version`` is what the MPI
+    library says of itself; empty if it cannot be loaded.
+    """
+
+    software: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
+    remarks: list[Finding] = field(default_factory=list)
+    library_version: str = ""
+
+    def problem(self, name: str, text: str, **about: Any) -> None:
+        """Add what would stop a job; ``about`` are other fields of a `Finding`."""
+        self.problems.append(Finding(name, text, **about))
+
+    def remark(self, name: str, text: str, **about: Any) -> None:
+        """Add what is worth a word; ``about`` are other fields of a `Finding`."""
+        self.remarks.append(Finding(name, text, **about))
+
+    def add(self, others: Findings) -> None:
+        """Add what is wrong according to others."""
+        self.problems += others.problems
+        self.remarks += others.remarks
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what the module json takes; problems first."""
+        both: Iterable[tuple[str, list[Finding]]] = (
+            ("problem", self.problems),
+            ("remark", self.remarks),
+        )
+        return [one.to_json(severity) for severity, some in both for one in some]
+
+
+def names(words: Sequence[str], what: str = "hosts") -> str:
+    """Return names as words of a sentence, some of them where they are many."""
+    if len(words) > _MOST_NAMES:
+        shown = words[: _MOST_NAMES - 1]
+        return f"{', '.join(shown)} and {len(words) - len(shown)} more {what}"
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """Return ranks as words of a sentence, such as ``ranks 0 and 3``."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {names([str(rank) for rank in ranks], noun)}"
