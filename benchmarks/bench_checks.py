@@ -20,10 +20,10 @@ from typing import Any
 import click
 import numpy as np
 from report import row, write_json
-from resnet import resnet50_shapes
 from timing import measure
 
 import hpcstrat as hs
+from hpcstrat.bench.shapes import resnet50_shapes
 
 CALLS = 100
 VARIABLES = {

@@ -26,10 +26,10 @@ from device_fused import measure_device
 from device_ways import FLOOR as FLOOR_ON_DEVICE
 from devices import device_options, given, start
 from report import describe, draw_bars, output_options, row, table, write_json
-from resnet import resnet50_shapes
 from timing import measure_for
 
 import hpcstrat as hs
+from hpcstrat.bench.shapes import resnet50_shapes
 
 PIECE = 1 << 20
 PACKED = "mpi4py, packed"

@@ -18,9 +18,9 @@ from buffers import fill, require_sum
 from device_ways import BY_HAND, FLOOR, NCCL, OURS, Floor, Ways
 from devices import Bench
 from report import row, table
-from resnet import resnet50_shapes
 
 import hpcstrat as hs
+from hpcstrat.bench.shapes import resnet50_shapes
 
 __all__ = ["SECONDS", "measure_device"]
 

@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run the whole suite in two lanes."""
+    """Run the whole suite in lanes."""
     return num_lanes(config)
 
 

@@ -86,8 +86,11 @@ class Durations:
         for name, (clock, processor) in order[:NUM_SLOWEST]:
             write(f"{clock:8.1f} {processor:8.1f}  {name}")
         if config.getoption("keep_durations"):
-            whole = {name: round(took[1], 1) for name, took in self.of_tests.items()}
-            long = {name: took for name, took in sorted(whole.items()) if took >= 1}
+            now = {name: round(took[1], 1) for name, took in self.of_tests.items()}
+            # What was run alone is renewed alone.
+            whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+            all_took = now if whole else json.loads(KEPT.read_text()) | now
+            long = {name: took for name, took in sorted(all_took.items()) if took >= 1}
             KEPT.write_text(json.dumps(long, indent=1) + "\n")
         elif KEPT.exists():
             for line in grown(self.of_tests, json.loads(KEPT.read_text())):

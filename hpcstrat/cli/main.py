@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
+from hpcstrat.cli.bench_commands import bench
 from hpcstrat.cli.chaos_commands import chaos
 from hpcstrat.cli.ckpt_commands import ckpt
 from hpcstrat.cli.doctor import doctor
@@ -26,6 +27,7 @@ def main() -> None:
     """Tools around hpcstrat."""
 
 
+main.add_command(bench)
 main.add_command(chaos)
 main.add_command(ckpt)
 main.add_command(doctor)

@@ -2,6 +2,10 @@
 
 Large buffers go in pieces: Open MPI loses its cache beyond a few MiB, and a count past
 2**31 - 1 is more than older libraries take.
+
+What is sent and what is received are never the same memory: Open MPI's nonblocking
+all-reduce of data in place sends all of it up and down a tree, whose height the time
+grows with, where it otherwise has each rank sum a part.
 """
 
 from __future__ import annotations
@@ -27,17 +31,15 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
     Collective over ``topology.replica_comm``.
     """
     mpi, comm = channel.topology.mpi, channel.topology.replica_comm
-    scratch: dict[Any, Array] = {}
+    # Of each type: what to send, and the sum.
+    scratch: dict[Any, tuple[Array, Array]] = {}
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
         sent, total, packed = _buffers(run, work, scratch)
         if work.waits:
-            own = sent if sent is not None else mpi.IN_PLACE
-            channel.patient(comm).Allreduce(own, total, op=mpi.SUM)
+            channel.patient(comm).Allreduce(sent, total, op=mpi.SUM)
         else:
-            if sent is not None:
-                np.copyto(total, sent)
-            yield Message(comm.Iallreduce(mpi.IN_PLACE, total, op=mpi.SUM))
+            yield Message(comm.Iallreduce(sent, total, op=mpi.SUM))
         if work.divisor:
             quietly(np.divide, total, work.divisor, total)
         if packed:
@@ -45,9 +47,9 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
 
 
 def _buffers(
-    run: Run, work: Work, scratch: dict[Any, Array]
-) -> tuple[Array | None, Array, bool]:
-    """Return what to send, None for the second; where the sum goes; whether packed."""
+    run: Run, work: Work, scratch: dict[Any, tuple[Array, Array]]
+) -> tuple[Array, Array, bool]:
+    """Return what to send; where the sum goes; and whether both are packed."""
     if len(run.spans) == 1:
         index, start, stop, _ = run.spans[0]
         source, result = work.sources[index], work.results[index]
@@ -55,9 +57,13 @@ def _buffers(
             total = result[start:stop]
             # NumPy's C long and C long long may be equal, MPI's never are.
             sent = source[start:stop].view(total.dtype)
-            return None if np.may_share_memory(sent, total) else sent, total, False
+            if np.may_share_memory(sent, total):
+                sent = sent.copy()
+            return sent, total, False
     kept = scratch.get(run.dtype)
-    if kept is None or kept.size < run.size:
-        kept = scratch[run.dtype] = np.empty(run.size, run.dtype)
-    fill(run, work.sources, kept[: run.size])
-    return None, kept[: run.size], True
+    if kept is None or kept[0].size < run.size:
+        kept = np.empty(run.size, run.dtype), np.empty(run.size, run.dtype)
+        scratch[run.dtype] = kept
+    sent, total = kept[0][: run.size], kept[1][: run.size]
+    fill(run, work.sources, sent)
+    return sent, total, True

@@ -77,9 +77,10 @@ def _all_reduce(segment: Array, work: Work, channel: Channel) -> Awaits:
     if work.waits and segment.nbytes >= _PARTS_BYTES and comm.size <= _MOST_DIRECT:
         _all_reduce_parts(segment, patient)
     elif work.waits:
-        patient.Allreduce(mpi.IN_PLACE, segment, op=mpi.SUM)
+        # Never in place, see hpcstrat.collectives.flat.
+        patient.Allreduce(segment.copy(), segment, op=mpi.SUM)
     else:
-        yield Message(comm.Iallreduce(mpi.IN_PLACE, segment, op=mpi.SUM))
+        yield Message(comm.Iallreduce(segment.copy(), segment, op=mpi.SUM))
 
 
 def _all_reduce_parts(segment: Array, comm: PatientComm) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "SLOTS_IN_RING",
     "STATUS_BYTES",
     "Topology",
+    "slot_bytes",
     "start_mpi",
 ]
 
@@ -177,7 +178,7 @@ class Topology:
         self.segment = Segment(
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
-            SLOTS_IN_RING * _slot_bytes(largest),
+            SLOTS_IN_RING * slot_bytes(largest),
             room_bytes=_room_bytes(self.worker_comm.size),
         )
         # A worker whose memory file system is small decides for all.
@@ -341,8 +342,11 @@ class Topology:
         )
 
 
-def _slot_bytes(worker_size: int) -> int:
-    """Return the size of the largest piece: a power of two, in a limited segment."""
+def slot_bytes(worker_size: int) -> int:
+    """Return the size of the largest piece: a power of two, in a limited segment.
+
+    Not collective. A small /dev/shm makes it smaller.
+    """
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
     share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
     return min(_LARGEST_SLOT_BYTES, share)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from hpcstrat.observe.timeline.alignment import Sample
 from hpcstrat.observe.timeline.event_files import EventFile
@@ -40,6 +40,19 @@ active = _Active()
 os.register_at_fork(after_in_child=active.forget)
 
 
+class Sink(Protocol):
+    """What takes a recorder's events; see `EventFile`."""
+
+    def put(self, event: Any) -> None:
+        """Take one."""
+
+    def flush(self) -> None:
+        """Keep what came so far, whatever becomes of the process."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
 class Recorder:
     """Records ranges of time, into a file, as NVTX ranges, or both.
 
@@ -48,7 +61,7 @@ class Recorder:
 
     def __init__(self, track: Track, nvtx: Any = None) -> None:
         self.track = track
-        self.file: EventFile | None = None
+        self.file: Sink | None = None
         self._nvtx = nvtx
         self._base_ns = 0
         self._main = threading.get_ident()
@@ -168,7 +181,7 @@ class Recorder:
             name, at = _short(call.call.text), time.perf_counter_ns()
             file.put((name, "e", at, call.mark, None))
 
-    def _thread(self, file: EventFile) -> int:
+    def _thread(self, file: Sink) -> int:
         """Return the number of the thread that calls this."""
         ident = threading.get_ident()
         number = self._threads.get(ident)

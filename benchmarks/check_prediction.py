@@ -1,0 +1,234 @@
+"""Predicted against measured steps, on pretend hosts joined by slow wires.
+
+Run it as root, with an MPI library and SimGrid (apt-get install libsimgrid-dev)::
+
+    python benchmarks/check_prediction.py --json FILE --picture FILE
+
+It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``. On two of them
+it measures latency and bandwidth, and on one what a replica's step takes; from these
+figures alone, the simulation of `hpcstrat bench predict` says what a step takes on 2, 4
+and 8 hosts, where it then is measured. All hosts share this machine's cores, so that a
+step sleeps instead of computing, and wires are so slow that the cores keep up.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+LARGE_BYTES = 4 << 20
+TRIPS = 15
+# Scheduling of the cores is noise: the median of so many steps counts.
+STEPS, WARM_UP = 15, 3
+WIRES = (("100mbit", 0), ("1gbit", 0), ("100mbit", 500), ("1gbit", 500))
+HOSTS = (2, 4, 8)
+WITHIN = 0.1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step on some hosts, predicted and measured; times are in seconds."""
+
+    rate: str
+    delay_us: int
+    hosts: int
+    replicas_per_host: int
+    latency_seconds: float
+    bytes_per_second: float
+    compute_seconds: float
+    nbytes: int
+    predicted_seconds: float
+    measured_seconds: list[float]
+
+    @property
+    def error(self) -> float:
+        """By how much the prediction is too long, relative to what was measured."""
+        return self.predicted_seconds / statistics.median(self.measured_seconds) - 1
+
+    @property
+    def sum_error(self) -> float:
+        """The same of what a step takes beside its computing."""
+        measured = statistics.median(self.measured_seconds)
+        computing = self.compute_seconds
+        return (self.predicted_seconds - computing) / (measured - computing) - 1
+
+
+def measure_link() -> tuple[float, float]:
+    """Return latency and bandwidth between the first two hosts' first ranks.
+
+    Called on each rank.
+    """
+    import hpcstrat as hs
+
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        comm = strategy.topology.cross_worker_comm
+        found = (0.0, 0.0)
+        if strategy.topology.worker_comm.rank == 0 and comm.rank < 2:
+            short, long = _trip(comm, 8, 200), _trip(comm, LARGE_BYTES, TRIPS)
+            found = short, LARGE_BYTES / (long - short)
+        strategy.barrier()
+        return found
+
+
+def _trip(comm: Any, nbytes: int, count: int) -> float:
+    buffer, taken = np.zeros(nbytes, np.uint8), []
+    for _ in range(count + 2):
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.Send(buffer, 1)
+            comm.Recv(buffer, 1)
+        else:
+            comm.Recv(buffer, 0)
+            comm.Send(buffer, 0)
+        taken.append((time.perf_counter() - start) / 2)
+    return statistics.median(taken[2:])
+
+
+def measure_steps(compute_seconds: float, nbytes: int) -> list[float]:
+    """Return the times of steps, each that of the slowest rank; called on each."""
+    import hpcstrat as hs
+
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        gradient = np.ones(nbytes // 4, np.float32)
+
+        def step() -> Any:
+            time.sleep(compute_seconds)
+            return hs.get_replica_context().all_reduce("sum", gradient)
+
+        taken = []
+        for _ in range(WARM_UP + STEPS):
+            start = time.perf_counter()
+            strategy.run(step)
+            taken.append(time.perf_counter() - start)
+        every = strategy.gather(np.array([taken[WARM_UP:]]), axis=0)
+        return list(np.max(every, axis=0))
+
+
+def points(options: dict[str, Any]) -> Iterator[Point]:
+    """Measure and predict all of them."""
+    from hpcstrat.bench.prediction.forecast import Step, predict_point
+    from hpcstrat.bench.prediction.platforms import Network
+    from hpcstrat.bench.prediction.rehearsal import Copied, Job, rehearse
+    from hpcstrat.bench.prediction.traces import Machine
+    from tests.cluster.hosts import Hosts
+
+    compute, nbytes = options["compute_ms"] / 1e3, options["nbytes"]
+    for rate, delay in WIRES:
+        for each in options["replicas"]:
+            with Hosts(2, rate, delay) as hosts:
+                latency, speed = hosts.run([each, each], measure_link)[0]
+                taken = hosts.run([each], measure_steps, compute, nbytes)[0]
+            alone = statistics.median(taken)
+            shapes = ((nbytes // 4,),)
+            # What is copied and added inside of a host has a speed, too.
+            copied = sum(
+                event.nbytes
+                for event in rehearse(shapes, Job(1, each))
+                if isinstance(event, Copied)
+            )
+            memory = copied / (alone - compute) if copied else 4e9
+            computing = compute if copied else alone
+            for count in HOSTS:
+                with Hosts(count, rate, delay) as hosts:
+                    taken = hosts.run([each] * count, measure_steps, compute, nbytes)[0]
+                predicted = predict_point(
+                    Step(computing, shapes),
+                    Job(count, each),
+                    Machine(5e-6, memory / 2, memory, options["mpi"]),
+                    Network("ethernet", latency, speed),
+                )
+                yield Point(
+                    *(rate, delay, count, each, latency, speed, computing, nbytes),
+                    predicted.step_seconds,
+                    taken,
+                )
+
+
+def draw(path: str, found: list[Point]) -> None:
+    """Draw what was measured, its spread, and what was predicted."""
+    from matplotlib.figure import Figure
+
+    cases = list(
+        dict.fromkeys((p.rate, p.delay_us, p.replicas_per_host) for p in found)
+    )
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, case in enumerate(cases):
+        some = [p for p in found if (p.rate, p.delay_us, p.replicas_per_host) == case]
+        color, hosts = f"C{number}", [p.hosts for p in some]
+        rate, delay, each = case
+        axes.plot(
+            hosts,
+            [1e3 * p.predicted_seconds for p in some],
+            color=color,
+            label=f"{rate}, + {delay} us, {each} per host",
+        )
+        times = np.array([p.measured_seconds for p in some]) * 1e3
+        middle = np.median(times, axis=1)
+        spread = np.abs(np.percentile(times, [10, 90], axis=1) - middle)
+        axes.errorbar(hosts, middle, spread, fmt="o", color=color, capsize=3)
+    axes.set(xlabel="hosts", ylabel="ms of a step", yscale="log", xscale="log")
+    axes.set_xticks(HOSTS, [str(count) for count in HOSTS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(title="line: predicted; points: measured, 10% to 90%", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def write(path: str, found: list[Point]) -> None:
+    """Write all figures, with the errors and where they were measured."""
+    from mpi4py import MPI
+    from report import environment
+
+    rows = [asdict(p) | {"error": p.error, "sum_error": p.sum_error} for p in found]
+    content = {"environment": environment(MPI), "points": rows}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--compute-ms", default=200.0, help="A step sleeps so long.")
+@click.option("--nbytes", default=1 << 20, help="Of the gradients in a step.")
+@click.option("--replicas", default=[1, 2], multiple=True, help="On each host.")
+@click.option("--mpi", type=click.Choice(["openmpi", "mpich"]), default="openmpi")
+@click.option("--json", "json_path", help="Write all figures there.")
+@click.option("--picture", help="Draw there; needs matplotlib.")
+def main(**options: Any) -> None:
+    """Predict and measure steps on pretend hosts; needs root."""
+    sys.path.insert(0, str(ROOT))
+    from tests.cluster.hosts import HostsUnavailable
+
+    found = []
+    try:
+        for point in points(options):
+            found.append(point)
+            measured = statistics.median(point.measured_seconds)
+            click.echo(
+                f"{point.rate:>7} + {point.delay_us:3} us, {point.hosts} hosts x "
+                f"{point.replicas_per_host}: predicted "
+                f"{1e3 * point.predicted_seconds:7.1f} ms, measured "
+                f"{1e3 * measured:7.1f} ms, error {point.error:+6.1%}, of the sum "
+                f"{point.sum_error:+6.1%}"
+            )
+            if options["json_path"]:
+                write(options["json_path"], found)
+    except HostsUnavailable as error:
+        raise click.ClickException(str(error)) from error
+    if options["picture"]:
+        draw(options["picture"], found)
+    worst = max(abs(point.error) for point in found)
+    click.echo(f"largest error: {worst:.1%}")
+    sys.exit(worst > WITHIN)
+
+
+if __name__ == "__main__":
+    main()

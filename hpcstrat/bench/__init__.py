@@ -1,0 +1,1 @@
+"""Scaling benchmarks for users: measure a launch, keep the figures, report on many."""

@@ -1,0 +1,1 @@
+"""How fast a training step will be on many nodes, simulated by SimGrid."""

@@ -1,0 +1,205 @@
+"""Networks in SimGrid's language, of the kinds that clusters have.
+
+https://simgrid.org/doc/latest/Platform_examples.html describes the elements. All
+figures are what `hpcstrat bench predict` assumes of a kind of network beside what was
+measured; docs/user-guide/prediction.md lists them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["MOST_NODES", "NETWORKS", "Network", "Platform"]
+
+# Of switches of InfiniBand, Slingshot and the like, and of Ethernet, with the cable.
+_HOP_SECONDS = 150e-9
+_ETHERNET_HOP_SECONDS = 1e-6
+# Half of a switch's ports look down: 40 ports, as InfiniBand's HDR switches have.
+_DOWN_PORTS = 20
+# Slingshot: groups of 32 switches with 16 nodes each, all joined to all.
+_GROUP_SWITCHES, _SWITCH_NODES = 32, 16
+# Global links carry half of what all nodes of a group send.
+_TAPER = 2
+# A rack, and what its uplink carries: a fourth of what its nodes send.
+_RACK_NODES = 32
+_OVERSUBSCRIPTION = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What was measured between two nodes, and of which kind the network is."""
+
+    kind: str
+    latency_seconds: float
+    bytes_per_second: float
+    # How much longer everything takes in the world of a simulator.
+    slower: float = 1.0
+
+    def in_world(self, slower: float) -> Network:
+        """Return the same network in a slower world."""
+        return Network(
+            self.kind,
+            self.latency_seconds * slower,
+            self.bytes_per_second / slower,
+            slower,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """A network of at least so many nodes."""
+
+    xml: str
+    # Of the nodes, in the order in which the network has them.
+    hosts: tuple[str, ...]
+    # What a message takes at its end, beside its way.
+    receive_seconds: float
+    # For people.
+    words: str
+
+
+def _fat_tree(network: Network, num_nodes: int) -> Platform:
+    """Return a tree with full bisection of switches of 40 ports."""
+    down, left = list[int](), num_nodes
+    # The ports of the topmost switches all look down.
+    while left > 2 * _DOWN_PORTS:
+        down.append(_DOWN_PORTS)
+        left = -(-left // _DOWN_PORTS)
+    down.append(left)
+    up = [1] + [_DOWN_PORTS] * (len(down) - 1)
+    levels = (_commas(down), _commas(up), _commas([1] * len(down)))
+    parameters = f"{len(down)};{';'.join(levels)}"
+    words = (
+        f"fat tree of {len(down)} level{'s' * (len(down) > 1)} of 40-port switches, "
+        "full bisection"
+    )
+    size = math.prod(down)
+    return _switched(
+        *(network, num_nodes, words),
+        topology="FAT_TREE",
+        parameters=parameters,
+        size=size,
+    )
+
+
+def _dragonfly(network: Network, num_nodes: int) -> Platform:
+    """Return groups of 512 nodes, joined in pairs."""
+    each = _GROUP_SWITCHES * _SWITCH_NODES
+    groups = -(-num_nodes // each)
+    between = max(1, each // _TAPER // max(1, groups - 1))
+    # All traffic to another group leaves by one switch in this model: the links to it
+    # must carry the share of a switch's nodes that the global links take.
+    local = _SWITCH_NODES // _TAPER
+    parameters = f"{groups},{between};1,1;{_GROUP_SWITCHES},{local};{_SWITCH_NODES}"
+    words = (
+        f"dragonfly of {groups} group{'s' * (groups > 1)} of {each} nodes, global "
+        "links for half of their traffic, minimal routes"
+    )
+    return _switched(
+        *(network, num_nodes, words),
+        topology="DRAGONFLY",
+        parameters=parameters,
+        size=groups * each,
+    )
+
+
+def _switched(
+    network: Network,
+    num_nodes: int,
+    words: str,
+    *,
+    topology: str,
+    parameters: str,
+    size: int,
+) -> Platform:
+    # All but what two links and their switch take is time of the hosts: it is the same
+    # over any number of switches.
+    hop = min(_HOP_SECONDS * network.slower, network.latency_seconds / 2)
+    cluster = _cluster(
+        ("net", "n", 0, size),
+        hop,
+        network.bytes_per_second,
+        f' topology="{topology}" topo_parameters="{parameters}"',
+    )
+    return Platform(
+        _document(f'<zone id="world" routing="Full">{cluster}</zone>'),
+        tuple(f"n{number}" for number in range(num_nodes)),
+        network.latency_seconds - 2 * hop,
+        words,
+    )
+
+
+def _ethernet(network: Network, num_nodes: int) -> Platform:
+    """Return one switch, or racks with a switch each, whose uplinks are shared."""
+    racks = -(-num_nodes // _RACK_NODES)
+    half = network.latency_seconds / 2
+    names = tuple(f"n{number}" for number in range(num_nodes))
+    parts, speed = [], network.bytes_per_second
+    for rack in range(racks):
+        stop = min(num_nodes, (rack + 1) * _RACK_NODES)
+        ends = f"rack{rack}", "n", rack * _RACK_NODES, stop
+        parts.append(_cluster(ends, half, speed, f' router_id="switch{rack}"'))
+    if racks == 1:
+        body, words = "".join(parts), "Ethernet of one switch"
+    else:
+        body = "".join([*parts, *_uplinks(racks, network)])
+        words = (
+            f"Ethernet of {racks} racks of {_RACK_NODES} nodes, uplinks for a fourth "
+            "of their traffic"
+        )
+    xml = _document(f'<zone id="world" routing="Floyd">{body}</zone>')
+    return Platform(xml, names, 0.0, words)
+
+
+def _uplinks(racks: int, network: Network) -> list[str]:
+    parts = ['<zone id="core" routing="None"><router id="core_switch"/></zone>']
+    speed = network.bytes_per_second * _RACK_NODES / _OVERSUBSCRIPTION
+    latency = _ETHERNET_HOP_SECONDS * network.slower
+    for rack in range(racks):
+        # One link for each direction, which all nodes of the rack share.
+        parts.append(
+            f'<link id="up{rack}" bandwidth="{speed!r}Bps" '
+            f'latency="{latency!r}s" sharing_policy="SPLITDUPLEX"/>'
+        )
+    for rack in range(racks):
+        parts.append(
+            f'<zoneRoute src="rack{rack}" dst="core" gw_src="switch{rack}" '
+            f'gw_dst="core_switch"><link_ctn id="up{rack}" direction="UP"/></zoneRoute>'
+        )
+    return parts
+
+
+def _cluster(
+    ends: tuple[str, str, int, int], latency: float, speed: float, more: str
+) -> str:
+    name, prefix, start, stop = ends
+    return (
+        f'<cluster id="{name}" prefix="{prefix}" suffix="" '
+        f'radical="{start}-{stop - 1}" speed="1Gf" bw="{speed!r}Bps" '
+        f'lat="{latency!r}s" sharing_policy="SPLITDUPLEX"{more}/>'
+    )
+
+
+def _document(body: str) -> str:
+    return (
+        '<?xml version="1.0"?>\n'
+        '<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n'
+        f'<platform version="4.1">{body}</platform>\n'.replace("><", ">\n<")
+    )
+
+
+def _commas(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+NETWORKS: dict[str, Callable[[Network, int], Platform]] = {
+    "fat-tree": _fat_tree,
+    "dragonfly": _dragonfly,
+    "ethernet": _ethernet,
+}
+"""What makes a network of a kind for a number of nodes."""
+
+MOST_NODES = _GROUP_SWITCHES * _GROUP_SWITCHES * _SWITCH_NODES
+"""SimGrid's dragonflies have no more groups than a group has switches."""

@@ -1,0 +1,105 @@
+"""A rehearsal does what the replicas do: as many messages, of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.bench.prediction.rehearsal import (
+    HEADER_BYTES,
+    AllReduced,
+    Announced,
+    Copied,
+    Event,
+    Exchanged,
+    Job,
+    Stepped,
+    Turned,
+    rehearse,
+)
+from hpcstrat.channel.channel import Channel
+from hpcstrat.channel.headers import WireHeaders
+from hpcstrat.channel.patient import PatientComm
+
+pytestmark = pytest.mark.algorithm
+
+OPS = {
+    "": None,
+    "hierarchical": hs.HierarchicalCopyAllReduce(),
+    "flat": hs.MpiAllReduce(),
+}
+SHAPES = {
+    # Of several pieces, the last of which is short; and of less than MPI's own limits.
+    "one": ((700_001,),),
+    "many": ((1000, 300), (7,), (131, 1009), (200_000,)),
+    "small": ((5000,), (3,)),
+}
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Return what the library does from now on, in its order."""
+    events: list[Event] = []
+
+    def sizes(arrays: Any) -> tuple[tuple[int, int], ...]:
+        return tuple((rank, array.nbytes) for rank, array in arrays.items())
+
+    def note(owner: Any, name: str, event: Callable[..., Event]) -> None:
+        real = getattr(owner, name)
+
+        def noting(self: Any, *args: Any, **words: Any) -> Any:
+            events.append(event(self, *args))
+            return real(self, *args, **words)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(Channel, "agree", lambda *_: Announced())
+    note(Channel, "step", lambda *_: Stepped())
+    note(
+        PatientComm,
+        "Allreduce",
+        lambda comm, send, receive, *_: AllReduced(
+            receive.nbytes, comm.size, send is comm.mpi.IN_PLACE
+        ),
+    )
+    note(
+        PatientComm,
+        "exchange",
+        lambda _, sent, received, *__: Exchanged(sizes(sent), sizes(received)),
+    )
+    return events
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_messages_and_bytes_are_those_of_the_library(
+    make_strategy: Any, noted: list[Event], shapes: str, ops: str
+) -> None:
+    with make_strategy(cross_device_ops=OPS[ops]) as strategy:
+        topology = strategy.topology
+        each = topology.smallest_worker
+        if each * topology.num_workers != topology.num_replicas:
+            pytest.skip("a rehearsal is of workers that are all alike")
+        arrays = [np.ones(shape, np.float32) for shape in SHAPES[shapes]]
+        del noted[:]
+        strategy.reduce("sum", arrays, axis=None)
+        found = list(noted)
+        if topology.num_workers > 1:
+            assert strategy.collectives.channel._headers._sent.nbytes == HEADER_BYTES
+            assert isinstance(strategy.collectives.channel._headers, WireHeaders)
+        elif shapes == "small" and ops != "flat":
+            pytest.skip("a small reduction is no algorithm of pieces")
+        job = Job(topology.num_workers, each, topology.num_cores, topology.slot_bytes)
+        rehearsed = rehearse(
+            SHAPES[shapes],
+            job,
+            worker=topology.worker_id,
+            position=topology.worker_comm.rank,
+            ops=OPS[ops],
+        )
+    # Each replica's memory is its own: nothing of it is seen from outside.
+    assert found == [e for e in rehearsed if not isinstance(e, Copied | Turned)]

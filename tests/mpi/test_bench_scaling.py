@@ -1,0 +1,160 @@
+"""``hpcstrat bench scaling`` under a launcher, and what a report makes of real runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcstrat.bench.analysis import analyze, read_runs
+from hpcstrat.testing import launch_command
+from tests.mpi.programs.started import Ended, run_command
+
+PROGRAM = "from hpcstrat.cli import main; main()"
+STEPS = "tests.mpi.programs.bench_steps"
+REPEATS = 6
+SMALL = ("--parts", "all_reduce,step", "--sizes", "4B,64KiB", "--batch-size", 4)
+
+
+def _scaling(n: int, output: object, *words: object, **env: str) -> Ended:
+    options = ("--output", output, "--repeats", REPEATS, "--warm-up", 1, *words)
+    command = [sys.executable, "-c", PROGRAM, "bench", "scaling", *map(str, options)]
+    return run_command([*launch_command(n), *command], f"-n {n} {words}", 100, env)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _times(path: Path, name: str, scaling: str) -> list[float]:
+    [found] = [
+        part["seconds"]
+        for part in _load(path)["parts"]
+        if (part["name"], part["scaling"]) == (name, scaling)
+    ]
+    return found
+
+
+def test_report_of_one_to_four_ranks_is_right(tmp_path: Path) -> None:
+    for n in (1, 2, 3, 4):
+        words = (*SMALL, "--step", f"{STEPS}:make_step")
+        ended = _scaling(n, tmp_path / "run-{n}.json", *words)
+        assert ended.returncode == 0, str(ended)
+        assert ended.stderr.count("] step tests.mpi") == 2
+    paths = [tmp_path / f"run-{n}.json" for n in (1, 2, 3, 4)]
+    assert sorted(tmp_path.iterdir()) == paths
+    report = analyze(read_runs([str(path) for path in paths]))
+    for series, first_over in zip(report.of("step"), ("n", "1"), strict=True):
+        base = statistics.median(_times(paths[0], "step", series.scaling))
+        for n, path, point in zip((1, 2, 3, 4), paths, series.points, strict=True):
+            times = _times(path, "step", series.scaling)
+            assert len(times) == REPEATS
+            ratio = base / statistics.median(times)
+            speed_up = ratio * n if first_over == "n" else ratio
+            assert point.speed_up == pytest.approx(speed_up, rel=1e-12)
+            assert point.efficiency == pytest.approx(speed_up / n, rel=1e-12)
+            assert point.low <= point.efficiency * (1 + 1e-9)
+            assert point.high >= point.efficiency * (1 - 1e-9)
+            # What the step does takes this long at least, in the slowest replica.
+            rows = 4 if series.scaling == "weak" else 4 // n
+            assert min(times) >= 2e-3 * rows
+            shares = (point.late, point.communication, point.input)
+            assert all(share is not None and 0 <= share < 1 for share in shares)
+            assert sum(filter(None, shares)) < 1
+            if n > 1 and series.scaling == "weak":
+                # The last replica sleeps twice as long; its mates wait for it.
+                assert point.slowest_host is not None
+                assert point.slowest_host.endswith(f"(replica {n - 1})")
+                waited = 4e-3 * (n - 1) / n * REPEATS
+                [part] = [
+                    p
+                    for p in _load(path)["parts"]
+                    if (p["name"], p["scaling"]) == ("step", "weak")
+                ]
+                assert sum(part["late_seconds"]) > 0.8 * waited
+                assert part["reduced_bytes"] == 4000
+                assert part["num_calls"] == 1
+    assert [s.parameters["nbytes"] for s in report.of("all_reduce")] == [4, 65536]
+    assert _load(paths[0])["links"] == {"inside": None, "between": None}
+    assert _load(paths[3])["links"]["inside"]["bytes_per_second"] > 1e6
+
+
+def test_built_in_parts_are_measured_and_nothing_is_left_behind(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "run.json"
+    words = ("--parts", "gradients,step,checkpoint,input", "--gradients", "resnet50")
+    words += ("--compute-ms", 4, "--batch-size", 2)
+    ended = _scaling(2, output, *words, "--repeats", 2, "--warm-up", 0)
+    assert ended.returncode == 0, str(ended)
+    assert list(tmp_path.iterdir()) == [output]
+    content = _load(output)
+    assert [(p["name"], p["scaling"], p["batch_size"]) for p in content["parts"]] == [
+        ("gradients", "same", 0),
+        ("step", "weak", 4),
+        ("step", "strong", 2),
+        ("save", "strong", 0),
+        ("restore", "strong", 0),
+        ("input", "weak", 4),
+        ("input", "strong", 2),
+    ]
+    step = content["parts"][1]
+    # The gradients, and a loss.
+    assert step["num_calls"] == 2
+    assert step["reduced_bytes"] == 4 * 25_557_032 + 4
+    assert min(step["seconds"]) > 4e-3
+    assert step["algorithm"] == "reduce_directly"
+    again = _scaling(2, output, *words, "--repeats", 2, "--warm-up", 0)
+    assert again.returncode == 0, str(again)
+    assert "5 of 5 parts" in again.stderr or "6 of 6 parts" in again.stderr
+    assert _load(output) == content
+
+
+def test_killed_run_keeps_its_parts_and_goes_on(tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    words = (*SMALL, "--step", f"{STEPS}:killed")
+    ended = _scaling(2, output, *words)
+    assert ended.returncode not in (0, None), str(ended)
+    before = _load(output)
+    names = [(part["name"], part["scaling"]) for part in before["parts"]]
+    assert names == [("all_reduce", "same")] * 2 + [("step", "weak")]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    again = _scaling(2, output, *words, BENCH_SURVIVES="1")
+    assert again.returncode == 0, str(again)
+    assert "3 of 4 parts are measured already" in again.stderr
+    after = _load(output)
+    assert after["parts"][:3] == before["parts"]
+    assert [part["session"] for part in after["parts"]] == [0, 0, 0, 1]
+    assert len(after["sessions"]) == 2
+
+
+def test_error_in_a_step_of_one_rank_ends_all(tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    ended = _scaling(2, output, *SMALL, "--step", f"{STEPS}:raising")
+    assert ended.returncode not in (0, None), str(ended)
+    assert ended.survivors == []
+    assert len(ended.tracebacks) == 1, str(ended)
+    assert "ValueError: expected a step, found a fault" in ended.tracebacks[0]
+    assert len(_load(output)["parts"]) == 3
+
+
+def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    words = ("--parts", "all_reduce", "--sizes", "4B")
+    assert _scaling(1, output, *words).returncode == 0
+    ended = _scaling(2, output, *words)
+    assert ended.returncode == 1, str(ended)
+    assert ended.stderr.count("Error: ") == 1, str(ended)
+    assert "to go on with it, found num_replicas 2, there 1" in ended.stderr
+    assert ended.tracebacks == []
+    few = _scaling(3, tmp_path / "few.json", "--parts", "input", "--batch-size", 2)
+    assert few.returncode == 1, str(few)
+    assert few.stderr.count("expected an example for each of 3 replicas") == 1
+    none = _scaling(2, tmp_path / "none.json", "--step", f"{STEPS}:nothing")
+    assert none.returncode == 1, str(none)
+    assert none.stderr.count("has no attribute 'nothing'") == 1

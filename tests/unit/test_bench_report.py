@@ -1,0 +1,412 @@
+"""Reports of scaling benchmarks, against figures that are calculated here by hand."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hpcstrat.bench.analysis import analyze, interval, read_runs
+from hpcstrat.bench.expectation import read_expected
+from hpcstrat.bench.run_file import BenchError, Run, read_run, write_run
+from hpcstrat.bench.shapes import gradient_bytes, resnet50_shapes, transformer_shapes
+from hpcstrat.cli.main import main
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
+Content = dict[str, Any]
+LATENCY, BANDWIDTH = 1e-6, 8e9
+
+
+def _part(name: str, scaling: str, seconds: list[float], **more: Any) -> Content:
+    return {
+        "name": name,
+        "scaling": scaling,
+        "parameters": {},
+        "session": 0,
+        "seconds": seconds,
+        **more,
+    }
+
+
+def _step(scaling: str, seconds: list[float], late: list[float]) -> Content:
+    """Return a step; ``late`` is what each replica waits, in each repeat."""
+    count, mean = len(seconds), statistics.fmean(late)
+    parameters = {"batch_size": 8, "nbytes": 800, "compute_seconds": 0.06}
+    return _part(
+        *("step", scaling, seconds),
+        parameters=parameters,
+        own_seconds=[0.9 * value for value in seconds],
+        late_seconds=[mean] * count,
+        communication_seconds=[0.01 * (len(late) > 1)] * count,
+        input_seconds=[0.005] * count,
+        replicas={"own_seconds": [1.0] * len(late), "late_seconds": [*late]},
+    )
+
+
+def _content(workers: list[int], parts: list[Content], cores: int = 8) -> Content:
+    """Return a file's content; replicas are dealt to the workers in turn."""
+    places = [w for place in range(max(workers)) for w in range(len(workers))]
+    link = {"latency_seconds": LATENCY, "bytes_per_second": BANDWIDTH}
+    return {
+        "format": "hpcstrat scaling",
+        "format_version": 1,
+        "topology": {
+            "num_replicas": sum(workers),
+            "replicas_per_worker": workers,
+            "cores_per_worker": [cores] * len(workers),
+            "worker_of_replica": places,
+            "device": "CPU",
+        },
+        "reduction": {},
+        "sessions": [
+            {
+                "started": "2026-11-23T10:00:00+00:00",
+                "command": "hpcstrat bench scaling",
+                "hosts": [f"node{number}" for number in range(len(workers))],
+                "versions": {"hpcstrat": "1"},
+                "environment": {},
+            }
+        ],
+        "links": {
+            "inside": link if max(workers) > 1 else None,
+            "between": link if len(workers) > 1 else None,
+        },
+        "parts": parts,
+        "expected": None,
+    }
+
+
+WEAK = {1: [0.10, 0.11, 0.10, 0.13], 2: [0.12, 0.13, 0.12], 4: [0.20, 0.16, 0.16, 0.17]}
+STRONG = {1: [0.10, 0.10, 0.11], 2: [0.07, 0.06, 0.08], 4: [0.05, 0.04, 0.045, 0.06]}
+# Replica 1, of the second worker, waits least: the others wait for it.
+LATE = {1: [0.0], 2: [0.02, 0.03], 4: [0.05, 0.01, 0.05, 0.05]}
+WORKERS = {1: [1], 2: [2], 4: [2, 2]}
+
+
+def _contents() -> dict[int, Content]:
+    found = {}
+    for n, workers in WORKERS.items():
+        sums = [_part("all_reduce", "same", [n * 1e-4], parameters={"nbytes": 4096})]
+        steps = [_step("weak", WEAK[n], LATE[n]), _step("strong", STRONG[n], LATE[n])]
+        found[n] = _content(workers, [*sums, *steps])
+    return found
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return what writes files' contents, and returns their paths."""
+
+    def _save(*contents: Content) -> list[str]:
+        paths = []
+        for number, content in enumerate(contents):
+            path = tmp_path / f"run-{number}.json"
+            path.write_text(json.dumps(content))
+            paths.append(str(path))
+        return paths
+
+    return _save
+
+
+def _report(*words: object) -> Result:
+    return CliRunner().invoke(main, ["bench", "report", *map(str, words)])
+
+
+def test_shapes_are_those_of_the_networks() -> None:
+    """The numbers of parameters are those that torchvision and Hugging Face give."""
+    assert len(resnet50_shapes()) == 161
+    assert sum(map(math.prod, resnet50_shapes())) == 25_557_032
+    assert len(transformer_shapes()) == 199
+    assert sum(map(math.prod, transformer_shapes())) == 109_482_240
+    assert gradient_bytes("transformer") == 4 * 109_482_240
+
+
+def test_figures_are_those_calculated_by_hand(save: Callable[..., list[str]]) -> None:
+    contents = _contents()
+    # In any order.
+    report = analyze(read_runs(save(contents[4], contents[1], contents[2])))
+    weak, strong = report.of("step")
+    assert [p.run.num_replicas for p in weak.points] == [1, 2, 4]
+    assert [p.run.layout for p in weak.points] == ["1", "2", "4 (2 x 2)"]
+    # Medians: 0.105, 0.12, 0.165; and 0.10, 0.07, 0.0475.
+    assert [p.median for p in weak.points] == pytest.approx([0.105, 0.12, 0.165])
+    assert [p.speed_up for p in weak.points] == pytest.approx([1, 1.75, 0.42 / 0.165])
+    assert [p.efficiency for p in weak.points] == pytest.approx(
+        [1, 0.875, 0.105 / 0.165]
+    )
+    assert [p.speed_up for p in strong.points] == pytest.approx(
+        [1, 0.1 / 0.07, 0.1 / 0.0475]
+    )
+    assert [p.efficiency for p in strong.points] == pytest.approx(
+        [1, 0.05 / 0.07, 0.025 / 0.0475]
+    )
+    last = weak.points[-1]
+    own = 0.9 * (0.20 + 0.16 + 0.16 + 0.17)
+    assert last.late == pytest.approx(4 * 0.04 / own)
+    assert last.communication == pytest.approx(4 * 0.01 / own)
+    assert last.input == pytest.approx(4 * 0.005 / own)
+    # Replicas 0 and 2 are the first worker's.
+    assert last.slowest_host == "node1 (replica 1)"
+    assert weak.points[0].slowest_host == ""
+
+
+def test_expectations_are_those_calculated_by_hand(
+    save: Callable[..., list[str]],
+) -> None:
+    contents = _contents()
+    report = analyze(read_runs(save(*contents.values())))
+    inside = 2 * LATENCY + 2 * 800 / BANDWIDTH
+    between = 2 * math.log2(2) * LATENCY + 2 * 1 / 2 * 800 / BANDWIDTH
+    # One replica: the own seconds without the waiting.
+    weak, strong = report.of("step")
+    alone = 0.9 * 0.105
+    found = [p.expected_seconds for p in weak.points]
+    assert found == [
+        None,
+        pytest.approx(alone + inside),
+        pytest.approx(alone + inside + between),
+    ]
+    assert weak.points[2].expected_efficiency == pytest.approx(
+        0.105 / (alone + inside + between)
+    )
+    # Of 0.09 s, 0.06 are computing, which is divided.
+    fixed = 0.9 * 0.10 - 0.06
+    assert strong.points[1].expected_seconds == pytest.approx(fixed + 0.03 + inside)
+    assert strong.points[2].expected_seconds == pytest.approx(
+        fixed + 0.015 + inside + between
+    )
+    [sums] = report.of("all_reduce")
+    assert sums.points[1].expected_seconds == pytest.approx(
+        2 * LATENCY + 2 * 4096 / BANDWIDTH
+    )
+
+
+def test_replicas_that_share_cores_are_said_and_expected_to_be_slow(
+    save: Callable[..., list[str]],
+) -> None:
+    contents = _contents()
+    contents[2]["topology"]["cores_per_worker"] = [1]
+    report = analyze(read_runs(save(*contents.values())))
+    assert "Cores per replica < 1 (down to 0.5) with 2 replicas" in report.notes[0]
+    weak, _ = report.of("step")
+    inside = 2 * LATENCY + 2 * 800 / BANDWIDTH
+    assert weak.points[1].expected_seconds == pytest.approx(2 * (0.9 * 0.105 + inside))
+
+
+def test_others_expectations_take_the_place_of_the_model(
+    save: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    contents = _contents()
+    point = {"part": "step", "scaling": "weak", "num_replicas": 2, "seconds": 0.2}
+    told = {"format": "hpcstrat expected", "format_version": 1, "source": "an oracle"}
+    contents[1]["expected"] = {**told, "points": [point]}
+    paths = save(*contents.values())
+    weak, _ = analyze(read_runs(paths)).of("step")
+    assert weak.points[1].expected_efficiency == pytest.approx(0.105 / 0.2)
+    assert weak.points[1].expected_by == "an oracle"
+    given = tmp_path / "expected.json"
+    other = {**point, "seconds": 0.3}
+    given.write_text(json.dumps({**told, "points": [other]}))
+    weak, _ = analyze(read_runs(paths), [read_expected(str(given))]).of("step")
+    assert weak.points[1].expected_seconds == 0.3
+    given.write_text(json.dumps({**told, "points": [{**point, "seconds": -1}]}))
+    with pytest.raises(BenchError, match=r"found in .*expected\.json"):
+        read_expected(str(given))
+
+
+def _all_medians(values: list[float]) -> list[float]:
+    """Return the medians of all samples of that size, each as often as it is drawn."""
+    return [statistics.median(s) for s in itertools.product(values, repeat=len(values))]
+
+
+def test_intervals_are_those_of_all_samples() -> None:
+    """Drawn samples against all of them, which are few enough to be counted."""
+    reference, seconds = [1.0, 1.3, 1.1, 1.2], [2.0, 2.6, 2.3, 2.9]
+    ratios = sorted(
+        one / other
+        for one in _all_medians(reference)
+        for other in _all_medians(seconds)
+    )
+    found = interval(reference, seconds)
+    assert found == interval(reference, seconds)
+    for value, share in zip(found, (0.025, 0.975), strict=True):
+        below = sum(ratio < value - 1e-9 for ratio in ratios) / len(ratios)
+        upto = sum(ratio <= value + 1e-9 for ratio in ratios) / len(ratios)
+        assert below - 0.01 <= share <= upto + 0.01
+
+
+class _Page(HTMLParser):
+    """What a page shows: rows of tables, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.sources: list[str] = []
+        self._cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._cell = tag in ("td", "th")
+        if tag == "tr":
+            self.rows.append([])
+        if self._cell:
+            self.rows[-1].append("")
+        assert tag not in ("script", "link", "iframe")
+        self.sources += [v or "" for k, v in attrs if k in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.rows[-1][-1] += data
+
+
+@needs_matplotlib
+def test_page_has_the_figures_and_fetches_nothing(
+    save: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    contents = _contents()
+    contents[4]["sessions"][0]["command"] = "hpcstrat <script>alert(1)</script>"
+    output = tmp_path / "out.html"
+    done = _report(*save(*contents.values()), "-o", output)
+    assert done.exit_code == 0, done.output
+    text = output.read_text()
+    page = _Page(text)
+    assert page.sources
+    assert all(s.startswith("data:image/svg+xml;base64,") for s in page.sources)
+    # All that is left of the network are names of formats.
+    assert not re.search(r"url\(|@import|https?://", text)
+    rows = [row for row in page.rows if row and row[0] == "4 (2 x 2)"]
+    weak = rows[0]
+    assert weak[3] == "165 ms"
+    assert weak[5:7] == [f"{0.42 / 0.165:.2f}", f"{100 * 0.105 / 0.165:.1f}%"]
+    assert weak[-2:] == [f"{100 * 0.16 / 0.621:.1f}%", "node1 (replica 1)"]
+    for name in ("scaling", "shares", "all_reduce"):
+        picture = tmp_path / f"out-{name}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "<script>" not in text
+
+
+def _without(content: Content, *names: str) -> Content:
+    inner = content
+    for name in names[:-1]:
+        inner = inner[name]
+    del inner[names[-1]]
+    return content
+
+
+def _bad(content: Content, **changes: Any) -> Content:
+    content["parts"][1].update(changes)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: json.dumps(c)[:-40], "what is no JSON"),
+        (lambda c: "[1, 2]", "another JSON"),
+        (lambda c: json.dumps({"rows": []}), "JSON; leave it out"),
+        (lambda c: {**c, "format_version": 2}, "found 2 in"),
+        (lambda c: {**c, "format": "other"}, "the format 'other'"),
+        (lambda c: _without(c, "links"), "none with the name 'links'"),
+        (lambda c: _without(c, "topology", "device"), "the name 'device'"),
+        (lambda c: _without(c, "parts", 1, "seconds"), "seconds"),
+        (lambda c: _bad(c, seconds=[0.1, -1.0]), "none above 0"),
+        (lambda c: _bad(c, seconds=[0.1, float("nan")]), "or none above 0, in"),
+        (lambda c: _bad(c, late_seconds=[0.1]), "another number of late_seconds"),
+        (lambda c: _bad(c, session=1), "a session that is none"),
+        (lambda c: _bad(c, scaling="odd"), "an unknown scaling"),
+        (lambda c: {**c, "parts": 3}, "found in"),
+        (lambda c: {**c, "parts": []}, "before the first part"),
+    ],
+)
+def test_bad_file_is_named(
+    save: Callable[..., list[str]], change: Callable[[Content], Any], said: str
+) -> None:
+    contents = _contents()
+    paths = save(*contents.values())
+    changed = change(contents[2])
+    text = changed if isinstance(changed, str) else json.dumps(changed)
+    Path(paths[1]).write_text(text)
+    with pytest.raises(BenchError, match=r"^expected .*; .+") as raised:
+        read_runs(paths)
+    assert said in str(raised.value)
+    assert paths[1] in str(raised.value)
+
+
+def test_runs_that_do_not_fit_together_are_refused(
+    save: Callable[..., list[str]],
+) -> None:
+    contents = _contents()
+    twice = save(contents[1], contents[2], copy.deepcopy(contents[2]))
+    with pytest.raises(BenchError, match=r"found two of 2 replicas, .*run-1.*run-2"):
+        read_runs(twice)
+    # The same file twice is one.
+    assert len(read_runs([twice[0], twice[1], twice[0]])) == 2
+    for part in contents[4]["parts"][1:]:
+        part["parameters"]["compute_seconds"] = 0.5
+    said = r"for step \(weak\) compute_seconds 0.06 in .* compute_seconds 0.5 in"
+    with pytest.raises(BenchError, match=said):
+        read_runs(save(*contents.values()))
+
+
+def test_what_is_missing_or_differs_is_noted(save: Callable[..., list[str]]) -> None:
+    contents = _contents()
+    del contents[4]["parts"][2]
+    contents[2]["sessions"][0]["versions"]["hpcstrat"] = "2"
+    contents[2]["sessions"].append(copy.deepcopy(contents[2]["sessions"][0]))
+    contents[2]["sessions"][1]["hosts"] = ["node7"]
+    notes = "\n".join(analyze(read_runs(save(*contents.values()))).notes)
+    assert re.search(r"step \(strong, .* was not measured with 4 \(2 x 2\)", notes)
+    assert "the same hpcstrat: 1 (1), 2 (2)." in notes
+    assert "run of 2 replicas was started again on other hosts" in notes
+    assert "Fewer than 5 repeats" in notes
+
+
+def test_report_says_errors_in_a_sentence(
+    save: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = _report(tmp_path / "none.json")
+    assert missing.exit_code == 1
+    none = importlib.util.find_spec("no_such_module")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: none)
+    done = _report(*save(*_contents().values()))
+    assert done.exit_code == 1
+    assert "expected matplotlib, which draws the report" in done.output
+
+
+def test_full_disk_leaves_the_file_as_it_was(
+    save: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = save(_contents()[2])
+    before = Path(path).read_text()
+    run = read_run(path)
+    run.parts.clear()
+
+    def _fail(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _fail)
+        with pytest.raises(OSError, match="No space"):
+            write_run(run, path)
+    assert Path(path).read_text() == before
+    assert os.listdir(tmp_path) == ["run-0.json"]
+    write_run(run, path)
+    assert read_run(path).parts == []
+    assert isinstance(read_run(path), Run)

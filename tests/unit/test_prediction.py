@@ -1,0 +1,248 @@
+"""What is predicted, from the trace to the command; SimGrid need not be there."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import hpcstrat as hs
+from hpcstrat.bench.prediction.forecast import Step, predict, predict_point
+from hpcstrat.bench.prediction.phantoms import Phantom, Traffic
+from hpcstrat.bench.prediction.platforms import NETWORKS, Network
+from hpcstrat.bench.prediction.rehearsal import (
+    AllReduced,
+    Copied,
+    Exchanged,
+    Job,
+    rehearse,
+)
+from hpcstrat.bench.prediction.traces import Machine, Writer
+from hpcstrat.cli.main import main
+from hpcstrat.errors import HpcstratError
+
+needs_simgrid = pytest.mark.skipif(
+    shutil.which("smpirun") is None,
+    reason="needs SimGrid's smpirun: apt-get install libsimgrid-dev",
+)
+
+MIB = 1 << 20
+LATENCY, BANDWIDTH = 2e-6, 1e10
+MACHINE = Machine(1e-6, 1e10, 1e10)
+GIVEN = ["--latency", "2us", "--bandwidth", "10GB/s", "--compute-ms", "1"]
+
+
+def command(*words: str) -> Result:
+    """Run the command."""
+    return CliRunner().invoke(main, ["bench", "predict", *words])
+
+
+def network(kind: str = "ethernet") -> Network:
+    """Return a network without anything but its link."""
+    return Network(kind, LATENCY, BANDWIDTH)
+
+
+def test_phantoms_count_what_numpy_would_move() -> None:
+    traffic = Traffic()
+    array: Any = Phantom(100, np.dtype(np.float32), traffic)
+    total = np.add(array, array[:], array)
+    assert total is array
+    assert traffic.take() == 3 * 400
+    array[10:20][...] = array[20:30]
+    assert traffic.take() == 2 * 40
+    kept = np.empty(100, np.float32)
+    kept[...] = array
+    assert traffic.take() == 2 * 400
+    assert not np.may_share_memory(array, kept)
+
+
+def test_a_node_sends_what_an_all_reduce_needs() -> None:
+    for workers, each in ((2, 1), (4, 2), (8, 4)):
+        sent = 0
+        for position in range(each):
+            events = rehearse([(3 * MIB,)], Job(workers, each), position=position)
+            for event in events:
+                if isinstance(event, Exchanged):
+                    sent += sum(size for _, size in event.sent)
+        least = 2 * (workers - 1) / workers * 12 * MIB
+        if each > 1:
+            assert sent == pytest.approx(least, rel=1e-3)
+        else:
+            # By the all-reduce of MPI itself.
+            assert sent == 0
+
+
+def test_all_bytes_are_in_all_reduces_of_many_workers() -> None:
+    events = rehearse([(3 * MIB,), (5,)], Job(1000, 4))
+    all_reduced = [event for event in events if isinstance(event, AllReduced)]
+    assert {event.num_ranks for event in all_reduced} == {1000}
+    nbytes = 4 * sum(event.nbytes for event in all_reduced)
+    assert nbytes == pytest.approx(4 * (3 * MIB + 5), rel=1e-3)
+    assert not any(event.in_place for event in all_reduced)
+    assert any(isinstance(event, Copied) for event in events)
+
+
+def test_gradients_of_a_flat_reduction_are_never_in_place() -> None:
+    many = [(1000,)] * 5000
+    events = rehearse(many, Job(64, 1), ops=hs.MpiAllReduce())
+    all_reduced = [event for event in events if isinstance(event, AllReduced)]
+    assert sum(event.nbytes for event in all_reduced) == 20_000_000
+    assert not any(event.in_place for event in all_reduced)
+
+
+def test_half_precision_is_refused() -> None:
+    options = hs.CommunicationOptions(wire_dtype="float16")
+    with pytest.raises(HpcstratError, match="full precision"):
+        rehearse([(MIB,)], Job(2, 2), options=options)
+
+
+def test_an_open_mpi_all_reduce_in_place_goes_up_and_down_a_tree() -> None:
+    job = Job(64)
+    writer = Writer(job, MACHINE)
+    (_, *tree) = writer.lines([AllReduced(MIB, 64, in_place=True)])
+    assert tree == [f"reduce {MIB} 0 0", f"bcast {MIB} 0"]
+    (_, whole) = writer.lines([AllReduced(MIB, 64, in_place=False)])
+    assert whole == f"allreduce {MIB} 0"
+    mpich = Writer(job, replace(MACHINE, mpi="mpich"))
+    assert mpich.lines([AllReduced(MIB, 64, in_place=True)])[1:] == [whole]
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("nodes", [2, 33, 513, 10_000])
+def test_platforms_have_all_nodes(kind: str, nodes: int) -> None:
+    platform = NETWORKS[kind](network(kind), nodes)
+    assert len(set(platform.hosts)) == nodes
+    root = xml.etree.ElementTree.fromstring(platform.xml)
+    found = 0
+    for cluster in root.iter("cluster"):
+        low, _, high = cluster.attrib["radical"].partition("-")
+        size = int(high) - int(low) + 1
+        found += size
+        if cluster.get("topology") == "FAT_TREE":
+            _, down, *_ = cluster.attrib["topo_parameters"].split(";")
+            assert math.prod(map(int, down.split(","))) == size
+        if cluster.get("topology") == "DRAGONFLY":
+            groups, _, switches, each = cluster.attrib["topo_parameters"].split(";")
+            (groups, switches) = (int(w.split(",")[0]) for w in (groups, switches))
+            assert groups * switches * int(each) == size
+            # Where SimGrid looks for the switch that leads to a group.
+            assert groups <= switches
+    assert found >= nodes
+
+
+@needs_simgrid
+def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
+    job = Job(2, 2)
+    step = Step(1e-3, ((16 * MIB,),))
+    point = predict_point(step, job, MACHINE, network())
+    nbytes = 64 * MIB
+    # Each sends half of the sum, and then half of the result.
+    assert point.bandwidth_seconds == pytest.approx(nbytes / BANDWIDTH, rel=0.01)
+    # A tree of four ranks, half of it inside of a node, up and down.
+    assert point.header_seconds == pytest.approx(
+        2 * (LATENCY + 1e-6 + 64 / BANDWIDTH), rel=0.02
+    )
+    pieces = nbytes / (512 << 10)
+    assert point.latency_seconds == pytest.approx(2 * pieces * LATENCY, rel=0.05)
+    assert point.step_seconds == pytest.approx(
+        sum(
+            (
+                *(point.compute_seconds, point.inside_seconds, point.header_seconds),
+                *(point.latency_seconds, point.bandwidth_seconds),
+            )
+        ),
+        rel=1e-6,
+    )
+
+
+@needs_simgrid
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_pieces_that_are_the_same_are_simulated_once(kind: str) -> None:
+    step = Step(1e-3, ((2 * MIB,), (3,)))
+    for job in (Job(12, 2), Job(4, 2), Job(12, 1)):
+        points = [
+            predict_point(step, job, MACHINE, network(kind), folds=folds)
+            for folds in (False, True)
+        ]
+        times = [point.step_seconds for point in points]
+        assert times[1] == pytest.approx(times[0], rel=0.01)
+
+
+@needs_simgrid
+def test_more_nodes_are_less_efficient() -> None:
+    step = Step(1e-3, ((MIB,),))
+    points = list(
+        predict(step, Job(1, 2), MACHINE, network("fat-tree"), [1, 2, 16, 64])
+    )
+    efficiencies = [point.efficiency for point in points]
+    assert efficiencies[0] == 1
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert points[-1].num_replicas == 128
+
+
+@needs_simgrid
+def test_the_command_writes_what_a_report_expects(tmp_path: Path) -> None:
+    path = tmp_path / "expected.json"
+    words = ["--network", "fat-tree", "--nodes", "1,4", "--gradients", "1MiB"]
+    done = command(*GIVEN, *words, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    content = json.loads(path.read_text())
+    assert content["format"], content["format_version"] == ("hpcstrat expected", 1)
+    assert [point["num_replicas"] for point in content["points"]] == [1, 4]
+    assert content["points"][0]["seconds"] == pytest.approx(1e-3)
+    assert content["points"][1]["seconds"] > 1e-3
+    assert "fat tree" in done.output
+
+
+def test_a_missing_simgrid_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = command(*GIVEN, "--network", "fat-tree", "--gradients", "1MiB")
+    assert done.exit_code == 1
+    assert "expected SimGrid's smpirun" in done.output
+    assert "apt-get install" in done.output
+
+
+def test_a_simgrid_that_fails_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "smpirun"
+    program.write_text("#!/bin/sh\necho no memory left >&2\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    done = command(
+        *(*GIVEN, "--network", "dragonfly", "--gradients", "1MiB", "--nodes", "2")
+    )
+    assert done.exit_code == 1
+    assert "exit status 7 and: no memory left" in done.output
+
+
+def test_an_unknown_network_is_said() -> None:
+    done = command(*GIVEN, "--network", "token-ring")
+    assert done.exit_code == 2
+    for kind in NETWORKS:
+        assert kind in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--latency", "2"], "such as 1.5us"),
+        (["--bandwidth", "fast"], "such as 12.5GB/s"),
+        (["--nodes", "1,,4"], "such as 1,2,4"),
+        (["--gradients", "resnet51"], "such as 100MB"),
+    ],
+)
+def test_words_that_are_none_are_said(words: list[str], said: str) -> None:
+    done = command("--network", "fat-tree", *words)
+    assert done.exit_code == 2
+    assert said in done.output
