@@ -115,8 +115,8 @@ def _require_same_problem(runs: Sequence[Run]) -> None:
     """Refuse runs of which each has measured something else under one name."""
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
-        for kind in ours.keys() & theirs.keys():
-            if not ours[kind] & theirs[kind]:
+        for kind in ours:
+            if kind in theirs and not ours[kind] & theirs[kind]:
                 name, scaling = kind
                 difference = _difference(min(ours[kind]), min(theirs[kind]))
                 raise BenchError(
@@ -272,6 +272,14 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
             "replicas: they take turns on their cores. What these rows show is no "
             "scaling of a machine that has a core for each."
         )
+    for run in runs:
+        for link in run.links.get("slow") or ():
+            hosts = " and ".join(link["hosts"])
+            yield (
+                f"With {run.layout} replicas the link between {hosts} had "
+                f"{link['latency_ratio']:.2g} times the latency of the others, and "
+                f"1 / {link['bandwidth_ratio']:.2g} of their bandwidth."
+            )
     if len(runs) == 1:
         yield "There is one run: efficiencies need another one, of another size."
     for line in series:

@@ -18,11 +18,15 @@ latency and bandwidth inside a worker or between two, a sum takes
 - between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, what an all-reduce must send
   at least (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
 
+What the smallest ``all_reduce`` of the smallest run of several replicas took beyond
+this is the cost of a call: it is added to every sum.
+
 Replicas that share a core take turns: what is computed takes longer by as much.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +87,7 @@ class Expectation:
 
     def _modelled(self, part: Part, run: Run) -> float | None:
         if part.name in ("all_reduce", "gradients"):
-            return self._sum(part.parameters["nbytes"], run)
+            return self._call(part.parameters["nbytes"], run)
         if part.name != "step":
             return None
         first = next((r for r in self._runs if r.part(part.key) is not None), None)
@@ -98,13 +102,30 @@ class Expectation:
         else:
             # Of a step of the user's it is known what its calls were given.
             nbytes = part.parameters.get("nbytes") or part.reduced_bytes
-            moving = self._sum(nbytes, run)
+            moving = self._call(nbytes, run)
         if moving is None:
             return None
         return _besides(base, first, run) * _turns(run) / _turns(first) + moving
 
+    def _call(self, nbytes: int, run: Run) -> float | None:
+        """Return what a call takes, as `_sum`, and what it costs in any case."""
+        moving = self._sum(nbytes, run)
+        return None if moving is None else moving + self._cost * _turns(run)
+
+    @functools.cached_property
+    def _cost(self) -> float:
+        """What the smallest all-reduce took beyond its bytes; 0 where none was made."""
+        for run in self._runs:
+            found = [part for part in run.parts if part.name == "all_reduce"]
+            if run.num_replicas > 1 and found:
+                smallest = min(found, key=lambda part: int(part.parameters["nbytes"]))
+                moving = self._sum(smallest.parameters["nbytes"], run) or 0.0
+                beyond = float(np.median(smallest.seconds)) - moving
+                return max(beyond, 0.0) / _turns(run)
+        return 0.0
+
     def _sum(self, nbytes: int, run: Run) -> float | None:
-        """Return what a sum over the replicas takes; None where no link is known."""
+        """Return what the bytes of a sum take; None where no link is known."""
         seconds = 0.0
         if max(run.replicas_per_worker) > 1:
             link = self._link("inside")

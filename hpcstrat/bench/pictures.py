@@ -148,15 +148,19 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     # By the smallest run, all of whose replicas are taken to be used well.
     speed.plot([counts[0], counts[-1]], [counts[0], counts[-1]], **ideal, label="ideal")
     share.axhline(100, **ideal)
+    order = ["ideal"]
     for number, series in enumerate(steps):
         # The second of a kind, of other parameters, has another color.
         color = _COLORS[series.scaling] if number < 2 else _LINES[number % len(_LINES)]
         label = _label(series, steps)
+        order += [label, f"{label}, expected"]
         _draw_line(speed, series, label, color, "speed_up")
         _draw_line(share, series, label, color, "efficiency")
     speed.set_yscale("log", base=2)
-    ticks = sorted(set(counts))
-    speed.set_yticks(ticks, [str(tick) for tick in ticks])
+    low, _ = speed.get_ylim()
+    ticks = [tick for tick in (0.125, 0.25, 0.5) if tick >= low]
+    ticks += sorted(set(counts))
+    speed.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     speed.minorticks_off()
     speed.set_title("speed-up of a training step")
     share.set_title("efficiency, with 95% intervals")
@@ -165,14 +169,15 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.set_ylim(0, max(top, 108))
     for axes in (speed, share):
         _replica_axis(axes, steps)
-    figure.legend(*_legend(speed), loc="outside lower center", ncols=6)
+    figure.legend(*_legend(speed, order), loc="outside lower center", ncols=6)
     return figure
 
 
-def _legend(axes: Any) -> tuple[list[Any], list[str]]:
+def _legend(axes: Any, order: Sequence[str] = ()) -> tuple[list[Any], list[str]]:
     handles, labels = axes.get_legend_handles_labels()
     chosen = dict(zip(labels, handles, strict=True))
-    return list(chosen.values()), list(chosen)
+    names = [name for name in order if name in chosen] or list(chosen)
+    return [chosen[name] for name in names], names
 
 
 def _draw_line(axes: Any, series: Series, label: str, color: str, what: str) -> None:
@@ -232,9 +237,12 @@ def _draw_bars(axes: Any, series: Series) -> None:
     left = np.zeros(len(places))
     for name, color in _SHARES:
         widths = 100 * np.array([_share(point, name) for point in series.points])
-        bars = axes.barh(places, widths, left=left, color=color, label=name, height=0.7)
+        # Above the grid, which would cut them.
+        look = {"color": color, "height": 0.7, "zorder": 2}
+        bars = axes.barh(places, widths, left=left, label=name, **look)
         words = [f"{width:.0f}" if width >= 5 else "" for width in widths]
-        axes.bar_label(bars, words, label_type="center", fontsize=9)
+        ink = "white" if color == _BLUE else "black"
+        axes.bar_label(bars, words, label_type="center", fontsize=9, color=ink)
         left += widths
     axes.set_yticks(places, [point.run.layout for point in series.points])
     axes.invert_yaxis()

@@ -21,11 +21,12 @@ bytes, times in seconds::
       "hosts": ["node1", "node2"],     of each worker
       "versions": {...}, "environment": {...}
      }],
-     "links": {                        between two replicas, there and back, halved
-      "inside": {"latency_seconds": ..., "bytes_per_second": ...,
-                 "small_bytes": 8, "small_seconds": [...],
-                 "large_bytes": 4194304, "large_seconds": [...]},
-      "between": null                  of two workers; null where there is one
+     "links": {                        between two replicas, medians of
+      "inside": {"latency_seconds": ..., "bytes_per_second": ..., "num_measured": 2,
+                 "measured": [[0, 1, 5.6e-07, 2e+10], ...]},   ranks; the slowest 2016
+      "between": null,                 of two workers; null where there is one
+      "large_bytes": 4194304,
+      "slow": [{"hosts": [...], "latency_ratio": ..., "bandwidth_ratio": ...}]
      },
      "parts": [{
       "name": "step", "scaling": "weak",
@@ -80,6 +81,7 @@ __all__ = [
 FORMAT = "hpcstrat scaling"
 FORMAT_VERSION = 1
 
+LINKS = ("inside", "between")
 SCALINGS = ("same", "weak", "strong")
 # Of parts of these names; those of others are only shown.
 _PARAMETERS = {
@@ -283,7 +285,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")
-    for link in filter(None, run.links.values()):
+    for link in filter(None, (run.links.get(name) for name in LINKS)):
         if min(link["latency_seconds"], link["bytes_per_second"]) <= 0:
             raise ValueError("a link without latency or bandwidth")
     for part in run.parts:

@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._version import __version__
-from hpcstrat.bench.links import measure_links
 from hpcstrat.bench.parts import Options, Planned, planned
 from hpcstrat.bench.run_file import BenchError, Part, Run, read_run, write_run
 from hpcstrat.bench.training import load_function, write_rows
 from hpcstrat.options import CommunicationImplementation, CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.strategies.base import Strategy
+from hpcstrat.topology.links import Link, Links, find_outliers, measure_links
 
 __all__ = ["Wish", "run_scaling"]
 
 # What Open MPI's launcher tells its ranks, not what a user has set.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
+# All pairs of 64 nodes.
+_MOST_LINKS = 2016
 _SUMMED = ("all_reduce", "gradients", "step")
 _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL_")
 
@@ -86,7 +88,7 @@ def _prepare(strategy: Strategy, run: Run, options: Options, path: str) -> None:
     """Measure the links, and write the rows that parts read."""
     if not run.links:
         with strategy.collectives.section("links"):
-            run.links = measure_links(strategy, options.repeats.num)
+            run.links = _links(measure_links(strategy.topology))
     run.reduction = _reduction(strategy)
 
     def action() -> None:
@@ -199,6 +201,38 @@ def _processor() -> str:
     except OSError:
         lines = []
     return lines[0].partition(":")[2].strip() if lines else platform.machine()
+
+
+def _links(found: Links) -> dict[str, Any]:
+    """Return what the file says of links."""
+    slow = [
+        {
+            "hosts": list(one.link.hosts),
+            "latency_ratio": one.latency_ratio,
+            "bandwidth_ratio": one.bandwidth_ratio,
+        }
+        for one in find_outliers(found.between)
+    ]
+    kinds = {"inside": _link(found.inside), "between": _link(found.between)}
+    return {**kinds, "large_bytes": found.nbytes, "slow": slow}
+
+
+def _link(links: Sequence[Link]) -> dict[str, Any] | None:
+    if not links:
+        return None
+    latencies = [link.latency_seconds for link in links]
+    bandwidths = [link.bandwidth_bytes_per_second for link in links]
+    # Of many thousand nodes the slowest are enough.
+    slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_second)
+    return {
+        "latency_seconds": float(np.median(latencies)),
+        "bytes_per_second": float(np.median(bandwidths)),
+        "num_measured": len(links),
+        "measured": [
+            [*link.ranks, link.latency_seconds, link.bandwidth_bytes_per_second]
+            for link in slowest[:_MOST_LINKS]
+        ],
+    }
 
 
 def _reduction(strategy: Strategy) -> dict[str, Any]:

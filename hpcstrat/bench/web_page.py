@@ -13,13 +13,15 @@ from hpcstrat.bench.run_file import Run
 
 __all__ = ["page"]
 
+# Lines, the first of which is the figure.
+Cell = tuple[str, ...]
 Cells = Sequence[object]
 
 _CSS = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f6f7f9;
   margin: 0; }
-main { max-width: 1060px; margin: 0 auto; padding: 28px 24px 60px; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 24px 60px; }
 h1 { font-size: 27px; margin: 0 0 2px; }
 h2 { font-size: 19px; margin: 36px 0 8px; }
 h3 { font-size: 15px; margin: 20px 0 6px; }
@@ -40,6 +42,9 @@ img { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; background: #fff; font-size: 13.5px; width: 100%;
   font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid #dfe3e8; padding: 4px 9px; text-align: right; }
+td { white-space: nowrap; }
+td.text { white-space: normal; }
+td small { color: #5b6775; font-size: 12px; }
 th { background: #eef1f5; font-weight: 600; }
 th:first-child, td:first-child, td.text { text-align: left; }
 tr.shared td { background: #faf6ec; }
@@ -68,7 +73,7 @@ bootstrap). They tell how sure the figure is on these nodes on that day, if repe
 not depend on each other.</p>
 <p>Shares come from the library's own record of each call, as in a timeline, as means of
 all replicas. <i>Waiting</i> is the time from a replica's arrival at a collective call
-until all have come, with the some microseconds of the agreement itself;
+until all have come, with some microseconds for the agreement itself;
 <i>communication</i> the rest of the call, with the sum; <i>input</i> the time in
 <code>next()</code> of a data set; the rest is computing, the optimizer, and Python. The
 slowest host is that of the replica that waits least, if it stands out.</p>
@@ -77,7 +82,9 @@ taken from the smallest run (times replicas per core, where that is more than 1;
 strong scaling the computing divided by n / n<sub>0</sub>), and a sum of G bytes over W
 nodes takes 2 a + 2 G / b inside a node and 2 log<sub>2</sub>(W) a + 2 (W - 1) / W G / b
 between nodes, with the latency a and the bandwidth b that were measured between two
-replicas in the smallest run that has two.</p>
+replicas in the smallest run that has two. What the smallest sum of the smallest run of
+several replicas took beyond this is added
+to every sum, as the cost of a call.</p>
 """
 
 
@@ -152,8 +159,8 @@ def _steps(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
     yield "<h2>Training step</h2>"
     yield from _picture("scaling", pictures)
     yield from _picture("shares", pictures)
-    names = ["replicas", "cores each", "batch", "median", "quartiles", "speed-up"]
-    names += ["efficiency", "95% interval", "expected", "communication", "input"]
+    names = ["replicas", "cores each", "batch", "median and quartiles", "speed-up"]
+    names += ["efficiency and 95%", "expected", "communication", "input"]
     names += ["waiting", "slowest host"]
     for series in steps:
         yield f"<h3>{series.scaling.capitalize()} scaling: {_about(series)}</h3>"
@@ -168,11 +175,9 @@ def _step_cells(point: Point) -> Cells:
         point.run.layout,
         f"{point.run.cores_per_replica:.3g}",
         point.part.batch_size,
-        _seconds(point.median),
-        _range(point.quartiles),
+        _spread(point),
         f"{point.speed_up:.2f}",
-        _percent(point.efficiency),
-        f"{100 * point.low:.1f} to {100 * point.high:.1f}%",
+        _efficiency(point),
         _expected(point),
         _percent(point.communication),
         _percent(point.input),
@@ -181,12 +186,19 @@ def _step_cells(point: Point) -> Cells:
     ]
 
 
-def _expected(point: Point) -> str:
+def _spread(point: Point) -> Cell:
+    return _seconds(point.median), _range(point.quartiles)
+
+
+def _efficiency(point: Point) -> Cell:
+    interval = f"{100 * point.low:.1f} to {100 * point.high:.1f}%"
+    return _percent(point.efficiency), interval
+
+
+def _expected(point: Point) -> Cell:
     if point.expected_seconds is None or point.expected_efficiency is None:
-        return ""
-    if point.part.scaling == "same":
-        return _seconds(point.expected_seconds)
-    return f"{_percent(point.expected_efficiency)}, {_seconds(point.expected_seconds)}"
+        return ("",)
+    return _percent(point.expected_efficiency), _seconds(point.expected_seconds)
 
 
 def _sources(series: Series) -> Iterator[str]:
@@ -218,17 +230,16 @@ def _sums(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
     )
 
 
-def _sum_cell(series: Series, run: Run) -> str:
+def _sum_cell(series: Series, run: Run) -> Cell:
     point = next((point for point in series.points if point.run is run), None)
     if point is None:
-        return "not measured"
+        return ("not measured",)
     count = run.num_replicas
     moved = 2 * (count - 1) / count * series.parameters["nbytes"] / point.median
-    expected = _expected(point)
-    return (
-        f"{_seconds(point.median)} ({_range(point.quartiles)}); {moved / 1e9:.3g} GB/s"
-        + (f"; {expected} expected" if expected else "")
-    )
+    words = f"{moved / 1e9:.3g} GB/s"
+    if point.expected_seconds is not None:
+        words += f", expected {_seconds(point.expected_seconds)}"
+    return *_spread(point), words
 
 
 def _files(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
@@ -237,20 +248,18 @@ def _files(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
         return
     yield "<h2>Checkpoints and input</h2>"
     yield from _picture("rates", pictures)
-    names = ["replicas", "median", "quartiles", "GB/s", "speed-up", "efficiency"]
-    names += ["95% interval"]
+    names = ["replicas", "median and quartiles", "GB/s", "speed-up"]
+    names += ["efficiency and 95%"]
     for series in shown:
         title = f"{series.name.capitalize()}, {series.scaling} scaling"
         yield f"<h3>{title}: {_about(series)}</h3>"
         rows = [
             [
                 point.run.layout,
-                _seconds(point.median),
-                _range(point.quartiles),
+                _spread(point),
                 f"{rate(point) / 1e9:.3g}",
                 f"{point.speed_up:.2f}",
-                _percent(point.efficiency),
-                f"{100 * point.low:.1f} to {100 * point.high:.1f}%",
+                _efficiency(point),
             ]
             for point in series.points
         ]
@@ -335,6 +344,12 @@ def _table(
 
 
 def _cell(value: object) -> str:
+    """Return a cell; of several lines, the first is the figure."""
+    if isinstance(value, tuple):
+        first, *rest = (escape(line) for line in value)
+        return (
+            f"<td>{first}" + "".join(f"<br><small>{r}</small>" for r in rest) + "</td>"
+        )
     text = str(value)
     words = ' class="text"' if text[:1].isalpha() or len(text) > 60 else ""
     return f"<td{words}>{escape(text)}</td>"
