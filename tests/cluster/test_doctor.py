@@ -152,6 +152,37 @@ def test_a_folder_that_one_host_lacks_is_named_and_nobody_waits(four: Hosts) -> 
     assert "node1 - node2" in words
 
 
+# Its rank on node2 stops in the midst of the measures, and the others wait for seconds.
+STOPPED = """
+import os, platform, signal
+from hpcstrat.cli import main
+from hpcstrat.cli.doctor import command, measuring
+
+measuring.LIMIT_SECONDS = command.LIMIT_SECONDS = command._REDUCTION_SECONDS = 3.0
+look = measuring._look
+
+def stop(*arguments):
+    if platform.node() == "node2":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    look(*arguments)
+
+measuring._look = stop
+main()
+"""
+
+
+def test_a_rank_that_does_not_answer_is_named_and_ended(
+    four: Hosts, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", STOPPED, "doctor", "--measure", "--json"]
+    finished = four.launch(
+        (1, 1), [*command, "--folder", str(tmp_path)], timeout=LIMIT_SECONDS
+    )
+    found = _findings(finished)
+    assert (found["silent"]["hosts"], found["silent"]["ranks"]) == (["node2"], [1])
+    assert "found that rank 1 on node2 did not; " in found["silent"]["text"]
+
+
 def _foreign_mpirun(folder: Path) -> str:
     """Return the mpirun of the MPI library that is not the ranks'."""
     other = "mpich" if is_open_mpi() else "openmpi"

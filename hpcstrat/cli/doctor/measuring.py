@@ -136,15 +136,15 @@ def _measure_memory(together: _Together, measures: RankMeasures) -> None:
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: Memory(worker.size))
 
-    def copy() -> float | None:
-        return None if memory is None else memory.bytes_per_second()
+    def copy(busy: bool = False) -> float | None:
+        return None if memory is None else memory.bytes_per_second(busy=busy)
 
     for turn in range(worker.size):
         if turn == worker.rank:
             measures.memory_alone = measures.attempt("memory", copy)
         together.meet(worker)
     together.meet()
-    measures.memory_together = measures.attempt("memory", copy)
+    measures.memory_together = measures.attempt("memory", lambda: copy(busy=True))
 
 
 def _look(together: _Together, folder: str, measures: RankMeasures) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpcstrat.errors import CollectiveError
+from hpcstrat.topology import links as links_module
 from hpcstrat.topology.links import measure_links
 
 pytestmark = pytest.mark.algorithm
@@ -50,3 +51,17 @@ def test_nobody_waits_for_one_that_does_not_come(topology: Any, job: Any) -> Non
         with pytest.raises(CollectiveError, match="some did not come"):
             measure_links(topology, limit_seconds=0.3)
     job.Barrier()
+
+
+def test_of_many_workers_some_pairs_are_measured(
+    topology: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MOST_IN_FULL", 2)
+    links = measure_links(topology, nbytes=1 << 10)
+    count = topology.num_workers
+    assert links.is_sample == (count > 2)
+    assert not links.unanswered
+    # In each of two rounds; of three workers one rests.
+    expected = {1: 0, 2: 1, 3: 2, 4: 4}
+    assert len(links.between) == expected[count]
+    assert all(other == links for other in job.allgather(links))
