@@ -61,9 +61,13 @@ class EveryRankError(Exception):
 
 
 class Message:
-    """A nonblocking call of MPI, by its active request."""
+    """A nonblocking call of MPI, by its active request.
 
-    def __init__(self, request: Any) -> None:
+    ``arrays`` are kept until it is complete, as those that are sent are by nobody else.
+    """
+
+    def __init__(self, request: Any, *arrays: Any) -> None:
+        self._arrays = arrays
         self.agreed: Callable[[], bool] = request.Test
 
     def missing(self) -> list[int]:

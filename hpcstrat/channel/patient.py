@@ -45,6 +45,7 @@ class PatientComm:
         # Kept where it is left, for MPI may still write into its memory.
         self._request: Any = None
         self._started: list[Any] = []
+        self._sent: Any = None
 
     def _done(self, nbytes: int = 0) -> None:
         # Data that moves takes the processor in any case.
@@ -67,6 +68,8 @@ class PatientComm:
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         """Combine the arrays of all ranks."""
+        # A request keeps no array that is sent.
+        self._sent = send
         self._request = self._comm.Iallreduce(send, receive, op)
         self._done(receive.nbytes)
 

@@ -39,7 +39,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
         if work.waits:
             channel.patient(comm).Allreduce(sent, total, op=mpi.SUM)
         else:
-            yield Message(comm.Iallreduce(sent, total, op=mpi.SUM))
+            yield Message(comm.Iallreduce(sent, total, op=mpi.SUM), sent)
         if work.divisor:
             quietly(np.divide, total, work.divisor, total)
         if packed:

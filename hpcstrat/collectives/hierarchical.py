@@ -76,11 +76,13 @@ def _all_reduce(segment: Array, work: Work, channel: Channel) -> Awaits:
     patient = channel.patient(comm)
     if work.waits and segment.nbytes >= _PARTS_BYTES and comm.size <= _MOST_DIRECT:
         _all_reduce_parts(segment, patient)
-    elif work.waits:
-        # Never in place, see hpcstrat.collectives.flat.
-        patient.Allreduce(segment.copy(), segment, op=mpi.SUM)
+        return
+    # Never in place, see hpcstrat.collectives.flat.
+    own = segment.copy()
+    if work.waits:
+        patient.Allreduce(own, segment, op=mpi.SUM)
     else:
-        yield Message(comm.Iallreduce(segment.copy(), segment, op=mpi.SUM))
+        yield Message(comm.Iallreduce(own, segment, op=mpi.SUM), own)
 
 
 def _all_reduce_parts(segment: Array, comm: PatientComm) -> None:
