@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check style, types, layers, docstrings, spelling and shell scripts, and build the pages
-# of docs/ where Sphinx is installed; no tests. Uses the tools of the active environment,
+# Check style, types, layers, docstrings, spelling and shell scripts; the recipe of conda,
+# and the pages of docs/, where their tools are installed; no tests. Uses the tools of the active environment,
 # or of the Python given: PYTHON=venv/bin/python. Needs pip install -e '.[dev]'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,6 +28,11 @@ check "mypy" mypy --no-error-summary
 check "import-linter" lint-imports --no-logo
 check "numpydoc" python -m tests.docs.public
 check "codespell" codespell
+if python -c "import rattler_build" 2>/dev/null; then
+    check "conda recipe" python -c 'import rattler_build as build
+recipe = build.Stage0Recipe.from_file("packaging/conda/recipe.yaml")
+assert recipe.render(build.VariantConfig())'
+fi
 check "shellcheck" shellcheck --severity=style "${scripts[@]}"
 if command -v sphinx-build >/dev/null; then
     check "docs" env PYTHONPATH=. sphinx-build -W --keep-going -q -b html docs "$said/html"

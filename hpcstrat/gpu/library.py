@@ -132,7 +132,8 @@ def why_no_gpu() -> str:
         module = _cupy()
         count = module.cuda.runtime.getDeviceCount()
     except TopologyError as error:
-        return str(error).partition("found ")[2].rpartition(";")[0]
+        said = str(error).partition("found that it ")[2].rpartition(";")[0]
+        return f"CuPy {said}"
     except Exception as error:
         # CuPy's class for errors of CUDA is not to be named without loading it.
         if getattr(error, "status", 0) == _INSUFFICIENT_DRIVER:

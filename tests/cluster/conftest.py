@@ -35,11 +35,21 @@ def hosts(make_hosts: Callable[..., Hosts]) -> Hosts:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
-    """Yield a Slurm of three nodes; jobs of tests end with them."""
-    try:
-        cluster = Slurm(3)
-    except HostsUnavailable as exc:
-        pytest.skip(str(exc))
-    with cluster:
-        yield cluster
+def make_slurm() -> Iterator[Callable[[int], Slurm]]:
+    """Yield a function that makes a `Slurm`; all are taken down after the tests."""
+    with ExitStack() as stack:
+
+        def make(num_nodes: int) -> Slurm:
+            try:
+                find_launcher()
+                return stack.enter_context(Slurm(num_nodes))
+            except (HostsUnavailable, HpcstratError) as exc:
+                pytest.skip(str(exc))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def slurm(make_slurm: Callable[[int], Slurm]) -> Slurm:
+    """Return a Slurm of three nodes; jobs of tests end with them."""
+    return make_slurm(3)

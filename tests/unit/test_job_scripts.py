@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.said import assert_said
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
 # Passes its options over, and runs the program once.
@@ -53,15 +55,56 @@ def _submit(
     )
 
 
+# What Lmod and Environment Modules define when their file is sourced. The functions of
+# some read variables that may not be set.
+INIT = """module() {
+    : "$LOADEDMODULES$LMOD_CMD"
+    [[ $1 == load && $2 == there ]] && export PYTHONHASHSEED=7
+}
+"""
+
+
+def test_modules_are_loaded_where_the_shell_of_the_job_has_none(project: Path) -> None:
+    _make_environment(project / ".venv")
+    path = project / "jobs/site.env"
+    words = path.read_text().replace("site_modules=()", "site_modules=(there)")
+    path.write_text(
+        words + 'site_after_modules() { export AFTER="$PYTHONHASHSEED"; }\n'
+    )
+    (project / "modules/init").mkdir(parents=True)
+    (project / "modules/init/bash").write_text(INIT)
+    program = "import os; print(os.environ['PYTHONHASHSEED'], os.environ['AFTER'])"
+    (project / "program.py").write_text(program)
+    home = {"MODULESHOME": str(project / "modules")}
+    finished = _submit(project, "cpu.sbatch", "program.py", **home)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "7 7\n"
+    path.write_text(words.replace("(there)", "(gcc openmpi)"))
+    finished = _submit(project, "cpu.sbatch", "program.py", **home)
+    assert finished.returncode == 1
+    assert_said("no-module", finished.stderr)
+
+
 @pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
 def test_scripts_say_what_is_missing(project: Path, script: str) -> None:
     elsewhere = _submit(project, script, folder="bin")
     assert elsewhere.returncode == 1
-    assert "submit from the folder that has it" in elsewhere.stderr
+    assert_said("no-site", elsewhere.stderr)
     bare = _submit(project, script)
     assert bare.returncode == 1
-    assert "expected a Python environment" in bare.stderr
-    assert str(project / ".venv") in bare.stderr
+    if script == "container.sbatch":
+        assert_said("no-apptainer", bare.stderr)
+    else:
+        assert_said("no-environment", bare.stderr)
+        assert str(project / ".venv") in bare.stderr
+
+
+def test_a_missing_image_is_named(project: Path) -> None:
+    (project / "bin/apptainer").symlink_to("/bin/true")
+    finished = _submit(project, "container.sbatch")
+    assert finished.returncode == 1
+    assert_said("no-image", finished.stderr)
+    assert str(project / "hpcstrat.sif") in finished.stderr
 
 
 @pytest.mark.parametrize("script", ["cpu.sbatch", "gpu.sbatch", "train_elastic.sbatch"])
@@ -93,13 +136,13 @@ def test_an_environment_without_hpcstrat_is_named(project: Path) -> None:
     words = {"PYTHONPATH": str(project / "nothing")}
     finished = _submit(project, "cpu.sbatch", "program.py", **words)
     assert finished.returncode == 1
-    assert "expected hpcstrat in the environment of" in finished.stderr
+    assert_said("no-hpcstrat", finished.stderr)
 
 
 def test_conda_environments(project: Path) -> None:
     missing = _submit(project, "cpu.sbatch", "program.py", SITE_CONDA="science")
     assert missing.returncode == 1
-    assert "expected the command conda" in missing.stderr
+    assert_said("no-conda", missing.stderr)
     _make_environment(project / "envs/science")
     conda = project / "bin/conda"
     # `conda shell.bash hook` prints a function that activates in this shell.

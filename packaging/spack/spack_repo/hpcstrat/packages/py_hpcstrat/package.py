@@ -1,0 +1,35 @@
+# For Spack 1.0 or newer: builds what is committed in the clone that this file lies in.
+#   spack repo add packaging/spack/spack_repo/hpcstrat
+#   spack install py-hpcstrat ^openmpi   # or ^cray-mpich, ^intel-oneapi-mpi, ^mpich
+
+from pathlib import Path
+
+from spack_repo.builtin.build_systems.python import PythonPackage
+
+from spack.package import *
+
+
+class PyHpcstrat(PythonPackage):
+    """Distribution strategies (replicas, mirrored variables, sync training) for MPI
+    clusters, in NumPy or CuPy arrays."""
+
+    # No archive is published.
+    git = Path(__file__).resolve().parents[6].as_uri()
+
+    license("Apache-2.0", checked_by="hpcstrat")
+
+    version("0.1.0", branch="main")
+
+    variant("plot", default=False, description="Draw curves and timelines")
+
+    depends_on("python@3.11:", type=("build", "run"))
+    depends_on("py-hatchling@1.26:", type="build")
+
+    depends_on("py-click@8.1:", type=("build", "run"))
+    depends_on("py-h5py@3.10:", type=("build", "run"))
+    depends_on("py-mpi4py@4.1:", type=("build", "run"))
+    depends_on("py-numpy@2.0:", type=("build", "run"))
+    depends_on("py-optree@0.13:", type=("build", "run"))
+    depends_on("py-rich@13.0:", type=("build", "run"))
+    depends_on("py-xxhash@3.1:", type=("build", "run"))
+    depends_on("py-matplotlib@3.8:", type=("build", "run"), when="+plot")
