@@ -8,17 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcstrat.testing import launch_command
-from hpcstrat.testing.job import wait_until
 from hpcstrat.testing.launcher import clean_environment
 from tests.cluster.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
+# Each look at a job is a process.
+_NAP_SECONDS = 0.4
 # Where a job is that runs no more.
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -77,7 +79,9 @@ class Slurm(Hosts):
             for word in ("OMPI", "PRTE")
             for end in ("", "_CONFIRM")
         }
-        return {**clean_environment(), **root, **self.env, **more}
+        # The nodes share this machine's cores, which Slurm does not know; see mpirun.sh.
+        yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+        return {**clean_environment(), **root, **yields, **self.env, **more}
 
     def shell(self, line: str) -> str:
         """Return what a command prints that a user gives, in this environment."""
@@ -139,7 +143,7 @@ class Job:
     slurm: Slurm
     number: int
     folder: Path
-    _fields: dict[str, str] = field(default_factory=dict)
+    _output: Path | None = None
 
     def fields(self) -> dict[str, str]:
         """Return what ``scontrol show job`` says."""
@@ -149,15 +153,18 @@ class Job:
     @property
     def output(self) -> str:
         """What the job has written."""
-        path = Path(self.fields()["StdOut"])
+        path = self._output = self._output or Path(self.fields()["StdOut"])
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    def wait_for(self, what: Callable[[Job], Any], seconds: float = 60) -> None:
+    def wait_for(self, what: Callable[[Job], Any], seconds: float = 90) -> None:
         """Wait until something holds; the output says why it does not."""
-        if not wait_until(lambda: bool(what(self)), seconds):
-            raise AssertionError(f"{self.fields()}\n{self.output}")
+        deadline = time.monotonic() + seconds
+        while not what(self):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.fields()}\n{self.output}")
+            time.sleep(_NAP_SECONDS)
 
-    def wait_for_text(self, text: str, seconds: float = 60) -> None:
+    def wait_for_text(self, text: str, seconds: float = 90) -> None:
         """Wait until the job has written a text."""
         self.wait_for(lambda job: text in job.output, seconds)
 
@@ -172,6 +179,8 @@ class Job:
         ``changes`` are of ``scontrol update``.
         """
         self.wait_for(lambda job: job.fields()["JobState"] == "PENDING")
+        # Slurm refuses what starts in the second in which it ended the former.
+        time.sleep(1.1)
         words = [f"{name}={value}" for name, value in changes.items()]
         update = ["scontrol", "update", f"JobId={self.number}", *words]
         self.slurm.command(*update, "StartTime=now")

@@ -83,12 +83,14 @@ start munged setpriv --reuid munge --regid munge --clear-groups \
     --log-file="$state/munge/log" --seed-file="$state/munge/seed"
 
 memory="$(awk '/MemTotal/ { print int($2 / 1024 * 0.9) }' /proc/meminfo)"
+# FirstJobId: jobs of two clusters here must not be taken for the same, by their processes.
 # config_overrides: more CPUs than this machine has. TmpFS: the hosts share /tmp, where
 # the PMIx plugins of two nodes would want the same folder.
 cat >"$state/slurm.conf" <<CONF
 ClusterName=pretend$slot
 SlurmctldHost=$(hostname -s)(10.77.$slot.254)
 SlurmctldPort=$((6900 + slot))
+FirstJobId=$((slot * 1000))
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge

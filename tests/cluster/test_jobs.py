@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcstrat.testing.job import wait_until
-from tests.cluster.slurm import ROOT, Job, Slurm, copy_scripts, is_open_mpi
+from tests.cluster.slurm import Job, Slurm, copy_scripts, is_open_mpi
 from tests.conftest import why_no_gpu
 from tests.docs.said import assert_said
 
@@ -23,16 +26,56 @@ needs_matplotlib = pytest.mark.skipif(
 )
 ulfm = pytest.mark.skipif(not is_open_mpi(), reason="needs ULFM of Open MPI")
 # So many that a job is in the midst of them when it is to be.
-EPOCHS = 60
-CHAOS_EPOCHS = 150
+EPOCHS = 16
+CHAOS_EPOCHS = 80
 # A signal that Slurm sends before the time limit, and nobody heeds.
 UNHEEDED = "URG@1"
 
 
-def test_every_script_is_submitted() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    scripts = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
-    assert [name for name in scripts if f'"{name}"' not in source] == []
+Body = Callable[[Slurm, Path], None]
+BODIES: dict[str, Body] = {}
+# Those whose jobs would disturb others, by preemption or the end of a node.
+ALONE: set[str] = set()
+
+
+def beside_others(body: Body) -> Callable[[dict[str, Future[None]]], None]:
+    """Make a test of what mostly waits: it begins with the first test of this file."""
+
+    @functools.wraps(body)
+    def test(bodies: dict[str, Future[None]]) -> None:
+        bodies[body.__name__].result()
+
+    del test.__wrapped__  # type: ignore[attr-defined]
+    BODIES[body.__name__] = body
+    return test
+
+
+def alone(body: Body) -> Body:
+    """Give a test a Slurm of its own."""
+    ALONE.add(body.__name__)
+    return body
+
+
+def _is_wanted(item: Any) -> bool:
+    return not any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bodies(
+    request: pytest.FixtureRequest,
+    make_slurm: Callable[[int], Slurm],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Future[None]]]:
+    """Start those of the tests that are to run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.name for item in items if item.name in BODIES and _is_wanted(item)]
+    with ThreadPoolExecutor(len(BODIES)) as pool:
+        started = {}
+        for name in names:
+            shared = None if name in ALONE else request.getfixturevalue("slurm")
+            folder = tmp_path_factory.mktemp(name[:30])
+            started[name] = pool.submit(BODIES[name], shared or make_slurm(3), folder)
+        yield started
 
 
 def _with_modules(folder: Path, *names: str, init: str = "") -> Path:
@@ -99,22 +142,17 @@ hs.print_once("sum", *total, *sys.argv[1:])
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a program of a user."""
-
-    def write(text: str) -> Path:
-        path = tmp_path / "program.py"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
+def program(folder: Path, text: str) -> Path:
+    """Write a program of a user."""
+    path = folder / "program.py"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def test_programs_of_users_run_in_arrays_and_allocations(
-    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+    slurm: Slurm, tmp_path: Path
 ) -> None:
-    path = program(PROGRAM)
+    path = program(tmp_path, PROGRAM)
     size = {"nodes": 2, "ntasks_per_node": 1}
     job = slurm.submit(
         *(tmp_path, "cpu.sbatch", path, "--word"),
@@ -146,17 +184,15 @@ OMPI_MCA_smsc=^cma exec unshare --user --map-root-user --mount "$@"
 """
 
 
-def test_containers_of_ranks_form_one_job(
-    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
-) -> None:
+def test_containers_of_ranks_form_one_job(slurm: Slurm, tmp_path: Path) -> None:
     """With a stand-in for Apptainer, which no registry has; its options are real."""
-    path = program(PROGRAM)
+    path = program(tmp_path, PROGRAM)
     for name in ("bin/apptainer", "hpcstrat.sif"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(APPTAINER, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     folders = (tmp_path / "bin", Path(sys.executable).parent)
-    where = {"nodes": 2, "ntasks_per_node": 2, "OPAL_PREFIX": sys.prefix}
+    where = {"nodes": 1, "ntasks_per_node": 2, "OPAL_PREFIX": sys.prefix}
     job = slurm.submit(
         *(tmp_path, "container.sbatch", path),
         PATH=os.pathsep.join([*map(str, folders), os.environ["PATH"]]),
@@ -164,17 +200,17 @@ def test_containers_of_ranks_form_one_job(
     )
     none = slurm.submit(tmp_path, "container.sbatch", path, **where)
     assert job.wait_to_end() == "COMPLETED", job.output
-    assert "sum 10.0 10.0" in job.output
+    assert "sum 3.0 3.0" in job.output
     assert none.wait_to_end() == "FAILED", none.output
     assert_said("no-apptainer", none.output)
 
 
 @pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
 def test_a_job_without_its_gpus_says_what_is_missing(
-    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+    slurm: Slurm, tmp_path: Path
 ) -> None:
     job = slurm.submit(
-        *(tmp_path, "gpu.sbatch", program(PROGRAM)),
+        *(tmp_path, "gpu.sbatch", program(tmp_path, PROGRAM)),
         nodes=1,
         ntasks_per_node=2,
         gpus_per_node=2,
@@ -183,6 +219,20 @@ def test_a_job_without_its_gpus_says_what_is_missing(
     assert job.wait_to_end() == "FAILED", job.output
     assert_said("no-gpu", job.output)
     assert "sum " not in job.output
+
+
+def test_scaling_is_measured_and_reported(slurm: Slurm, tmp_path: Path) -> None:
+    small = ("--sizes", "4B,1KiB", "--repeats", 2)
+    job = slurm.submit(
+        *(tmp_path, "scaling.sbatch", "--parts", "all_reduce", *small),
+        nodes=2,
+        ntasks_per_node=1,
+    )
+    assert job.wait_to_end() == "COMPLETED", job.output
+    files = {path.name for path in (tmp_path / f"runs/scaling-{job.number}").iterdir()}
+    assert {f"scaling-{n}.json" for n in (1, 2)} <= files
+    matplotlib = importlib.util.find_spec("matplotlib")
+    assert ("report.html" in files) == (matplotlib is not None)
 
 
 @pytest.mark.framework("torch")
@@ -202,9 +252,10 @@ def test_jax_programs_train(slurm: Slurm, tmp_path: Path) -> None:
     assert list((tmp_path / f"runs/jax-{job.number}").glob("ckpt-*.h5"))
 
 
-def test_training_takes_chaos(slurm: Slurm, tmp_path: Path) -> None:
+@beside_others
+def test_training_takes_chaos(slurm: Slurm, folder: Path) -> None:
     job = slurm.submit(
-        *(tmp_path, "chaos.sbatch", "--epochs", CHAOS_EPOCHS),
+        *(folder, "chaos.sbatch", "--epochs", CHAOS_EPOCHS),
         nodes=2,
         ntasks_per_node=1,
     )
@@ -244,25 +295,21 @@ hs.elastic.run(train, completion_marker=os.path.join(os.environ["RUN_FOLDER"], "
 
 
 @ulfm
-def test_training_goes_on_without_a_rank(
-    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
-) -> None:
+@beside_others
+def test_training_goes_on_without_a_rank(slurm: Slurm, folder: Path) -> None:
     size = {"nodes": 2, "ntasks_per_node": 2, "WAITS": ""}
-    job = slurm.submit(tmp_path, "train_elastic.sbatch", program(ELASTIC), **size)
+    job = slurm.submit(folder, "train_elastic.sbatch", program(folder, ELASTIC), **size)
     assert job.wait_to_end() == "COMPLETED", job.output
     assert "total 12.0 3" in job.output
     assert "the program has come to its end" in job.output
 
 
 @ulfm
-def test_training_is_requeued_when_a_node_dies(
-    make_slurm: Callable[[int], Slurm],
-    tmp_path: Path,
-    program: Callable[[str], Path],
-) -> None:
-    slurm = make_slurm(3)
+@beside_others
+@alone
+def test_training_is_requeued_when_a_node_dies(slurm: Slurm, folder: Path) -> None:
     size = {"nodes": 2, "ntasks_per_node": 1, "WAITS": "yes"}
-    job = slurm.submit(tmp_path, "train_elastic.sbatch", program(ELASTIC), **size)
+    job = slurm.submit(folder, "train_elastic.sbatch", program(folder, ELASTIC), **size)
     job.wait_for_text("has done 9")
     assert job.fields()["NodeList"] == "node[1-2]"
     slurm.switch_off("node2")
@@ -275,16 +322,17 @@ def test_training_is_requeued_when_a_node_dies(
 
 
 @needs_matplotlib
+@beside_others
 def test_a_full_quota_ends_a_job_that_keeps_what_is_saved(
-    slurm: Slurm, tmp_path: Path
+    slurm: Slurm, folder: Path
 ) -> None:
     """It goes on from there when there is room again."""
-    runs = tmp_path / "runs"
+    runs = folder / "runs"
     runs.mkdir()
     mount = ("mount", "-t", "tmpfs", "-o")
     slurm.on("node3", *mount, "size=900k", "tmpfs", str(runs))
     job = slurm.submit(
-        *(tmp_path, "train_digits.sbatch", "--epochs", 8),
+        *(folder, "train_digits.sbatch", "--epochs", 8),
         nodes=1,
         ntasks_per_node=2,
         nodelist="node3",
@@ -305,7 +353,7 @@ def test_a_full_quota_ends_a_job_that_keeps_what_is_saved(
 
 
 PATIENT = """
-import time
+import os, time
 import hpcstrat as hs
 
 strategy = hs.MultiWorkerMirroredStrategy()
@@ -316,7 +364,8 @@ config = hs.TerminationConfig(requeue=True)
 handler = hs.PreemptionCheckpointHandler(None, manager, termination_config=config)
 before = handler.total_run_calls
 hs.print_once("begins at", before)
-while not before or handler.total_run_calls < before + 3:
+restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+while restarts < 2 or handler.total_run_calls < before + 3:
     handler.run(strategy.run, lambda: total.assign_add(1.0))
     time.sleep(0.5)
 hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
@@ -324,12 +373,14 @@ hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
 
 
 @needs_matplotlib
+@beside_others
+@alone
 def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
-    slurm: Slurm, tmp_path: Path, program: Callable[[str], Path]
+    slurm: Slurm, folder: Path
 ) -> None:
-    """To the same bits, on other nodes, and by Slurm's signal or without any."""
+    """To the same bits, on other nodes, and by Slurm's signals, one rank's, or none."""
     patient = slurm.submit(
-        *(tmp_path, "cpu.sbatch", program(PATIENT)),
+        *(folder, "cpu.sbatch", program(folder, PATIENT)),
         nodes=1,
         ntasks_per_node=2,
         nodelist="node1",
@@ -341,34 +392,37 @@ def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
     words = ("train_digits.sbatch", "--epochs", EPOCHS, "--dump")
     # Slurm looks each 30 seconds whether one of them is due, 10 to 40 before this end.
     end = {"time": 1, "signal": "USR1@20"}
-    job = slurm.submit(tmp_path, *words, tmp_path / "three.npz", **where, **end)
+    job = slurm.submit(folder, *words, folder / "twice.npz", **where, **end)
     job.wait_for_text("epoch   1:")
     job.signal_ranks(signal.SIGSTOP)
     # The same without an interrupt.
-    other = slurm.submit(tmp_path, *words, tmp_path / "none.npz", **where)
+    other = slurm.submit(folder, *words, folder / "none.npz", **where)
     wait_until(lambda: signal.SIGUSR1 in job.pending_signals(), job.seconds_left() - 18)
     job.signal_ranks(signal.SIGCONT)
-    _requeued(job, 1, ExcNodeList="node1", TimeLimit=10)
+    job.wait_for_text("all is saved: requeueing")
+    job.start_again(1, ExcNodeList="node1", TimeLimit=10)
+    job.wait_for_text("resumed from")
+    before = job.output.count("epoch ")
+    job.wait_for(lambda job: job.output.count("epoch ") > before)
+    # Slurm lets them go on when it sends them SIGTERM.
+    job.signal_ranks(signal.SIGSTOP)
     assert job.fields()["NodeList"] == "node[2-3]"
     assert "SIGUSR1" in job.output
-    job.signal_ranks(signal.SIGTERM, 3)
-    _requeued(job, 2)
-    assert "the job is about to end (replica 3: SIGTERM)" in job.output
     assert other.wait_to_end() == "COMPLETED", other.output
     taking = ["--partition=high", "--nodes=2", "--exclude=node1", "--exclusive"]
     slurm.command("sbatch", *taking, "--wrap=true")
     job.wait_for_text("DUE TO PREEMPTION")
-    job.start_again(3, ExcNodeList="")
+    job.start_again(2, ExcNodeList="")
     assert job.wait_to_end() == "COMPLETED", job.output
     assert_said("digits", job.output)
     assert_said("requeued", job.output)
     assert_said("resumed", job.output)
     assert_said("preempted", job.output)
-    assert job.output.count("resumed from") == 3
-    assert job.output.count("the job is about to end") == 3
+    assert job.output.count("resumed from") == 2
+    assert job.output.count("the job is about to end") == 2
     with (
-        np.load(tmp_path / "three.npz") as found,
-        np.load(tmp_path / "none.npz") as expected,
+        np.load(folder / "twice.npz") as found,
+        np.load(folder / "none.npz") as expected,
     ):
         for name in expected:
             np.testing.assert_array_equal(found[name], expected[name])
@@ -377,22 +431,17 @@ def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
     _check_patient(patient)
 
 
-def _requeued(job: Job, restarts: int, **changes: object) -> None:
-    """Follow a job to where it is in the midst of its training once more."""
-    job.wait_for(lambda job: job.output.count("all is saved: requeueing") == restarts)
-    job.start_again(restarts, **changes)
-    job.wait_for(lambda job: job.output.count("resumed from") == restarts)
-    before = job.output.count("epoch ")
-    job.wait_for(lambda job: job.output.count("epoch ") > before)
-
-
 def _check_patient(job: Job) -> None:
-    """It has heeded no signal, and knew from Slurm when it would end."""
+    """It knew from Slurm when it would end, and later from a signal to one rank."""
     job.wait_for_text("the job is about to end (replica 0: the job ends in")
     job.start_again(1)
+    job.wait_for(lambda job: job.output.count("begins at") == 2)
+    job.signal_ranks(signal.SIGTERM, 1)
+    job.wait_for_text("the job is about to end (replica 1: SIGTERM)")
+    job.start_again(2)
     assert job.wait_to_end() == "COMPLETED", job.output
     begins = [int(n) for n in re.findall(r"begins at (\d+)", job.output)]
-    assert len(begins) == 2
-    assert begins[0] == 0 < begins[1]
+    assert len(begins) == 3
+    assert begins[0] == 0 < begins[1] <= begins[2]
     assert "right True" in job.output
     assert "TIME LIMIT" not in job.output

@@ -172,3 +172,8 @@ def test_logs_go_where_there_is_a_folder(project: Path) -> None:
     for path in SCRIPTS:
         # Without site.env, from anywhere.
         assert "#SBATCH --output=slurm-%x-%j.out\n" in path.read_text()
+
+
+def test_every_script_is_submitted_to_a_real_slurm() -> None:
+    source = (ROOT / "tests/cluster/test_jobs.py").read_text()
+    assert [path.name for path in SCRIPTS if f'"{path.name}"' not in source] == []
