@@ -79,7 +79,7 @@ class Slurm(Hosts):
             for word in ("OMPI", "PRTE")
             for end in ("", "_CONFIRM")
         }
-        # The nodes share this machine's cores, which Slurm does not know; see mpirun.sh.
+        # The nodes share cores, which Slurm does not know; see mpirun.sh.
         yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
         return {**clean_environment(), **root, **yields, **self.env, **more}
 
