@@ -33,6 +33,8 @@ _SEED = 20260101
 _LEVEL = 95
 # With fewer repeats an interval is not worth its name.
 _LEAST_REPEATS = 5
+# Of a host's cores; a launcher and the system take some percent.
+_MUCH_OF_OTHERS = 0.1
 _ORDER = ("step", "all_reduce", "gradients", "save", "restore", "input")
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -151,7 +153,11 @@ def analyze(runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()) -> Report
     keys = dict.fromkeys(part.key for run in runs for part in run.parts)
     ordered = sorted(keys, key=_place)
     series = tuple(_series(key, runs, expectation) for key in ordered)
-    return Report(tuple(runs), series, tuple(_notes(runs, series)))
+    notes = [
+        f"What {source} expects is of no part of these runs: it is not shown."
+        for source in expectation.unused()
+    ]
+    return Report(tuple(runs), series, (*_notes(runs, series), *notes))
 
 
 def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
@@ -272,6 +278,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
             "replicas: they take turns on their cores. What these rows show is no "
             "scaling of a machine that has a core for each."
         )
+    yield from _disturbed(runs)
     for run in runs:
         for link in run.links.get("slow") or ():
             hosts = " and ".join(link["hosts"])
@@ -304,6 +311,26 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
             "replicas: their intervals are rough."
         )
     yield from _differences(runs)
+
+
+def _disturbed(runs: Sequence[Run]) -> Iterator[str]:
+    """Say where other programs used much of a host, in the worst part of each run."""
+    for run in runs:
+        shares = [
+            (share, worker, part)
+            for part in run.parts
+            for worker, share in enumerate(part.others_share)
+        ]
+        share, worker, part = max(
+            shares, key=lambda row: row[0], default=(0.0, 0, run.parts[0])
+        )
+        if share > _MUCH_OF_OTHERS:
+            host = run.sessions[part.session]["hosts"][worker]
+            yield (
+                f"With {run.layout} replicas other programs used up to {share:.0%} of "
+                f"{host}, in {part.name.replace('_', '-')} ({part.scaling}): measure "
+                "again on nodes of your own."
+            )
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:

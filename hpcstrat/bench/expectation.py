@@ -85,6 +85,15 @@ class Expectation:
         modelled = self._modelled(part, run)
         return None if modelled is None else (modelled, _MODEL)
 
+    def unused(self) -> list[str]:
+        """Return the sources of which no point is of a part of these runs."""
+        pairs = [(part, run) for run in self._runs for part in run.parts]
+        return [
+            str(content["source"])
+            for content in self._given
+            if not any(_is_of(p, *pair) for p in content["points"] for pair in pairs)
+        ]
+
     def _modelled(self, part: Part, run: Run) -> float | None:
         if part.name in ("all_reduce", "gradients"):
             return self._call(part.parameters["nbytes"], run)

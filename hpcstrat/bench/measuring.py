@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.bench.run_file import Part
+from hpcstrat.bench.neighbors import watched
+from hpcstrat.bench.run_file import BenchError, Part
 from hpcstrat.observe.timeline.totals import Totals, totals
 from hpcstrat.strategies.base import Strategy
 
@@ -79,7 +80,7 @@ def fill_calls(
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
-    with _without_collector():
+    with watched(part, strategy), _without_collector():
         for _ in range(repeats.warm_up):
             measured(count)
         own = [measured(count) / count for _ in range(repeats.num)]
@@ -95,14 +96,14 @@ def fill_steps(
     Collective over the strategy's replicas. The first steps are not measured.
     """
     own = np.zeros((1 + len(_OBSERVED), repeats.num))
-    with totals() as found, _without_collector():
-        for _ in range(repeats.warm_up):
-            step()
+    with watched(part, strategy), totals() as found, _without_collector():
+        for index in range(repeats.warm_up):
+            _do(step, index, repeats)
         strategy.barrier()
         found.take()
         last = time.perf_counter_ns()
         for index in range(repeats.num):
-            step()
+            _do(step, repeats.warm_up + index, repeats)
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
@@ -111,6 +112,16 @@ def fill_steps(
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
+
+
+def _do(step: Callable[[], object], number: int, repeats: Repeats) -> None:
+    try:
+        step()
+    except StopIteration as error:
+        raise BenchError(
+            f"expected data for {repeats.in_all} steps, found that they ended after "
+            f"{number}; repeat them, or give fewer --repeats"
+        ) from error
 
 
 def _taken(found: Totals, part: Part) -> tuple[int, ...]:

@@ -308,10 +308,12 @@ def size_text(nbytes: float) -> str:
 def _draw_rates(files: Sequence[Series]) -> Any:
     from matplotlib.figure import Figure
 
+    kinds = dict.fromkeys(_kind(series) for series in files)
     figure = Figure(figsize=(10, 4.0), layout="constrained")
-    pages, inputs = figure.subplots(1, 2)
+    every = figure.subplots(1, len(kinds), squeeze=False)[0]
+    places_of = dict(zip(kinds, every, strict=True))
     for number, series in enumerate(files):
-        axes = inputs if series.name == "input" else pages
+        axes = places_of[_kind(series)]
         label = series.scaling if series.name == "input" else _label(series, files)
         places = [point.run.num_replicas for point in series.points]
         rates = np.array([rate(point) for point in series.points]) / 1e9
@@ -323,17 +325,17 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         axes.errorbar(
             *(places, rates, spread), color=color, marker="o", capsize=4, label=label
         )
-    for axes, name in ((pages, "checkpoint"), (inputs, "input")):
-        chosen = [s for s in files if (s.name == "input") == (name == "input")]
+    for name, axes in places_of.items():
         axes.set_title(f"{name}: all replicas together, with quartiles")
         axes.set_ylabel("GB/s")
-        if chosen:
-            _replica_axis(axes, chosen)
-            axes.set_ylim(bottom=0)
-            axes.legend(loc="best")
-        else:
-            axes.set_axis_off()
+        _replica_axis(axes, [series for series in files if _kind(series) == name])
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="best")
     return figure
+
+
+def _kind(series: Series) -> str:
+    return "input" if series.name == "input" else "checkpoint"
 
 
 def rate(point: Point) -> float:

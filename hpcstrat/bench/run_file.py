@@ -43,6 +43,7 @@ bytes, times in seconds::
       "reduced_bytes": 102228132,      that it gives to them
       "algorithm": "reduce_scattered", of sums of the parameter "nbytes" bytes; empty
       "piece_bytes": 262144,           for a single replica
+      "others_share": [0.01, 0.02],    of each worker's host, busy with other programs
       "replicas": {                    sums over the repeats, in the replicas' order
        "own_seconds": [...], "late_seconds": [...],
        "communication_seconds": [...], "input_seconds": [...]
@@ -124,6 +125,7 @@ class Part:
     reduced_bytes: int = 0
     algorithm: str = ""
     piece_bytes: int = 0
+    others_share: list[float] = field(default_factory=list)
     replicas: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -309,5 +311,7 @@ def _check_part(part: Part, run: Run) -> None:
     for name, values in part.replicas.items():
         if len(values) != run.num_replicas:
             raise ValueError(f"{len(values)} of replicas.{name} {where}")
+    if len(part.others_share) not in (0, run.num_workers):
+        raise ValueError(f"another number of others_share {where}")
     if not 0 <= part.session < len(run.sessions):
         raise ValueError(f"a session that is none {where}")

@@ -116,10 +116,12 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
 
 
 def _unwritten(error: OSError) -> str:
+    # What NumPy raises where a file is cut off has no other words than its text.
+    words = error.strerror or str(error)
     return (
         f"expected to write {error.filename or 'the results'}, found "
-        f"{type(error).__name__}: {error.strerror}; make room, or choose another "
-        "--output and --folder: what was measured before is kept"
+        f"{type(error).__name__}: {words}; make room, or choose another --output and "
+        "--folder: what was measured before is kept"
     )
 
 

@@ -76,15 +76,16 @@ all replicas. <i>Waiting</i> is the time from a replica's arrival at a collectiv
 until all have come, with some microseconds for the agreement itself;
 <i>communication</i> the rest of the call, with the sum; <i>input</i> the time in
 <code>next()</code> of a data set; the rest is computing, the optimizer, and Python. The
-slowest host is that of the replica that waits least, if it stands out.</p>
+slowest host is that of the replica that waits least, if it stands out. <i>Other
+programs</i> is the share of a host's cores that were busy with what is no replica, on
+the host where it was largest.</p>
 <p>Expected, unless a file says otherwise: what a replica does besides its calls is
 taken from the smallest run (times replicas per core, where that is more than 1; in
 strong scaling the computing divided by n / n<sub>0</sub>), and a sum of G bytes over W
 nodes takes 2 a + 2 G / b inside a node and 2 log<sub>2</sub>(W) a + 2 (W - 1) / W G / b
 between nodes, with the latency a and the bandwidth b that were measured between two
 replicas in the smallest run that has two. What the smallest sum of the smallest run of
-several replicas took beyond this is added
-to every sum, as the cost of a call.</p>
+several replicas took beyond this is added to every sum, as the cost of a call.</p>
 """
 
 
@@ -161,7 +162,7 @@ def _steps(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
     yield from _picture("shares", pictures)
     names = ["replicas", "cores each", "batch", "median and quartiles", "speed-up"]
     names += ["efficiency and 95%", "expected", "communication", "input"]
-    names += ["waiting", "slowest host"]
+    names += ["waiting", "slowest host", "other programs"]
     for series in steps:
         yield f"<h3>{series.scaling.capitalize()} scaling: {_about(series)}</h3>"
         rows = [_step_cells(point) for point in series.points]
@@ -183,6 +184,7 @@ def _step_cells(point: Point) -> Cells:
         _percent(point.input),
         _percent(point.late),
         slowest,
+        _percent(max(point.part.others_share, default=None)),
     ]
 
 

@@ -157,9 +157,13 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     assert ended.stderr.count("Error: ") == 1, str(ended)
     assert "to go on with it, found num_replicas 2, there 1" in ended.stderr
     assert ended.tracebacks == []
+    step = ("--step", f"{STEPS}:make_step")
     few = _scaling(2, tmp_path / "few.json", "--parts", "input", "--batch-size", 1)
     assert few.returncode == 1, str(few)
     assert few.stderr.count("expected an example for each of 2 replicas") == 1
-    none = _scaling(2, tmp_path / "none.json", "--step", f"{STEPS}:nothing")
+    short = _scaling(1, output.with_name("short.json"), *SMALL, "--warm-up", 20, *step)
+    assert short.returncode == 1, str(short)
+    assert short.stderr.count("data for 26 steps, found that they ended after 20") == 1
+    none = _scaling(1, tmp_path / "none.json", "--step", f"{STEPS}:nothing")
     assert none.returncode == 1, str(none)
     assert none.stderr.count("has no attribute 'nothing'") == 1

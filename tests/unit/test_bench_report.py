@@ -16,11 +16,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from hpcstrat.bench.analysis import analyze, interval, read_runs
 from hpcstrat.bench.expectation import read_expected
+from hpcstrat.bench.neighbors import worker_shares
 from hpcstrat.bench.run_file import BenchError, Run, read_run, write_run
 from hpcstrat.bench.shapes import gradient_bytes, resnet50_shapes, transformer_shapes
 from hpcstrat.cli.main import main
@@ -197,6 +199,13 @@ def test_expectations_are_those_calculated_by_hand(
     assert sums.points[2].expected_seconds == pytest.approx(2e-4 + across)
 
 
+def test_share_of_other_programs_is_what_replicas_leave() -> None:
+    # Worker, cores, then seconds: of the host, of the replica, of the clock.
+    rows = [[0, 4, 30.0, 9.0, 10.0], [1, 4, 20.0, 20.5, 10.0], [0, 4, 30.0, 5.0, 9.9]]
+    assert worker_shares(np.array(rows)) == pytest.approx([16 / 40, 0.0])
+    assert worker_shares(np.array([[0, 4, math.nan, 1.0, 1.0]])) == []
+
+
 def test_replicas_that_share_cores_are_said_and_expected_to_be_slow(
     save: Callable[..., list[str]],
 ) -> None:
@@ -228,6 +237,10 @@ def test_others_expectations_take_the_place_of_the_model(
     given.write_text(json.dumps({**told, "points": [other]}))
     weak, _ = analyze(read_runs(paths), [read_expected(str(given))]).of("step")
     assert weak.points[1].expected_seconds == 0.3
+    far = {**told, "source": "another", "points": [{**point, "num_replicas": 64}]}
+    given.write_text(json.dumps(far))
+    notes = analyze(read_runs(paths), [read_expected(str(given))]).notes
+    assert "What another expects is of no part of these runs: it is not shown." in notes
     given.write_text(json.dumps({**told, "points": [{**point, "seconds": -1}]}))
     with pytest.raises(BenchError, match=r"found in .*expected\.json"):
         read_expected(str(given))
@@ -289,6 +302,7 @@ def test_page_has_the_figures_and_fetches_nothing(
     save: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     contents = _contents()
+    contents[4]["parts"][1]["others_share"] = [0.02, 0.3]
     contents[4]["sessions"][0]["command"] = "hpcstrat <script>alert(1)</script>"
     output = tmp_path / "out.html"
     done = _report(*save(*contents.values()), "-o", output)
@@ -304,7 +318,8 @@ def test_page_has_the_figures_and_fetches_nothing(
     assert weak[3] == "165 ms 160 ms to 177.5 ms"
     assert weak[4] == f"{0.42 / 0.165:.2f}"
     assert weak[5].startswith(f"{100 * 0.105 / 0.165:.1f}% ")
-    assert weak[-2:] == [f"{100 * 0.16 / 0.621:.1f}%", "node1 (replica 1)"]
+    waits = f"{100 * 0.16 / 0.621:.1f}%"
+    assert weak[-3:] == [waits, "node1 (replica 1)", "30.0%"]
     for name in ("scaling", "shares", "all_reduce"):
         picture = tmp_path / f"out-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG\r\n")
@@ -382,10 +397,13 @@ def test_what_is_missing_or_differs_is_noted(save: Callable[..., list[str]]) -> 
     contents[2]["sessions"][1]["hosts"] = ["node7"]
     slow = {"hosts": ["a", "b"], "latency_ratio": 1.5, "bandwidth_ratio": 8.0}
     contents[4]["links"]["slow"] = [slow]
+    contents[4]["parts"][1]["others_share"] = [0.02, 0.3]
     notes = "\n".join(analyze(read_runs(save(*contents.values()))).notes)
     assert re.search(r"step \(strong, .* was not measured with 4 \(2 x 2\)", notes)
     assert "the same hpcstrat: 1 (1), 2 (2)." in notes
     assert "run of 2 replicas was started again on other hosts" in notes
+    said = "other programs used up to 30% of node1, in step (weak)"
+    assert said in notes
     assert "Fewer than 5 repeats" in notes
     assert "the link between a and b had 1.5 times the latency" in notes
 
