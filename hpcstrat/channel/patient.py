@@ -18,13 +18,36 @@ import numpy as np
 from hpcstrat.channel.awaited import Message
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["PIECE_BYTES", "PatientComm"]
+__all__ = ["PIECE_BYTES", "Exchange", "PatientComm"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
 
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
+# Of memory that is kept.
+_MOST_SIZES = 8
+
+
+class Exchange:
+    """Messages to and from ranks, under way; for `Channel.wait`."""
+
+    def __init__(self, requests: list[Any], arrays: Any, kept: set[Exchange]) -> None:
+        self._requests, self._arrays, self._kept = requests, arrays, kept
+        self._test = type(requests[0]).Testall if requests else None
+        # MPI may write into the arrays even where an error leaves this half-made.
+        kept.add(self)
+
+    def agreed(self) -> bool:
+        """Whether all of them have come and gone."""
+        if self._test is not None and self._test(self._requests):
+            self._test, self._arrays = None, None
+            self._kept.discard(self)
+        return self._test is None
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` until they have: it is not asked whose are missing."""
+        return [] if self.agreed() else [-1]
 
 
 class PatientComm:
@@ -46,6 +69,9 @@ class PatientComm:
         self._request: Any = None
         self._started: list[Any] = []
         self._sent: Any = None
+        self._exchanges: set[Exchange] = set()
+        # Memory for what comes, used again: by its size, what nobody uses now.
+        self._rooms: dict[int, list[Any]] = {}
 
     def _done(self, nbytes: int = 0) -> None:
         # Data that moves takes the processor in any case.
@@ -119,6 +145,34 @@ class PatientComm:
         for request, array in zip(self._started, arrays, strict=True):
             self._request = request
             self._done(array.nbytes)
+
+    def start(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> Exchange:
+        """Start to send arrays to ranks, and to receive those of others; in order.
+
+        Not collective. What two ranks exchange with a tag is matched in the order in
+        which they start it.
+        """
+        requests = [self._comm.Irecv(array, r, tag) for r, array in received.items()]
+        requests += [self._comm.Isend(array, r, tag) for r, array in sent.items()]
+        return Exchange(requests, (sent, received), self._exchanges)
+
+    def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
+        """Start to combine the arrays of all ranks; collective."""
+        request = self._comm.Iallreduce(send, receive, op)
+        return Exchange([request], (send, receive), self._exchanges)
+
+    def take_room(self, nbytes: int) -> Any:
+        """Return memory that nothing else uses until `give_room` gets it."""
+        free = self._rooms.get(nbytes)
+        return free.pop() if free else np.empty(nbytes, np.uint8)
+
+    def give_room(self, room: Any) -> None:
+        """Let others use memory of `take_room` again."""
+        if room.nbytes not in self._rooms and len(self._rooms) >= _MOST_SIZES:
+            self._rooms.clear()
+        self._rooms.setdefault(room.nbytes, []).append(room)
 
     def allreduce(self, value: int, op: Any) -> int:
         """Combine integers."""

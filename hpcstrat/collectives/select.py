@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.channel.patient import PIECE_BYTES
+from hpcstrat.collectives.exchanged import PART_BYTES, reduce_by_exchange
 from hpcstrat.collectives.flat import reduce_by_mpi
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
 from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
@@ -42,6 +43,12 @@ HIERARCHICAL_FROM_BYTES = 16 << 10
 """Size from which several workers reduce inside each worker first."""
 
 
+EXCHANGE_FROM_BYTES = 32 << 10
+"""Size from which workers of one replica exchange parts, for each of them."""
+
+_MOST_EXCHANGED_BYTES = 8 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How to reduce."""
@@ -65,12 +72,23 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
         if choice.small or nbytes >= ranks * FROM_BYTES_PER_RANK:
             return choice
-    elif (
-        topology.num_workers < topology.num_replicas
-        and nbytes >= HIERARCHICAL_FROM_BYTES
-    ) or options.wire_dtype is not None:
+    elif options.wire_dtype is not None:
         return hierarchical(nbytes, topology, options)
+    elif topology.num_workers < topology.num_replicas:
+        if nbytes >= HIERARCHICAL_FROM_BYTES:
+            return hierarchical(nbytes, topology, options)
+    elif nbytes >= EXCHANGE_FROM_BYTES * topology.num_workers:
+        return by_exchange(nbytes, topology, options)
     return by_mpi(nbytes, topology, options)
+
+
+def by_exchange(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the exchange of messages, for workers of one replica."""
+    del nbytes
+    default = min(PART_BYTES * topology.num_workers, _MOST_EXCHANGED_BYTES)
+    return Choice(reduce_by_exchange, max(64, options.bytes_per_pack or default))
 
 
 def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
@@ -102,8 +120,10 @@ def hierarchical(
     """Return the reduction inside each worker, then across."""
     if topology.num_workers == 1:
         return shared_memory(nbytes, topology, options)
-    # Large pieces: a message between workers is a segment of one.
-    piece = _fitting(options.bytes_per_pack or topology.slot_bytes, topology)
+    # Large pieces: what workers exchange are parts of a rank's segment of one. Half of
+    # the largest, of which more are in use at once.
+    most = topology.slot_bytes // 2
+    piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
     return Choice(functools.partial(reduce_hierarchically, wire_dtype=dtype), piece)

@@ -13,6 +13,7 @@ waits for another. `hpcstrat.channel.places` says when a place may be written, a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ import numpy as np
 
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
-from hpcstrat.channel.awaited import HEADER, Awaits
+from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.places import Places
+from hpcstrat.collectives.pipeline import Pipeline
 from hpcstrat.collectives.work import Work, fill
 from hpcstrat.typing import Array
 
@@ -113,16 +115,21 @@ def add_in_order(
         partial = out
 
 
+# A piece, its place, this rank's segments of it, and what says that these are summed.
+_Behind = tuple[Piece, int, list[Array], list[Awaited]]
+
+
 def reduce_scattered(
     work: Work,
     channel: Channel,
-    cross: Callable[[list[tuple[Run, Array]]], Awaits] | None = None,
+    cross: Callable[[Run, Array], Awaits] | None = None,
 ) -> Awaits:
     """Sum by segments: each rank sums one segment of a piece over all places.
 
-    Collective over ``topology.replica_comm``. ``cross`` sums this rank's segments over
-    the workers, in place, where there are several: as many ranks of each worker have
-    segments as the smallest one has.
+    Collective over ``topology.replica_comm``. ``cross`` sums a segment of this rank's
+    over the workers, in place, where there are several: as many ranks of each worker
+    have segments as the smallest one has. Pieces then fill half of the largest place:
+    four of them are in use at once, one of which others may still copy out.
     """
     topology, places = channel.topology, channel.places
     me, movers = topology.worker_comm.rank, topology.smallest_worker
@@ -134,27 +141,41 @@ def reduce_scattered(
     if topology.num_workers > 1:
         # The header of several workers orders no memory.
         yield channel.step(work.call)
+    pipeline = Pipeline()
+    # Whose sums are on their way.
+    behind: deque[_Behind] = deque()
     while piece:
         following, after = next(pieces, ()), 0
         if following:
             after = places.take(place_bytes)
             _lay_out(following, after, work, places, me)
-        own = []
+        own, flows = [], []
         for run in piece if me < movers else ():
             low, high = _segment(run, me, movers)
             if low < high:
                 terms = [row[low:high] for row in places.rows(run, place)]
                 add_in_order(terms, terms[me], places.scratch(run.dtype))
-                own.append((run, terms[me]))
-        if cross is not None and own:
-            yield from cross(own)
-        if work.divisor:
-            for _, segment in own:
-                quietly(np.divide, segment, work.divisor, segment)
+                own.append(terms[me])
+                if cross is not None:
+                    flows.append(pipeline.begin(cross(run, terms[me])))
+        behind.append((piece, place, own, flows))
+        # Over a wire, one stays behind the next; else it is still in the cache.
+        num_stay = int(cross is not None and bool(following))
+        ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
+        yield from _come(ended, work.divisor)
         yield channel.step(work.call)
-        for run in piece:
-            _copy_out(run, work, places.rows(run, place), movers)
+        for done, its_place, _, _ in ended:
+            for run in done:
+                _copy_out(run, work, places.rows(run, its_place), movers)
         piece, place = following, after
+
+
+def _come(behind: Sequence[_Behind], divisor: int) -> Awaits:
+    """Wait for the sums of this rank's segments, and divide them."""
+    for _, _, segments, flows in behind:
+        yield from flows
+        for segment in segments if divisor else ():
+            quietly(np.divide, segment, divisor, segment)
 
 
 def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:

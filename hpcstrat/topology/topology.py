@@ -46,6 +46,7 @@ SLOTS_IN_RING = 4
 _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 512 << 10
+_LARGEST_SENT_SLOT_BYTES = 2 << 20
 # Larger than the caches of processors: see channel.places.
 _GROWN_SEGMENT_BYTES = 128 << 20
 
@@ -178,7 +179,7 @@ class Topology:
         self.segment = Segment(
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
-            SLOTS_IN_RING * slot_bytes(largest),
+            SLOTS_IN_RING * slot_bytes(largest, self.num_workers),
             room_bytes=_room_bytes(self.worker_comm.size),
         )
         # A worker whose memory file system is small decides for all.
@@ -342,14 +343,16 @@ class Topology:
         )
 
 
-def slot_bytes(worker_size: int) -> int:
+def slot_bytes(worker_size: int, num_workers: int = 1) -> int:
     """Return the size of the largest piece: a power of two, in a limited segment.
 
-    Not collective. A small /dev/shm makes it smaller.
+    Not collective. A small /dev/shm makes it smaller. Between several workers, what
+    one rank sends to another is a small part of a piece.
     """
+    most = _LARGEST_SLOT_BYTES if num_workers == 1 else _LARGEST_SENT_SLOT_BYTES
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
     share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
-    return min(_LARGEST_SLOT_BYTES, share)
+    return min(most, share)
 
 
 def _room_bytes(worker_size: int) -> int:

@@ -7,7 +7,6 @@ after those that differ, and counts as often as it comes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from hpcstrat.bench.prediction.traces import (
     Machine,
     Writer,
     blocks,
+    is_balanced,
 )
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
@@ -81,8 +81,19 @@ class _Plan:
             for worker in range(job.num_workers if differ else 1)
         ]
         self._copies = 1 if differ else job.num_workers
-        # The same on all nodes: where one of them takes the same piece again.
-        self.kinds = Counter(zip(*self._nodes, strict=True))
+        # What all nodes do with one piece after the other; and how often each kind of
+        # it comes, where it first does. What begins messages that another one ends is
+        # a kind by itself.
+        self.sequence = list(zip(*self._nodes, strict=True))
+        self.kinds = list[tuple[tuple[Block, ...], int]]()
+        places = dict[tuple[Block, ...], int]()
+        for kind in self.sequence:
+            place = places.get(kind) if is_balanced(kind[0]) else None
+            if place is None:
+                places[kind] = len(self.kinds)
+                self.kinds.append((kind, 1))
+            else:
+                self.kinds[place] = kind, self.kinds[place][1] + 1
 
     def _of_worker(self, step: Step, job: Job, worker: int) -> list[Block]:
         return blocks(
@@ -97,15 +108,14 @@ class _Plan:
         """Return the actions of all nodes that do these blocks."""
         found = []
         for node in range(len(self._nodes)):
-            lines = [line for kind in kinds for line in self.writer.lines(kind[node])]
-            found.append([*begin, *lines])
+            events = [event for kind in kinds for event in kind[node]]
+            found.append([*begin, *self.writer.lines(events, node)])
         return found * self._copies
 
     def inside_seconds(self) -> float:
         """Return how long a node is busy by itself in a step."""
         return sum(
-            count * self.writer.inside_seconds(kind[0])
-            for kind, count in self.kinds.items()
+            count * self.writer.inside_seconds(kind[0]) for kind, count in self.kinds
         )
 
 
@@ -187,14 +197,14 @@ class _Replays:
         """Return how long the nodes take for a step."""
         plan = self._plan
         begin = plan.writer.sleep(self._step.compute_seconds)
-        kinds = list(plan.kinds)
+        kinds = [kind for kind, _ in plan.kinds]
         if not self._folds:
-            return self.seconds(
-                simulator, plan.traces(list(plan.kinds.elements()), begin)
-            )
+            return self.seconds(simulator, plan.traces(plan.sequence, begin))
         seconds = once = self.seconds(simulator, plan.traces(kinds, begin))
-        for kind, count in plan.kinds.items():
+        for index, (kind, count) in enumerate(plan.kinds):
             if count > 1:
-                more = self.seconds(simulator, plan.traces([*kinds, kind], begin))
+                # Where it was: messages of one piece end while the next one begins.
+                again = [*kinds[:index], kind, *kinds[index:]]
+                more = self.seconds(simulator, plan.traces(again, begin))
                 seconds += (count - 1) * (more - once)
         return seconds

@@ -9,6 +9,7 @@ asked for instead of doing it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ from hpcstrat.topology.topology import slot_bytes
 __all__ = [
     "AllReduced",
     "Announced",
+    "Begun",
     "Copied",
+    "Ended",
     "Event",
-    "Exchanged",
     "Job",
     "Stepped",
     "Turned",
@@ -87,14 +89,22 @@ class AllReduced:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """Messages to and from replicas of this position, by their workers."""
+class Begun:
+    """Messages to and from replicas of this position, by workers, were started."""
 
+    tag: int
     sent: tuple[tuple[int, int], ...]
     received: tuple[tuple[int, int], ...]
 
 
-Event = Announced | Turned | Stepped | Copied | AllReduced | Exchanged
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The messages of a tag that were started first were waited for."""
+
+    begun: Begun
+
+
+Event = Announced | Turned | Stepped | Copied | AllReduced | Begun | Ended
 
 
 class _Topology:
@@ -107,7 +117,7 @@ class _Topology:
         self.replica_id = worker * each + position
         self.smallest_worker = each
         self.num_cores = job.cores_per_worker or each
-        self.slot_bytes = job.slot_bytes or slot_bytes(each)
+        self.slot_bytes = job.slot_bytes or slot_bytes(each, job.num_workers)
         self.worker_comm = SimpleNamespace(size=each, rank=position)
         self.replica_comm = SimpleNamespace(
             size=self.num_replicas, rank=self.replica_id
@@ -146,6 +156,13 @@ class _Channel:
         self.topology, self.traffic = topology, Traffic()
         self.places = _Places(topology, self.traffic)
         self.events: list[Event] = []
+        # What goes over a wire comes in the order in which it was sent.
+        self.under_way: deque[_Messages] = deque()
+
+    def wait(self, awaited: Any) -> None:
+        """Let messages come until what an algorithm waits for has come."""
+        while not awaited.agreed():
+            self.under_way.popleft().come()
 
     def note(self, event: Event) -> None:
         nbytes = self.traffic.take()
@@ -153,13 +170,35 @@ class _Channel:
             self.events.append(Copied(nbytes))
         self.events.append(event)
 
-    def step(self, call: Any) -> Event:
+    def step(self, call: Any) -> _Come:
         del call
         self.note(Stepped())
-        return self.events[-1]
+        return _Come()
 
     def patient(self, comm: Any) -> _Comm:
         return _Comm(comm, self)
+
+
+class _Come:
+    """Has come."""
+
+    def agreed(self) -> bool:
+        return True
+
+
+class _Messages:
+    """Messages under way."""
+
+    def __init__(self, begun: Begun, channel: _Channel) -> None:
+        self._begun, self._channel = begun, channel
+        self._here = False
+
+    def come(self) -> None:
+        self._here = True
+        self._channel.note(Ended(self._begun))
+
+    def agreed(self) -> bool:
+        return self._here
 
 
 class _Comm:
@@ -167,17 +206,32 @@ class _Comm:
 
     def __init__(self, comm: Any, channel: _Channel) -> None:
         self.size, self.rank, self._channel = comm.size, comm.rank, channel
+        self.mpi = channel.topology.mpi
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         del op
         noted = AllReduced(receive.nbytes, self.size, send is _IN_PLACE)
         self._channel.note(noted)
 
-    def exchange(
+    def Iallreduce(self, send: Any, receive: Any, op: Any) -> _Come:  # noqa: N802
+        self.Allreduce(send, receive, op)
+        return _Come()
+
+    def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
-    ) -> None:
-        del tag
-        self._channel.note(Exchanged(_sizes(sent), _sizes(received)))
+    ) -> _Messages:
+        channel = self._channel
+        begun = Begun(tag, _sizes(sent), _sizes(received))
+        channel.note(begun)
+        messages = _Messages(begun, channel)
+        channel.under_way.append(messages)
+        return messages
+
+    def take_room(self, nbytes: int) -> Phantom:
+        return Phantom(nbytes, np.dtype(np.uint8), self._channel.traffic)
+
+    def give_room(self, room: Any) -> None:
+        del room
 
 
 def _sizes(arrays: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
@@ -225,6 +279,8 @@ def rehearse(
     for awaited in choice.algorithm(work, cast("Any", channel)):
         if awaited is HEADER:
             channel.note(Announced())
+        else:
+            channel.wait(awaited)
     channel.note(Turned())
     return channel.events
 

@@ -15,6 +15,7 @@ fewer than four ranks, and where it is in place; else it does as Rabenseifner
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,19 +23,21 @@ from hpcstrat.bench.prediction.rehearsal import (
     HEADER_BYTES,
     AllReduced,
     Announced,
+    Begun,
     Copied,
+    Ended,
     Event,
-    Exchanged,
     Job,
     Stepped,
     Turned,
 )
 
-__all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks"]
+__all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks", "is_balanced"]
 
 _LIBNBC_TREE_BYTES = 65536
 _LIBNBC_TREE_RANKS = 4
-_TAG = 1
+# Tags are less.
+_MOST_TAG = 100
 # A sum reads two numbers, and writes one.
 _TOUCHED = 3
 
@@ -79,6 +82,30 @@ def blocks(events: Iterable[Event]) -> list[Block]:
     return found
 
 
+def is_balanced(block: Block) -> bool:
+    """Whether as many messages of each tag end in a block as begin."""
+    begun = Counter(event.tag for event in block if isinstance(event, Begun))
+    ended = Counter(event.begun.tag for event in block if isinstance(event, Ended))
+    return begun == ended
+
+
+class _Numbers:
+    """Numbers of messages under way: what is matched by tag and order is by number."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = Counter[int](), Counter[int]()
+
+    def begin(self, tag: int) -> int:
+        """Return the number of what is started."""
+        self._begun[tag] += 1
+        return tag + _MOST_TAG * self._begun[tag]
+
+    def end(self, tag: int) -> int:
+        """Return the number of what was started first and has not ended."""
+        self._ended[tag] += 1
+        return tag + _MOST_TAG * self._ended[tag]
+
+
 class Writer:
     """Writes down what a node of a job does."""
 
@@ -87,9 +114,17 @@ class Writer:
         # How often a tree doubles inside of a node.
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
 
-    def lines(self, block: Sequence[Event]) -> list[str]:
-        """Return the actions of a node, without its number."""
-        return [line for event in block for line in self._event_lines(event)]
+    def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
+        """Return the actions of a worker's node, without its number."""
+        found, numbers = list[str](), _Numbers()
+        for event in events:
+            if isinstance(event, Begun):
+                found += self._begin(event, numbers.begin(event.tag))
+            elif isinstance(event, Ended):
+                found += self._end(event.begun, numbers.end(event.begun.tag), worker)
+            else:
+                found += self._event_lines(event)
+        return found
 
     def inside_seconds(self, block: Sequence[Event]) -> float:
         """Return how long the node sleeps in these actions."""
@@ -108,8 +143,6 @@ class Writer:
             return self.sleep(machine.inside_latency_seconds)
         if isinstance(event, Copied):
             return self.sleep(event.nbytes / machine.memory_bytes_per_second)
-        if isinstance(event, Exchanged):
-            return self._exchange(event)
         if isinstance(event, AllReduced):
             return self._all_reduce(event)
         return []
@@ -122,11 +155,16 @@ class Writer:
             return self.sleep(self._machine.inside_latency_seconds)
         return self._all_reduce(AllReduced(HEADER_BYTES, num_ranks, in_place=False))
 
-    def _exchange(self, event: Exchanged) -> list[str]:
+    def _begin(self, begun: Begun, tag: int) -> list[str]:
         each = self._job.replicas_per_worker
-        lines = [f"irecv {peer} {_TAG} {size * each}" for peer, size in event.received]
-        lines += [f"isend {peer} {_TAG} {size * each}" for peer, size in event.sent]
-        return [*lines, "waitall"]
+        lines = [f"irecv {peer} {tag} {size * each}" for peer, size in begun.received]
+        return lines + [
+            f"isend {peer} {tag} {size * each}" for peer, size in begun.sent
+        ]
+
+    def _end(self, begun: Begun, tag: int, worker: int) -> list[str]:
+        lines = [f"wait {peer} {worker} {tag}" for peer, _ in begun.received]
+        return lines + [f"wait {worker} {peer} {tag}" for peer, _ in begun.sent]
 
     def _all_reduce(self, event: AllReduced) -> list[str]:
         """Return the actions of MPI's all-reduce of all replicas, or of positions."""

@@ -389,7 +389,7 @@ def test_an_algorithm_that_blocks_is_not_started(make_strategy: Any, job: Any) -
 def test_slots_smaller_than_a_page_hold_their_data_apart(
     make_strategy: Any, job: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(topology_module, "slot_bytes", lambda _: 1024)
+    monkeypatch.setattr(topology_module, "slot_bytes", lambda *_: 1024)
     monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
     with make_strategy(comm=job) as strategy:
         for size in (1, 100, 5000, 3, 700):
@@ -404,7 +404,7 @@ def test_arrays_that_lie_elsewhere_in_the_same_place_keep_apart(
     make_strategy: Any, job: Any, monkeypatch: Any
 ) -> None:
     """Of one type and length; the places of later calls are those of earlier ones."""
-    monkeypatch.setattr(topology_module, "slot_bytes", lambda _: 4096)
+    monkeypatch.setattr(topology_module, "slot_bytes", lambda *_: 4096)
     monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
     total = job.size * (job.size + 1) // 2
     with make_strategy(comm=job) as strategy:
