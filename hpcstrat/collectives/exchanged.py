@@ -27,10 +27,19 @@ from hpcstrat.collectives.shared_memory import add_in_order
 from hpcstrat.collectives.work import Work, drain, fill
 from hpcstrat.typing import Array
 
-__all__ = ["PART_BYTES", "exchanged_sum", "reduce_by_exchange", "rounded_sum"]
+__all__ = [
+    "MOST_EXCHANGING",
+    "PART_BYTES",
+    "exchanged_sum",
+    "reduce_by_exchange",
+    "rounded_sum",
+]
 
 PART_BYTES = 256 << 10
 """Size of a message; large enough for Python, small enough to keep a wire busy."""
+
+MOST_EXCHANGING = 64
+"""More ranks leave it to MPI: each would send as many messages."""
 
 # With smaller ones, MPI's own all-reduce takes less time.
 _LEAST_PART_BYTES = 16 << 10
@@ -82,7 +91,7 @@ def exchanged_sum(
     Collective over ``comm``.
     """
     size, me = comm.size, comm.rank
-    if total.nbytes < size * _LEAST_PART_BYTES:
+    if size > MOST_EXCHANGING or total.nbytes < size * _LEAST_PART_BYTES:
         # Never in place, see hpcstrat.collectives.flat.
         if np.may_share_memory(values, total):
             values = values.copy()

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.channel.patient import PIECE_BYTES
-from hpcstrat.collectives.exchanged import PART_BYTES, reduce_by_exchange
+from hpcstrat.collectives.exchanged import (
+    MOST_EXCHANGING,
+    PART_BYTES,
+    reduce_by_exchange,
+)
 from hpcstrat.collectives.flat import reduce_by_mpi
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
 from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
@@ -77,7 +81,10 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     elif topology.num_workers < topology.num_replicas:
         if nbytes >= HIERARCHICAL_FROM_BYTES:
             return hierarchical(nbytes, topology, options)
-    elif nbytes >= EXCHANGE_FROM_BYTES * topology.num_workers:
+    elif (
+        topology.num_workers <= MOST_EXCHANGING
+        and nbytes >= EXCHANGE_FROM_BYTES * topology.num_workers
+    ):
         return by_exchange(nbytes, topology, options)
     return by_mpi(nbytes, topology, options)
 

@@ -138,7 +138,9 @@ def test_platforms_have_all_nodes(kind: str, nodes: int) -> None:
 def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
     job = Job(2, 2)
     step = Step(1e-3, ((16 * MIB,),))
-    point = predict_point(step, job, MACHINE, network())
+    # What memory takes is hidden behind the wire, or the other way round.
+    machine = replace(MACHINE, memory_bytes_per_second=1e15)
+    point = predict_point(step, job, machine, network())
     nbytes = 64 * MIB
     # Each sends half of the sum, and then half of the result.
     assert point.bandwidth_seconds == pytest.approx(nbytes / BANDWIDTH, rel=0.01)
@@ -146,8 +148,8 @@ def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
     assert point.header_seconds == pytest.approx(
         2 * (LATENCY + 1e-6 + 64 / BANDWIDTH), rel=0.02
     )
-    pieces = nbytes / (512 << 10)
-    assert point.latency_seconds == pytest.approx(2 * pieces * LATENCY, rel=0.05)
+    # But for the last piece, messages of another one are on the way meanwhile.
+    assert 2 * LATENCY < point.latency_seconds < 0.02 * nbytes / BANDWIDTH
     assert point.step_seconds == pytest.approx(
         sum(
             (

@@ -22,13 +22,12 @@ from hpcstrat.bench.prediction.traces import (
     blocks,
     is_balanced,
 )
+from hpcstrat.collectives.exchanged import MOST_EXCHANGING
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 
 __all__ = ["Point", "Step", "predict", "predict_point"]
 
-# Fewer workers exchange parts, and each has others to exchange with.
-_MOST_DIFFERENT = 8
 _FAST = 1e6
 
 
@@ -75,7 +74,8 @@ class _Plan:
 
     def __init__(self, step: Step, job: Job, machine: Machine) -> None:
         self.writer = Writer(job, machine)
-        differ = job.num_workers <= _MOST_DIFFERENT
+        # Where workers exchange parts, each has others to exchange with.
+        differ = job.num_workers <= MOST_EXCHANGING
         self._nodes = [
             self._of_worker(step, job, worker)
             for worker in range(job.num_workers if differ else 1)
