@@ -23,8 +23,7 @@ from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PatientComm
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.shared_memory import add_in_order
-from hpcstrat.collectives.work import Work, drain, fill
+from hpcstrat.collectives.work import Work, add_in_order, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = [

@@ -25,7 +25,7 @@ from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.places import Places
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.work import Work, fill
+from hpcstrat.collectives.work import Work, add_in_order, fill
 from hpcstrat.typing import Array
 
 __all__ = ["SmallReduction", "reduce_directly", "reduce_scattered"]
@@ -91,28 +91,6 @@ def _add_spans(run: Run, work: Work, places: Places, rows: Sequence[Array]) -> N
             quietly(np.divide, total, work.divisor, total)
         if total is not result:
             quietly(assign, result, ..., total)
-
-
-def add_in_order(
-    terms: Sequence[Array], total: Array, scratch: Array | None = None
-) -> None:
-    """Add arrays in their order into ``total``.
-
-    That may be one of the first two terms, or any other where there is a ``scratch``,
-    at least as long, for the sums of the first terms.
-    """
-    if len(terms) == 1:
-        if terms[0] is not total:
-            quietly(assign, total, ..., terms[0])
-        return
-    if scratch is not None:
-        scratch = scratch[: len(total)]
-    last = len(terms) - 1
-    partial = terms[0]
-    for number in range(1, len(terms)):
-        out = total if scratch is None or number == last else scratch
-        quietly(np.add, partial, terms[number], out)
-        partial = out
 
 
 # A piece, its place, this rank's segments of it, and what says that these are summed.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run
 from hpcstrat.channel.awaited import Awaits
@@ -17,7 +19,7 @@ from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "Work", "drain", "fill"]
+__all__ = ["Algorithm", "Work", "add_in_order", "drain", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,25 @@ def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
         low = at - run.start
         part = buffer[low : low + stop - start]
         quietly(assign, results[index][start:stop], ..., part)
+
+
+def add_in_order(
+    terms: Sequence[Array], total: Array, scratch: Array | None = None
+) -> None:
+    """Add arrays in their order into ``total``.
+
+    That may be one of the first two terms, or any other where there is a ``scratch``,
+    at least as long, for the sums of the first terms.
+    """
+    if len(terms) == 1:
+        if terms[0] is not total:
+            quietly(assign, total, ..., terms[0])
+        return
+    if scratch is not None:
+        scratch = scratch[: len(total)]
+    last = len(terms) - 1
+    partial = terms[0]
+    for number in range(1, len(terms)):
+        out = total if scratch is None or number == last else scratch
+        quietly(np.add, partial, terms[number], out)
+        partial = out
