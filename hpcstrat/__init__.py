@@ -16,18 +16,25 @@ from hpcstrat._version import __version__ as __version__
 if TYPE_CHECKING:
     from hpcstrat import chaos as chaos
     from hpcstrat import cluster_resolver as cluster_resolver
+    from hpcstrat import coordinator as coordinator
     from hpcstrat import data as data
     from hpcstrat import elastic as elastic
     from hpcstrat import errors as errors
     from hpcstrat import layers as layers
     from hpcstrat import metrics as metrics
     from hpcstrat import optimizers as optimizers
+    from hpcstrat import partitioners as partitioners
     from hpcstrat import testing as testing
     from hpcstrat.arrays.indexed_slices import IndexedSlices as IndexedSlices
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
     from hpcstrat.checkpoint import KeepBest as KeepBest
+    from hpcstrat.coordinator.strategy import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from hpcstrat.coordinator.strategy import Server as Server
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
+    from hpcstrat.errors import CancelledError as CancelledError
     from hpcstrat.errors import CheckpointError as CheckpointError
     from hpcstrat.errors import CollectiveError as CollectiveError
     from hpcstrat.errors import DivergenceError as DivergenceError
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from hpcstrat.errors import RankLostError as RankLostError
     from hpcstrat.errors import ReplicaError as ReplicaError
     from hpcstrat.errors import TopologyError as TopologyError
+    from hpcstrat.errors import UnavailableError as UnavailableError
     from hpcstrat.logs import get_logger as get_logger
     from hpcstrat.logs import print_once as print_once
     from hpcstrat.losses import compute_average_loss as compute_average_loss
@@ -53,6 +61,10 @@ if TYPE_CHECKING:
     from hpcstrat.options import ValueContext as ValueContext
     from hpcstrat.options import VariableAggregation as VariableAggregation
     from hpcstrat.options import VariableSynchronization as VariableSynchronization
+    from hpcstrat.parameter_server.lookup import embedding_lookup as embedding_lookup
+    from hpcstrat.parameter_server.variables import Rows as Rows
+    from hpcstrat.parameter_server.variables import ServerVariable as ServerVariable
+    from hpcstrat.parameter_server.variables import ShardedVariable as ShardedVariable
     from hpcstrat.preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     )
@@ -100,12 +112,14 @@ if TYPE_CHECKING:
 _MODULES = (
     "chaos",
     "cluster_resolver",
+    "coordinator",
     "data",
     "elastic",
     "errors",
     "layers",
     "metrics",
     "optimizers",
+    "partitioners",
     "testing",
 )
 _NAMES = {
@@ -118,8 +132,10 @@ _NAMES = {
         "ReductionToOneDevice",
         "SharedMemoryAllReduce",
     ),
+    "coordinator.strategy": ("ParameterServerStrategy", "Server"),
     "data": ("Dataset", "DistributedDataset"),
     "errors": (
+        "CancelledError",
         "CheckpointError",
         "CollectiveError",
         "DivergenceError",
@@ -128,6 +144,7 @@ _NAMES = {
         "RankLostError",
         "ReplicaError",
         "TopologyError",
+        "UnavailableError",
     ),
     "arrays.indexed_slices": ("IndexedSlices",),
     "losses": ("compute_average_loss", "scale_regularization_loss"),
@@ -145,6 +162,8 @@ _NAMES = {
         "VariableAggregation",
         "VariableSynchronization",
     ),
+    "parameter_server.lookup": ("embedding_lookup",),
+    "parameter_server.variables": ("Rows", "ServerVariable", "ShardedVariable"),
     "preemption": ("PreemptionCheckpointHandler", "TerminationConfig"),
     "randomness": ("RandomStreams",),
     "settings": ("Settings",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "CancelledError",
     "CheckpointError",
     "CheckpointMismatchError",
     "CollectiveError",
@@ -21,6 +22,7 @@ __all__ = [
     "RankLostError",
     "ReplicaError",
     "TopologyError",
+    "UnavailableError",
 ]
 
 
@@ -120,3 +122,11 @@ class CorruptCheckpointError(CheckpointError):
 
 class OutOfRangeError(HpcstratError):
     """An iterator is at its end."""
+
+
+class CancelledError(HpcstratError):
+    """A scheduled function was not run, because one before it had failed."""
+
+
+class UnavailableError(HpcstratError):
+    """A parameter server, or what a lost worker kept, is there no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -43,6 +44,13 @@ from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, Variable
 
 __all__ = ["Optimizer"]
+
+# What is of one process, or of its variables.
+_STATEFUL = (
+    *("_slots", "_current", "_accumulation", "_buffers", "_labels", "_filling"),
+    *("_routine", "_non_finite", "iterations", "learning_rate", "_key"),
+)
+_keys = itertools.count()
 
 
 class Optimizer(MadeTogether, ABC):
@@ -158,6 +166,80 @@ class Optimizer(MadeTogether, ABC):
         return False
 
     @property
+    def key(self) -> int:
+        """A number that this optimizer and its copies on other ranks have alone."""
+        # Given by the rank that has made it, before copies are.
+        key = vars(self).get("_key")
+        if key is None:
+            key = self._key = next(_keys)
+        return int(key)
+
+    def _handle(self) -> tuple[str, int, Any]:
+        """Return what another rank makes a copy of; the state stays where it is."""
+        return "optimizer", self.key, (self.rule(), self.learning_rate, self.iterations)
+
+    @staticmethod
+    def from_handle(key: int, parts: Any) -> Optimizer:
+        """Return the copy of an optimizer that another rank has made.
+
+        Not collective.
+
+        Parameters
+        ----------
+        key : int
+            Its number.
+        parts : tuple
+            Its rule, learning rate and number of steps.
+
+        Returns
+        -------
+        Optimizer
+            For variables on parameter servers.
+        """
+        copied: Optimizer = parts[0]
+        copied.learning_rate, copied.iterations = parts[1:]
+        copied._key = key
+        return copied
+
+    def rule(self) -> Optimizer:
+        """Return a copy that has the rule and its options, and no state.
+
+        Not collective. It can be pickled, and makes updates elsewhere.
+
+        Returns
+        -------
+        Optimizer
+            With a learning rate of 0.
+        """
+        alone: Optimizer = object.__new__(type(self))
+        own = vars(self).items()
+        alone.__dict__.update((k, v) for k, v in own if k not in _STATEFUL)
+        alone.learning_rate, alone._buffers = 0.0, {}
+        return alone
+
+    @property
+    def clip_global_norm(self) -> float | None:
+        """Limit of the norm over all combined gradients together."""
+        return self._limit
+
+    def require_alone(self) -> None:
+        """Refuse options that need state on this rank.
+
+        Not collective.
+
+        Raises
+        ------
+        ValueError
+            With ``accumulate_steps`` above 1.
+        """
+        accumulation = vars(self).get("_accumulation")
+        if accumulation is not None and accumulation.steps > 1:
+            raise ValueError(
+                f"expected accumulate_steps=1 with parameter servers, found "
+                f"{accumulation.steps}; sum gradients in the function"
+            )
+
+    @property
     def collectives(self) -> Collectives:
         """The calls between the replicas of the current strategy."""
         return get_strategy().collectives
@@ -200,12 +282,16 @@ class Optimizer(MadeTogether, ABC):
             ``non_finite="raise"``; nothing has changed. On every replica.
         """
         entry = current()
-        if entry is not None and entry.replica_context is None:
+        if entry is not None and not (
+            entry.replica_context or entry.strategy.applies_elsewhere
+        ):
             raise RuntimeError(
                 "expected apply_gradients in replica context, found cross-replica "
                 "context; call it inside the function that strategy.run runs"
             )
         strategy = get_strategy()
+        if strategy.applies_elsewhere:
+            return strategy.apply_gradients(self, grads_and_vars)
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)

@@ -328,6 +328,8 @@ class Strategy:
     puts_on_gpu : bool
         Whether variables and batches are put on this replica's GPU, wherever their
         first values come from.
+    applies_elsewhere : bool
+        Whether optimizers make their steps where the variables are, not here.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     run_ends : list of callable
@@ -337,6 +339,7 @@ class Strategy:
     is_default = False
     distributes = True
     puts_on_gpu = False
+    applies_elsewhere = False
 
     def __init__(
         self,
@@ -396,6 +399,33 @@ class Strategy:
         variable : MirroredVariable
             New.
         """
+
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
+        """Make an optimizer's step where the variables are.
+
+        Not collective.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Its rule and options.
+        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
+            As for ``Optimizer.apply_gradients``.
+
+        Returns
+        -------
+        bool
+            Whether the variables were updated.
+
+        Raises
+        ------
+        RuntimeError
+            Unless the strategy keeps variables elsewhere.
+        """
+        raise RuntimeError(
+            f"expected a strategy that keeps variables on servers, found {self!r}; "
+            "call optimizer.apply_gradients"
+        )
 
     def variable_class(self, synchronization: VariableSynchronization) -> Any:
         """Return the class of variables made in this strategy's scope.

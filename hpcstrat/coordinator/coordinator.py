@@ -1,0 +1,596 @@
+"""Who schedules functions on the workers, and gets what they return."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hpcstrat.coordinator.remote_values import (
+    FAILED,
+    KEPT,
+    READY,
+    WAITING,
+    PerWorkerDataset,
+    PerWorkerIterator,
+    RemoteValue,
+)
+from hpcstrat.coordinator.strategy import ParameterServerStrategy
+from hpcstrat.coordinator.worker import ERROR, INLINE, NOTHING, ON_WORKER
+from hpcstrat.errors import CancelledError, UnavailableError
+from hpcstrat.logs import get_logger
+from hpcstrat.parameter_server.handles import pickled, unpickled
+from hpcstrat.tree import flatten, tree_map
+from hpcstrat.typing import Tree
+
+__all__ = ["ClusterCoordinator"]
+
+# As many wait here before `schedule` does.
+_MOST_QUEUED = 256 << 10
+_MOST_FUNCTIONS = 1024
+# Functions that a worker has before it ends the one it runs: this much work, so that it
+# never waits for the coordinator, and slow ones are not put behind one another.
+_AHEAD_SECONDS = 0.002
+_MOST_AHEAD = 64
+_NOTHING = b""
+
+
+class _Call:
+    """A function that is queued, or under way on a worker."""
+
+    __slots__ = ("args", "epoch", "function", "keep", "number", "payload", "remote", "since")
+
+    def __init__(self, number: int, function: int, remote: RemoteValue) -> None:
+        self.number = number
+        self.function = function
+        self.remote = remote
+        self.payload: bytes | None = None
+        # What is on workers, and named in the payload, must not be dropped before.
+        self.args: Any = None
+        self.keep = False
+        self.epoch = 0
+        self.since = 0.0
+
+
+class _Worker:
+    """What the coordinator knows of a worker."""
+
+    __slots__ = ("depth", "functions", "index", "rank", "under_way")
+
+    def __init__(self, index: int, rank: int) -> None:
+        self.index, self.rank = index, rank
+        self.depth = 1
+        self.functions: set[int] = set()
+        self.under_way: dict[int, _Call] = {}
+
+
+class ClusterCoordinator:
+    """Schedules functions on the workers of a cluster.
+
+    There is one for a strategy: making another returns the first. Functions are sent
+    whenever one of its methods is called, some ahead for each worker.
+
+    Parameters
+    ----------
+    strategy : ParameterServerStrategy
+        Open; this rank is its coordinator.
+
+    Raises
+    ------
+    TypeError
+        For another strategy.
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Return the strategy's coordinator."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise TypeError(
+                f"expected a ParameterServerStrategy, found {strategy!r:.80}; make one"
+            )
+        if strategy.coordinator is None:
+            self = object.__new__(cls)
+            self._begin(strategy)
+            strategy.coordinator = self
+        found: ClusterCoordinator = strategy.coordinator
+        return found
+
+    def _begin(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = strategy
+        self._mailbox = strategy.client.mailbox
+        self._mailbox.on_loss = self._lose
+        self._workers = [
+            _Worker(index, rank) for index, rank in enumerate(strategy.roles.workers)
+        ]
+        self._by_rank = {worker.rank: worker for worker in self._workers}
+        self._queue: deque[_Call] = deque()
+        # By the function itself, so that bound methods are found again; its number.
+        self._functions: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
+        self._payloads: dict[int, bytes] = {}
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._count = self._epoch = 0
+        self._error: Exception | None = None
+        self._unavailable: Exception | None = None
+        self._warned_at = time.monotonic()
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy whose workers these are."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Let any worker call a function; return at once.
+
+        Not collective; on the coordinator. Functions may run in any order. One that a
+        lost worker had may run again elsewhere, as a whole. Waits only where 262,144
+        functions are queued.
+
+        Parameters
+        ----------
+        fn : callable
+            Pickled once, with all that it captures as it is then; variables,
+            optimizers and the strategy go as handles.
+        args : sequence, optional
+            Positional arguments; of a PerWorkerValues its worker's value.
+        kwargs : mapping, optional
+            Keyword arguments.
+
+        Returns
+        -------
+        RemoteValue
+            What the function will have returned.
+
+        Raises
+        ------
+        TypeError
+            If ``fn`` cannot be called.
+        ValueError
+            For a RemoteValue as an argument.
+        UnavailableError
+            If a parameter server is lost.
+        Exception
+            The first error of an earlier function, once; what was queued is cancelled,
+            and ``fn`` is not scheduled.
+        """
+        self._require_open()
+        if not callable(fn):
+            raise TypeError(
+                f"expected a function to schedule, found {fn!r:.80}; pass the function, "
+                "and its arguments as args"
+            )
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        self._check(args, kwargs)
+        self._raise_error()
+        while len(self._queue) >= _MOST_QUEUED:
+            self._wait(lambda: len(self._queue) < _MOST_QUEUED)
+        call = self._made(fn, args, kwargs)
+        self._queue.append(call)
+        self._pump()
+        return call.remote
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have ended.
+
+        Not collective; on the coordinator.
+
+        Raises
+        ------
+        UnavailableError
+            If a parameter server is lost.
+        Exception
+            The first error of a function, once; what was queued is cancelled.
+        """
+        self._require_open()
+        self._wait(self._is_idle)
+        self._raise_error()
+
+    def done(self) -> bool:
+        """Whether all scheduled functions have ended.
+
+        Not collective; on the coordinator.
+
+        Returns
+        -------
+        bool
+            True also where one has failed; `join` says so.
+
+        Raises
+        ------
+        RuntimeError
+            After the strategy was closed.
+        """
+        self._require_open()
+        self._pump()
+        return self._is_idle()
+
+    def fetch(self, val: Tree) -> Tree:
+        """Replace each RemoteValue of a structure by its result.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        val : tree
+            Other leaves stay as they are.
+
+        Returns
+        -------
+        tree
+            Of a PerWorkerValues a tuple.
+
+        Raises
+        ------
+        Exception
+            See ``RemoteValue.fetch``.
+        """
+
+        def fetched(leaf: Any) -> Any:
+            return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+
+        return tree_map(fetched, val)
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Make a data set on each worker.
+
+        Not collective; on the coordinator. Waits until all workers have made it. Each
+        sees the whole data set: the input context says one pipeline of one.
+
+        Parameters
+        ----------
+        dataset_fn : callable or Dataset
+            Returns an iterable; runs on each worker.
+
+        Returns
+        -------
+        PerWorkerDataset
+            Iterate over it to get what functions take.
+
+        Raises
+        ------
+        ValueError
+            If the function makes a variable.
+        Exception
+            What else it has raised.
+        """
+        self._require_open()
+        make = dataset_fn if callable(dataset_fn) else _Returns(dataset_fn)
+        values = self._on_each_worker(make)
+        for value in values:
+            self.wait_for(value)
+        for value in values:
+            if value._state == FAILED and not self._is_lost(value):
+                raise value._content
+        return PerWorkerDataset(values)
+
+    def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
+        """Return an iterator on each worker.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        dataset : PerWorkerDataset
+            Of this coordinator.
+
+        Returns
+        -------
+        PerWorkerIterator
+            An argument for functions.
+        """
+        return PerWorkerIterator(self._on_each_worker(iter, dataset))
+
+    def _is_lost(self, value: RemoteValue) -> bool:
+        return isinstance(value._content, UnavailableError)
+
+    def _on_each_worker(self, fn: Any, *args: Any) -> list[RemoteValue]:
+        """Call a function on each worker, which keeps the result."""
+        values = []
+        for worker in self._workers:
+            call = self._made(fn, args, {})
+            call.keep = True
+            values.append(call.remote)
+            if worker.rank in self._mailbox.lost:
+                call.remote._settle(FAILED, _lost_error(worker))
+            else:
+                self._send(worker, [call])
+        return values
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        if not args and not kwargs:
+            return
+        leaves = flatten((args, kwargs))[0]
+        if any(isinstance(leaf, RemoteValue) for leaf in leaves):
+            raise ValueError(
+                "expected values as arguments of a scheduled function, found a "
+                "RemoteValue; fetch it first"
+            )
+
+    def _made(self, fn: Any, args: Any, kwargs: Any) -> _Call:
+        function = self._function(fn)
+        number = self._count = self._count + 1
+        call = _Call(number, function, RemoteValue(self, number))
+        call.epoch = self._epoch
+        if args or kwargs:
+            call.payload, call.args = pickled((args, kwargs)), (args, kwargs)
+        return call
+
+    def _function(self, fn: Any) -> int:
+        """Return a function's number; it is pickled when it comes for the first time."""
+        try:
+            known = self._functions.get(fn)
+        except TypeError:
+            # It has no hash.
+            known, fn = None, _ByIdentity(fn)
+            known = self._functions.get(fn)
+        if known is None:
+            number = self._count = self._count + 1
+            whole = fn.value if isinstance(fn, _ByIdentity) else fn
+            known = self._functions[fn] = number, pickled(whole)
+            self._payloads[number] = known[1]
+            if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
+                self._forget_function()
+        return known[0]
+
+    def _forget_function(self) -> None:
+        """Forget the function that was scheduled first."""
+        number = self._functions.popitem(last=False)[1][0]
+        del self._payloads[number]
+        for worker in self._workers:
+            if number in worker.functions:
+                worker.functions.remove(number)
+                self._mailbox.send(worker.rank, ("forget", number))
+
+    def _send(self, worker: _Worker, calls: list[_Call]) -> None:
+        now = time.monotonic()
+        wanted = {call.function for call in calls} - worker.functions
+        worker.functions |= wanted
+        functions = [(number, self._payloads[number]) for number in wanted]
+        told = [(c.number, c.function, c.payload, c.keep) for c in calls]
+        for call in calls:
+            call.since = now
+            worker.under_way[call.number] = call
+        self._mailbox.send(worker.rank, ("calls", told, functions))
+
+    def _pump(self) -> None:
+        """Take what has come, and give functions to workers that want some."""
+        while (found := self._mailbox.poll()) is not None:
+            rank, (_, mean, results) = found
+            self._take(self._by_rank[rank], mean, results)
+        if self._queue:
+            self._deal()
+        while self._dropped:
+            rank, number = self._dropped.popleft()
+            self._mailbox.send(rank, ("drop", number))
+        self._strategy.forget_now()
+
+    def _deal(self) -> None:
+        lost = self._mailbox.lost
+        ready = [
+            w
+            for w in self._workers
+            if len(w.under_way) <= w.depth // 2 and w.rank not in lost
+        ]
+        ready.sort(key=lambda worker: len(worker.under_way))
+        for position, worker in enumerate(ready):
+            share = -(-len(self._queue) // (len(ready) - position))
+            count = min(share, worker.depth - len(worker.under_way))
+            if count > 0:
+                self._send(worker, [self._queue.popleft() for _ in range(count)])
+
+    def _take(self, worker: _Worker, mean: float, results: Iterable[Any]) -> None:
+        ahead = _AHEAD_SECONDS / mean if mean > 0 else 0
+        worker.depth = 1 + min(int(ahead), _MOST_AHEAD)
+        for number, status, content in results:
+            call = worker.under_way.pop(number, None)
+            if call is None:
+                continue
+            if status == NOTHING:
+                call.remote._settle(READY, _NOTHING)
+            elif status == INLINE:
+                call.remote._settle(READY, content)
+            elif status == ON_WORKER:
+                call.remote._settle(KEPT, worker.rank)
+            elif status == ERROR:
+                self._fail(call, self._unpickled(content))
+            else:
+                call.remote._settle(FAILED, _cancelled())
+
+    def _fail(self, call: _Call, error: Exception) -> None:
+        """Take note of a function's error, and cancel what was not begun."""
+        call.remote._settle(FAILED, error)
+        # Those scheduled before an error that was raised are told by their own values.
+        if call.keep or call.epoch < self._epoch or self._error is not None:
+            return
+        self._error = error
+        self._cancel_queue()
+        for worker in self._workers:
+            if worker.under_way:
+                self._mailbox.send(worker.rank, ("cancel",))
+
+    def _cancel_queue(self) -> None:
+        for call in self._queue:
+            call.remote._settle(FAILED, _cancelled())
+        self._queue.clear()
+
+    def _raise_error(self) -> None:
+        if self._unavailable is not None:
+            raise self._unavailable
+        error, self._error = self._error, None
+        if error is not None:
+            self._epoch += 1
+            raise error
+
+    def _is_idle(self) -> bool:
+        return not self._queue and not any(w.under_way for w in self._workers)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait, and say now and then for which worker."""
+        self._warned_at = time.monotonic()
+
+        def look() -> bool:
+            self._pump()
+            if self._unavailable is not None:
+                return True
+            self._warn()
+            return ready()
+
+        self._mailbox.wait(look, lambda: "workers to end their functions")
+
+    def _warn(self) -> None:
+        limit = self._strategy.warn_seconds
+        now = time.monotonic()
+        if now < self._warned_at + limit:
+            return
+        self._warned_at = now
+        for worker in self._workers:
+            first = next(iter(worker.under_way.values()), None)
+            if first is not None and now > first.since + limit:
+                get_logger().warning(
+                    "worker %d (rank %d) has not ended a function for %.0f s; the "
+                    "coordinator waits for it",
+                    worker.index,
+                    worker.rank,
+                    now - first.since,
+                )
+
+    def _lose(self, lost: set[int]) -> None:
+        """Queue again what lost workers had; without a server there is no going on."""
+        for rank in lost:
+            worker = self._by_rank.get(rank)
+            if worker is None:
+                self._unavailable = UnavailableError(
+                    f"expected all parameter servers, found that rank {rank} was lost; "
+                    "restore the last checkpoint on those that are left"
+                )
+                continue
+            calls = list(worker.under_way.values())
+            worker.under_way.clear()
+            for call in reversed(calls):
+                if call.keep:
+                    call.remote._settle(FAILED, _lost_error(worker))
+                else:
+                    self._queue.appendleft(call)
+            get_logger().warning(
+                "worker %d (rank %d) was lost; %d functions run again elsewhere",
+                worker.index,
+                rank,
+                len(calls),
+            )
+        if all(worker.rank in self._mailbox.lost for worker in self._workers):
+            self._unavailable = UnavailableError(
+                "expected a worker, found that all were lost; start the job again"
+            )
+
+    def wait_for(self, value: RemoteValue) -> None:
+        """Wait until a function has ended; for its value.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        value : RemoteValue
+            Of this coordinator.
+
+        Raises
+        ------
+        UnavailableError
+            If a parameter server is lost.
+        """
+        if value._state == WAITING:
+            self._require_open()
+            self._wait(lambda: value._state != WAITING)
+            if value._state == WAITING and self._unavailable is not None:
+                raise self._unavailable
+
+    def load(self, value: RemoteValue) -> Any:
+        """Return a result, which is asked for where its worker has it.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        value : RemoteValue
+            Whose function has ended well.
+
+        Returns
+        -------
+        object
+            A copy.
+        """
+        if value._state == KEPT:
+            self._require_open()
+            data = self._mailbox.ask(value._content, ("fetch", value._number))
+            self.drop(value._content, value._number)
+            value._settle(READY, data)
+        content = value._content
+        return None if content == _NOTHING else self._unpickled(content)
+
+    def drop(self, worker: int, number: int) -> None:
+        """Let a worker forget a value, with the next message.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        worker : int
+            Rank of the worker.
+        number : int
+            Of the value.
+        """
+        # Called by the garbage collector: no message now.
+        self._dropped.append((worker, number))
+
+    def _unpickled(self, data: bytes) -> Any:
+        return unpickled(data, lambda handle: self._strategy.resolve(*handle))
+
+    def _require_open(self) -> None:
+        if self._strategy.closed:
+            raise RuntimeError(
+                f"expected {self._strategy!r} to be open, found it closed; make another"
+            )
+
+    def __repr__(self) -> str:
+        """Show how many workers there are."""
+        return f"ClusterCoordinator({len(self._workers)} workers)"
+
+
+class _Returns:
+    """A function that returns a data set."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
+
+
+class _ByIdentity:
+    """Stands for a function without a hash, and keeps it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.value is self.value
+
+
+def _cancelled() -> CancelledError:
+    return CancelledError(
+        "expected the function to run, found that one before it had failed; schedule it "
+        "again"
+    )
+
+
+def _lost_error(worker: _Worker) -> UnavailableError:
+    return UnavailableError(
+        f"expected worker {worker.index} to keep a value, found that it was lost; make "
+        "the value again"
+    )

@@ -1,0 +1,157 @@
+"""What scheduled functions return: values that stay where they are until fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+__all__ = ["PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues", "RemoteValue"]
+
+WAITING, READY, KEPT, FAILED = range(4)
+
+
+class Fetches(Protocol):
+    """A coordinator, as the values that it will have see it."""
+
+    def wait_for(self, value: RemoteValue) -> None: ...
+
+    def load(self, value: RemoteValue) -> Any: ...
+
+    def drop(self, worker: int, number: int) -> None: ...
+
+    def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator: ...
+
+
+class RemoteValue:
+    """The result of a scheduled function, on its worker until it is fetched.
+
+    Made by ``ClusterCoordinator.schedule``. Small results come with the news that the
+    function has ended.
+    """
+
+    def __init__(self, coordinator: Fetches, number: int) -> None:
+        self._coordinator = coordinator
+        self._number = number
+        self._state = WAITING
+        # Bytes, an error, or the rank of the worker that keeps the value.
+        self._content: Any = None
+
+    def fetch(self) -> Any:
+        """Wait for the function and return its result.
+
+        Not collective; on the coordinator.
+
+        Returns
+        -------
+        object
+            A copy, arrays as arrays of NumPy.
+
+        Raises
+        ------
+        CancelledError
+            If the function was not run, because one before it had failed.
+        UnavailableError
+            If a parameter server is lost, or the worker that keeps the result.
+        Exception
+            What the function has raised.
+        """
+        self._coordinator.wait_for(self)
+        if self._state == FAILED:
+            raise self._content
+        return self._coordinator.load(self)
+
+    def get(self) -> Any:
+        """Return what `fetch` does.
+
+        Not collective; on the coordinator.
+
+        Returns
+        -------
+        object
+            As of `fetch`.
+        """
+        return self.fetch()
+
+    def _settle(self, state: int, content: Any) -> None:
+        self._state, self._content = state, content
+
+    def _handle(self) -> NoReturn:
+        """Refuse to travel."""
+        raise ValueError(
+            "expected no RemoteValue in a scheduled function or its arguments, found "
+            "one; fetch it first"
+        )
+
+    def __del__(self) -> None:
+        """Let the worker forget the value."""
+        if self._state == KEPT:
+            self._coordinator.drop(self._content, self._number)
+
+    def __repr__(self) -> str:
+        """Show how far it is."""
+        words = ("waiting", "ready", "on its worker", "failed")
+        return f"<RemoteValue {self._number}, {words[self._state]}>"
+
+
+class PerWorkerValues:
+    """A value for each worker; as an argument of a scheduled function, its worker's.
+
+    Parameters
+    ----------
+    values : sequence of RemoteValue
+        In the order of the workers.
+
+    Raises
+    ------
+    AssertionError
+        For anything but a RemoteValue.
+    """
+
+    def __init__(self, values: Sequence[RemoteValue]) -> None:
+        for value in values:
+            if not isinstance(value, RemoteValue):
+                raise AssertionError(
+                    f"expected RemoteValues, one for each worker, found {value!r:.80}; "
+                    "schedule functions that return the values"
+                )
+        self._values = tuple(values)
+
+    @property
+    def values(self) -> tuple[RemoteValue, ...]:
+        """The workers' values."""
+        return self._values
+
+    def _handle(self) -> tuple[str, int, Any]:
+        """Return the numbers under which the workers keep them."""
+        return "per_worker", 0, tuple(value._number for value in self._values)
+
+    def __repr__(self) -> str:
+        """Show the values."""
+        return f"{type(self).__name__}({list(self._values)})"
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """A data set on each worker; iterate over it to get an argument for functions.
+
+    Made by ``ClusterCoordinator.create_per_worker_dataset``.
+    """
+
+    def __iter__(self) -> PerWorkerIterator:
+        """Return an iterator on each worker, from the beginning."""
+        coordinator = self._values[0]._coordinator
+        return coordinator.iterate(self)
+
+
+class PerWorkerIterator(PerWorkerValues):
+    """An iterator on each worker, to be an argument of scheduled functions."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> NoReturn:
+        """Refuse: the elements are on the workers."""
+        raise NotImplementedError(
+            "expected next() of a per-worker iterator in a scheduled function, found it "
+            "on the coordinator; pass the iterator as an argument to schedule"
+        )

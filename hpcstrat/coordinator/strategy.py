@@ -1,0 +1,526 @@
+"""The strategy of coordinator, workers and parameter servers, and who is which."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.coordinator.worker import Worker
+from hpcstrat.optimizers.optimizer import Optimizer
+from hpcstrat.options import VariableSynchronization
+from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.gradients import apply_at_servers
+from hpcstrat.parameter_server.mailbox import Mailbox
+from hpcstrat.parameter_server.server import VariableServer
+from hpcstrat.parameter_server.variables import ServerVariable, ShardedVariable
+from hpcstrat.settings import Settings
+from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.strategies.default import SingleReplicaStrategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcstrat.coordinator.coordinator import ClusterCoordinator
+
+__all__ = ["ParameterServerStrategy", "Roles", "Server"]
+
+_COORDINATORS = ("chief", "coordinator", "master")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which rank does what.
+
+    Parameters
+    ----------
+    coordinator : int
+        Rank of the coordinator.
+    servers : tuple of int
+        Ranks that hold variables.
+    workers : tuple of int
+        Ranks that run functions, in the order of their indices.
+    """
+
+    coordinator: int
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+
+
+class _Cluster:
+    """The connection of all ranks of a strategy, and this rank's part in it.
+
+    Collective over ``wish.comm``. What is wrong is raised on every rank.
+    """
+
+    def __init__(self, wish: Wish, resolver: Any, num_ps: Any) -> None:
+        problem: Exception | None = None
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            problem = TypeError(
+                f"expected a ClusterResolver, found {resolver!r:.80}; leave it out, or "
+                "pass one of hs.cluster_resolver"
+            )
+        if not isinstance(num_ps, int) or num_ps < 1:
+            problem = ValueError(
+                f"expected num_ps >= 1, found {num_ps!r}; give at least one rank to "
+                "variables"
+            )
+        self._key, self._connection = connect(wish, problem)
+        topology = self._connection.topology
+        self.settings = self._connection.settings
+        self.topology = topology
+        with ExitStack() as undo:
+            undo.callback(self._connection.close, self._key)
+            task = None if resolver is None else (resolver.task_type, resolver.task_id)
+            tasks = topology.replica_comm.allgather((task, num_ps))
+            self.roles = _roles(tasks)
+            channel = self._connection.channel
+            assert channel is not None
+            undo.pop_all()
+        self.bells = Bells(topology)
+        self.mailbox = Mailbox(topology, channel, self.bells)
+        self.rank = self.mailbox.rank
+        self.client = Client(self.mailbox, self.roles.servers)
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank is the coordinator."""
+        return self.rank == self.roles.coordinator
+
+    def serve(self, strategy: ParameterServerStrategy) -> None:
+        """Serve, until the coordinator closes its strategy or ends."""
+        roles = self.roles
+        if self.rank in roles.servers:
+            closes = VariableServer(self.mailbox, roles.coordinator).serve()
+        else:
+            index = roles.workers.index(self.rank)
+            closes = Worker(strategy, roles.coordinator, index).serve()
+        if closes:
+            self.close()
+
+    def end(self, *, closes: bool) -> None:
+        """Let all others end; for the coordinator."""
+        for rank in (*self.roles.workers, *self.roles.servers):
+            self.mailbox.send(rank, ("end", closes))
+        self.mailbox.wait(self.mailbox.drive, lambda: "the other ranks to end")
+
+    def close(self) -> None:
+        """Free everything; collective, unless a rank is lost."""
+        if self.mailbox.lost:
+            self._connection.abandon(self._key)
+            return
+        self.mailbox.close()
+        self.bells.close()
+        self._connection.close(self._key)
+
+
+def _roles(tasks: Sequence[Any]) -> Roles:
+    """Return who does what, or raise the same error on every rank."""
+    size = len(tasks)
+    counts = {num_ps for _, num_ps in tasks}
+    if all(task is not None and task[0] for task, _ in tasks):
+        return _resolved([task for task, _ in tasks])
+    if len(counts) > 1:
+        raise ValueError(
+            f"expected the same num_ps on every rank, found {sorted(counts)}; give all "
+            "the same"
+        )
+    num_ps = counts.pop()
+    if size < num_ps + 2:
+        raise ValueError(
+            f"expected at least {num_ps + 2} ranks, a coordinator, num_ps={num_ps} for "
+            f"variables and a worker, found {size}; start more, or lower num_ps"
+        )
+    return Roles(0, tuple(range(1, 1 + num_ps)), tuple(range(1 + num_ps, size)))
+
+
+def _resolved(tasks: Sequence[tuple[str, int]]) -> Roles:
+    """Return the roles that the ranks' resolvers give them."""
+
+    def ranks(*kinds: str) -> tuple[int, ...]:
+        chosen = [(task[1] or 0, r) for r, task in enumerate(tasks) if task[0] in kinds]
+        return tuple(rank for _, rank in sorted(chosen))
+
+    first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
+    if len(first) != 1 or not servers or not workers:
+        raise ValueError(
+            "expected one task 'chief', and at least one 'ps' and one 'worker', found "
+            f"{[task[0] for task in tasks]}; change the cluster"
+        )
+    return Roles(first[0], servers, workers)
+
+
+class Server:
+    """What a rank does that is not the coordinator, where the program says so itself.
+
+    In place of a ParameterServerStrategy, with the same arguments: that one ends the
+    program of such a rank once the coordinator has ended, `join` returns.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        As for ParameterServerStrategy.
+    num_ps : int
+        As for ParameterServerStrategy.
+    comm : mpi4py.MPI.Intracomm, optional
+        As for ParameterServerStrategy.
+    settings : Settings, optional
+        As for ParameterServerStrategy.
+    on_lost_rank : {"abort", "raise"}
+        As for ParameterServerStrategy.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int = 1,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+        on_lost_rank: str = "abort",
+    ) -> None:
+        self._wish = _wish(comm, settings, on_lost_rank)
+        self._resolver, self._num_ps = cluster_resolver, num_ps
+
+    def join(self) -> None:
+        """Hold variables, or run functions, until the coordinator ends.
+
+        Collective over ``comm``: the coordinator makes a ParameterServerStrategy.
+
+        Raises
+        ------
+        ValueError
+            If this rank is the coordinator, or there are too few ranks.
+        """
+        cluster = _Cluster(self._wish, self._resolver, self._num_ps)
+        if cluster.coordinates:
+            raise ValueError(
+                f"expected a rank other than the coordinator, found rank {cluster.rank}"
+                "; make a ParameterServerStrategy there"
+            )
+        strategy = object.__new__(ParameterServerStrategy)
+        strategy._begin(cluster, None)
+        cluster.serve(strategy)
+
+
+def _wish(comm: Any, settings: Any, on_lost_rank: str) -> Wish:
+    return Wish(
+        kind="ParameterServerStrategy",
+        comm=comm,
+        replicas_per_worker=None,
+        on_error="abort",
+        on_lost_rank=on_lost_rank,
+        progress_thread=False,
+        settings=settings,
+        devices=None,
+    )
+
+
+class ParameterServerStrategy(SingleReplicaStrategy):
+    """Variables on some ranks, functions that others run, and one that coordinates.
+
+    Collective over ``comm``. The program is the same on all ranks: on the coordinator
+    the constructor returns, on the others it serves until the coordinator closes the
+    strategy or ends, however it does, and then ends the program by SystemExit.
+    Training is asynchronous; there is one replica in sync.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Says which task each rank is: one ``chief``, any number of ``ps`` and
+        ``worker``. Default: rank 0 coordinates, the next ``num_ps`` hold variables, the
+        others work.
+    variable_partitioner : Partitioner, optional
+        Into how many shards a variable is cut; default: variables stay whole.
+    num_ps : int
+        Number of ranks for variables, where no resolver says it.
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: all ranks of the job.
+    settings : Settings, optional
+        Rank 0's hold. After each ``warn_seconds`` of waiting, the coordinator names the
+        workers that have not ended a function.
+    on_lost_rank : {"abort", "raise"}
+        Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
+        --with-ft ulfm``, functions of a lost worker run again elsewhere, and the loss
+        of a server is an UnavailableError.
+
+    Attributes
+    ----------
+    variable_partitioner : Partitioner or None
+        As given.
+    coordinator : ClusterCoordinator or None
+        Of this strategy, once it was made.
+    client : Client
+        For the library's own modules.
+
+    Raises
+    ------
+    ValueError
+        If there is not at least one rank for variables and one worker. On every rank.
+    SystemExit
+        On the other ranks, once the coordinator has ended.
+    """
+
+    applies_elsewhere = True
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_ps: int = 1,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+        on_lost_rank: str = "abort",
+    ) -> None:
+        wish = _wish(comm, settings, on_lost_rank)
+        cluster = _Cluster(wish, cluster_resolver, num_ps)
+        self._resolver = cluster_resolver
+        self._begin(cluster, variable_partitioner)
+        if not cluster.coordinates:
+            cluster.serve(self)
+            sys.exit(0)
+        _end_at_exit(self)
+
+    def _begin(self, cluster: _Cluster, partitioner: Any) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._settings = cluster.settings
+        self.variable_partitioner = partitioner
+        self.client = cluster.client
+        self.coordinator: ClusterCoordinator | None = None
+        self.closed = False
+        self._num_placed = 0
+        # By number; of a worker's, those that its functions use.
+        self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
+            weakref.WeakValueDictionary()
+        )
+        self._optimizers: dict[int, Optimizer] = {}
+        self._forgotten: deque[tuple[int, int]] = deque()
+
+    @property
+    def roles(self) -> Roles:
+        """Which rank does what."""
+        return self._cluster.roles
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver in use; None where ranks have roles by their numbers."""
+        return self.__dict__.get("_resolver")
+
+    @property
+    def warn_seconds(self) -> float:
+        """How long to wait before a late worker is named."""
+        return float(self.settings.warn_seconds or 0)
+
+    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+        """Return the class of variables made in this strategy's scope.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        synchronization : VariableSynchronization
+            Not used: there is one copy.
+
+        Returns
+        -------
+        type
+            A subclass of `Variable`.
+
+        Raises
+        ------
+        ValueError
+            On a worker.
+        """
+        self._require_coordinator("a variable")
+        return ServerVariable if self.variable_partitioner is None else ShardedVariable
+
+    def _require_coordinator(self, what: str) -> None:
+        if self.closed or not self._cluster.coordinates:
+            raise ValueError(
+                f"expected {what} to be made by the coordinator, in the scope of its "
+                "open strategy, found a scheduled function, the function of a data set, "
+                "or a closed strategy; make it before"
+            )
+
+    def next_server(self) -> int:
+        """Return the rank that holds the next variable or shard: all in turn.
+
+        Not collective; on the coordinator.
+
+        Returns
+        -------
+        int
+            A rank.
+        """
+        servers = self.roles.servers
+        rank = servers[self._num_placed % len(servers)]
+        self._num_placed += 1
+        return rank
+
+    def apply_gradients(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]
+    ) -> bool:
+        """Let the servers make an optimizer's step.
+
+        Not collective.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            Its state is beside the variables.
+        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
+            Those whose gradient is None are left out.
+
+        Returns
+        -------
+        bool
+            Whether the variables were updated.
+        """
+        policy = self.settings.non_finite or "off"
+        return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Return a data set of which each worker sees all.
+
+        Not collective; in the function of a per-worker data set.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DistributedDataset or DealtDataset
+            To be returned by that function.
+
+        Raises
+        ------
+        ValueError
+            On the coordinator.
+        """
+        if self._cluster.coordinates:
+            raise ValueError(
+                "expected experimental_distribute_dataset in the function of a "
+                "per-worker data set, found it on the coordinator, which runs no step; "
+                "use ClusterCoordinator.create_per_worker_dataset"
+            )
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def known(self, number: int, variable: ServerVariable) -> None:
+        """Take note of a variable; for variables alone.
+
+        Not collective.
+
+        Parameters
+        ----------
+        number : int
+            The same on every rank.
+        variable : ServerVariable
+            Of this rank.
+        """
+        self._variables[number] = variable
+
+    def resolve(self, kind: str, number: int, parts: Any) -> Any:
+        """Return what a handle from another rank stands for.
+
+        Not collective.
+
+        Parameters
+        ----------
+        kind : str
+            What it is.
+        number : int
+            The same on every rank.
+        parts : object
+            What it is made of.
+
+        Returns
+        -------
+        object
+            The same for the same handle.
+        """
+        if kind == "variable":
+            variable = self._variables.get(number)
+            if variable is None:
+                variable = ServerVariable._from_handle(self, number, parts)
+                self._variables[number] = variable
+            return variable
+        if kind == "optimizer":
+            if number not in self._optimizers:
+                self._optimizers[number] = Optimizer.from_handle(number, parts)
+            return self._optimizers[number]
+        return self
+
+    def _handle(self) -> tuple[str, int, Any]:
+        """Return what stands for this strategy on other ranks."""
+        return "strategy", 0, None
+
+    def forget(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Let servers free shards of a variable that is gone, at the next call.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        shards : iterable of (int, int)
+            Servers, and numbers of shards.
+        """
+        # Called by the garbage collector: no message now.
+        self._forgotten.extend(shards)
+
+    def forget_now(self) -> None:
+        """Tell the servers what to free.
+
+        Not collective; on the coordinator.
+        """
+        while self._forgotten:
+            server, number = self._forgotten.popleft()
+            self.client.post(server, "delete", number)
+
+    def close(self) -> None:
+        """Let all other ranks end, and free what they share.
+
+        Not collective; on the coordinator. A second call does nothing.
+        """
+        if not self.closed:
+            self.closed = True
+            self._cluster.end(closes=True)
+            self._cluster.close()
+
+    def leave(self) -> None:
+        """Let all other ranks end with this program.
+
+        Not collective; on the coordinator.
+        """
+        if not self.closed:
+            self.closed = True
+            self._cluster.end(closes=False)
+
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        roles = self.roles
+        return (
+            f"ParameterServerStrategy({len(roles.servers)} parameter servers, "
+            f"{len(roles.workers)} workers)"
+        )
+
+
+def _end_at_exit(strategy: ParameterServerStrategy) -> None:
+    """Let the others end with this process, however it does.
+
+    An uncaught error ends all ranks anyway. Registered after what ends MPI, this runs
+    before it.
+    """
+    atexit.register(strategy.leave)

@@ -1,0 +1,222 @@
+"""A rank that runs the functions which the coordinator sends."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from hpcstrat.context import pop, push
+from hpcstrat.errors import OutOfRangeError
+from hpcstrat.logs import place
+from hpcstrat.parameter_server.handles import pickled, unpickled
+from hpcstrat.parameter_server.mailbox import REPLY
+from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.tree import tree_map
+
+__all__ = [
+    "CANCELLED",
+    "ERROR",
+    "INLINE",
+    "NOTHING",
+    "ON_WORKER",
+    "Worker",
+    "experimental_get_current_worker_index",
+]
+
+NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
+# What is larger stays until it is fetched.
+_INLINE_BYTES = 16 << 10
+_MOST_UNREPORTED = 64
+_REPORT_SECONDS = 0.001
+
+
+class _Current:
+    """Which worker runs a function in this process."""
+
+    index: int | None = None
+
+
+def experimental_get_current_worker_index() -> int:
+    """Return which worker runs this function.
+
+    Not collective.
+
+    Returns
+    -------
+    int
+        From 0.
+
+    Raises
+    ------
+    RuntimeError
+        Outside of a scheduled function and of the function of a per-worker data set.
+    """
+    if _Current.index is None:
+        raise RuntimeError(
+            "expected the current worker's index inside of a scheduled function, found "
+            "the call outside; schedule the function that calls it"
+        )
+    return _Current.index
+
+
+class Worker:
+    """Runs functions until the coordinator ends."""
+
+    def __init__(self, strategy: Any, coordinator: int, index: int) -> None:
+        self._strategy = strategy
+        self._client = strategy.client
+        self._client.flushes = False
+        self._mailbox = self._client.mailbox
+        self._coordinator = coordinator
+        self._index = index
+        self._queue: deque[Any] = deque()
+        self._functions: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
+        self._results: list[tuple[int, int, Any]] = []
+        self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
+        self._ended: bool | None = None
+
+    def serve(self) -> bool:
+        """Serve; return whether the coordinator closes, rather than leaves."""
+        token = push(self._strategy.cross_entry)
+        try:
+            while self._ended is None:
+                self._take_messages()
+                if self._queue and self._ended is None:
+                    self._run_next()
+        finally:
+            pop(token)
+        return self._ended
+
+    def _take_messages(self) -> None:
+        """Take what has come; wait for it where there is nothing to do."""
+        if not self._queue:
+            self._report()
+            self._take(self._mailbox.next(lambda: "a function")[1])
+        while (found := self._mailbox.poll()) is not None:
+            self._take(found[1])
+
+    def _take(self, message: Any) -> None:
+        kind, *rest = message
+        if kind == "calls":
+            calls, functions = rest
+            for number, data in functions:
+                self._functions[number] = data
+            self._queue.extend(calls)
+        elif kind == "cancel":
+            self._cancel()
+        elif kind == "fetch":
+            self._mailbox.send(self._coordinator, self._fetched(rest[0]), REPLY)
+        elif kind == "drop":
+            self._kept.pop(rest[0], None)
+        elif kind == "forget":
+            self._functions.pop(rest[0], None)
+        else:
+            self._ended = bool(rest[0])
+
+    def _fetched(self, number: int) -> tuple[bool, Any]:
+        try:
+            return True, pickled(self._kept[number])
+        except Exception as error:
+            return False, TypeError(
+                "expected a result that can be pickled, found "
+                f"{type(error).__name__}: {error}; return arrays or numbers"
+            )
+
+    def _cancel(self) -> None:
+        """Leave out what was not begun, but for what is kept for later functions."""
+        for call in list(self._queue):
+            if not call[3]:
+                self._queue.remove(call)
+                self._results.append((call[0], CANCELLED, None))
+
+    def _run_next(self) -> None:
+        number, function, payload, keep = self._queue.popleft()
+        start = time.perf_counter()
+        _Current.index = self._index
+        try:
+            value = self._call(function, payload)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._results.append((number, ERROR, _error_bytes(error)))
+            self._cancel()
+        else:
+            self._results.append((number, *self._result(number, value, keep)))
+        finally:
+            _Current.index = None
+        now = time.perf_counter()
+        self._ran += 1
+        self._seconds += now - start
+        many = len(self._results) >= _MOST_UNREPORTED
+        if many or now > self._reported_at + _REPORT_SECONDS:
+            self._report()
+
+    def _call(self, number: int, payload: bytes | None) -> Any:
+        resolve = self._resolve
+        args, kwargs = unpickled(payload, resolve) if payload else ((), {})
+        function = self._functions[number]
+        if isinstance(function, bytes):
+            function = self._functions[number] = unpickled(function, resolve)
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:
+            raise OutOfRangeError(
+                "expected another element, found the end of the iterator; repeat the "
+                "data set, or schedule fewer functions"
+            ) from error
+        finally:
+            # Whoever sees that the function has ended sees what it has written.
+            self._client.flush()
+
+    def _result(self, number: int, value: Any, keep: bool) -> tuple[int, Any]:
+        if keep:
+            self._kept[number] = value
+            return ON_WORKER, None
+        if value is None:
+            return NOTHING, None
+        # A variable stands for its value, as `assign` returns it.
+        value = tree_map(
+            lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
+        )
+        try:
+            data = pickled(value)
+        except Exception:
+            # It may never be asked for.
+            data = b""
+        if data and len(data) <= _INLINE_BYTES:
+            return INLINE, data
+        self._kept[number] = value
+        return ON_WORKER, None
+
+    def _resolve(self, handle: Any) -> Any:
+        kind, number, parts = handle
+        if kind == "per_worker":
+            return self._kept[parts[self._index]]
+        return self._strategy.resolve(kind, number, parts)
+
+    def _report(self) -> None:
+        """Tell the coordinator what has ended, and how long a function takes."""
+        if self._results:
+            results, self._results = self._results, []
+            mean = self._seconds / self._ran if self._ran else 0.0
+            self._mailbox.send(self._coordinator, ("done", mean, results))
+            self._ran, self._seconds = 0, 0.0
+        self._reported_at = time.perf_counter()
+
+
+def _error_bytes(error: BaseException) -> bytes:
+    """Return an exception, with where it was raised, in bytes."""
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    error.add_note(f"raised on {place()}:\n{lines}")
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    try:
+        data = pickled(error)
+        # Some classes can be pickled, but not made again.
+        unpickled(data, lambda handle: None)
+    except Exception:
+        data = pickled(RuntimeError(f"{type(error).__name__}: {error}\n{lines}"))
+    return data

@@ -1,0 +1,137 @@
+"""How the coordinator and workers reach the servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.errors import UnavailableError
+from hpcstrat.parameter_server.mailbox import Mailbox
+from hpcstrat.parameter_server.memory import Place, Reader, Readers
+from hpcstrat.typing import Array
+
+__all__ = ["Client"]
+
+
+class Client:
+    """Sends updates, which are not waited for before `flush`, and reads.
+
+    ``flushes`` is whether each update is waited for: not inside of a scheduled
+    function, which waits for all of its updates at its end.
+    """
+
+    def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
+        self.mailbox = mailbox
+        self.servers = tuple(servers)
+        self.flushes = True
+        self._sent: Counter[int] = Counter()
+        self._dirty: dict[int, None] = {}
+        self._readers = Readers()
+        bells = mailbox.bells
+        # Of servers of this node: what they have done for this rank.
+        self._counts = {
+            server: (bells.applied[place], bells.failed[place])
+            for server in self.servers
+            if (place := bells.place(server)) is not None
+        }
+        self._failed: Counter[int] = Counter()
+        self._rules: set[tuple[int, int]] = set()
+
+    def reader(self, server: int, place: Place, shape: Any, dtype: Any) -> Reader | None:
+        """Return a view of a shard in shared memory, if it can be seen from here."""
+        if server not in self._counts:
+            return None
+        return self._readers.reader(place, shape, dtype)
+
+    def ask(self, server: int, *message: Any) -> Any:
+        """Return the answer of a server; after all updates that this rank has sent."""
+        return self.mailbox.ask(server, message)
+
+    def post(self, server: int, *message: Any) -> None:
+        """Send an update."""
+        self._sent[server] += 1
+        self._dirty[server] = None
+        self.mailbox.send(server, message)
+
+    def knows_rule(self, server: int, key: int) -> bool:
+        """Whether a server was told an optimizer's rule; it is told once it was asked."""
+        known = (server, key) in self._rules
+        self._rules.add((server, key))
+        return known
+
+    def done(self) -> None:
+        """Wait for what was posted, unless the end of the function does."""
+        if self.flushes:
+            self.flush()
+
+    def settle(self, server: int) -> None:
+        """Wait until a server of this node has made all updates that were sent to it."""
+        if server in self._dirty:
+            applied = self._counts[server][0]
+            sent, own = self._sent[server], self.mailbox.rank
+            lost, drive = self.mailbox.lost, self.mailbox.drive
+
+            def ready() -> bool:
+                return applied[own] >= sent or server in lost or (drive() and False)
+
+            self.mailbox.wait(ready, lambda: f"rank {server} to make {sent} updates")
+
+    def flush(self) -> None:
+        """Wait until all updates of this rank are made; raise the first error of one."""
+        dirty, self._dirty = list(self._dirty), {}
+        problem: Exception | None = None
+        for server in dirty:
+            self._dirty = {server: None}
+            try:
+                self._flush_one(server)
+            except Exception as error:
+                problem = problem or error
+        self._dirty = {}
+        if problem is not None:
+            raise problem
+
+    def _flush_one(self, server: int) -> None:
+        counts = self._counts.get(server)
+        if counts is None:
+            self.ask(server, "flush")
+            return
+        self.settle(server)
+        if server in self.mailbox.lost:
+            raise UnavailableError(
+                f"expected rank {server}, a parameter server, to make updates, found "
+                "that it was lost; restore the last checkpoint"
+            )
+        failed = int(counts[1][self.mailbox.rank])
+        if failed != self._failed[server]:
+            self._failed[server] = failed
+            self.ask(server, "flush")
+
+    def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
+        """Copy a shard's value."""
+        if reader is not None:
+            self.settle(server)
+
+            def copy(array: Array) -> bool:
+                np.copyto(out, array)
+                return True
+
+            if reader.read(copy):
+                return
+        np.copyto(out, self.ask(server, "read", number))
+
+    def read_rows(
+        self, server: int, number: int, reader: Reader | None, indices: Array
+    ) -> Array:
+        """Return rows of a shard, each as often as it is asked for."""
+        if reader is not None:
+            self.settle(server)
+            rows = reader.read(lambda array: array[indices])
+            if rows is not None:
+                return np.asarray(rows)
+        if indices.size == 0:
+            return np.asarray(self.ask(server, "read_rows", number, indices))
+        unique, places = np.unique(indices, return_inverse=True)
+        return np.asarray(self.ask(server, "read_rows", number, unique))[places]

@@ -1,0 +1,101 @@
+"""An optimizer's step on variables that live on servers, with its state beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.errors import NonFiniteError
+from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, require_names
+from hpcstrat.optimizers.optimizer import Optimizer
+from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.handles import pickled
+from hpcstrat.parameter_server.variables import ServerVariable
+
+__all__ = ["apply_at_servers"]
+
+def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable]]:
+    given = [(g, v) for g, v in pairs if g is not None]
+    if not given:
+        raise ValueError(
+            "expected a gradient for at least one variable, found none; check which "
+            "variables the loss depends on"
+        )
+    require_names(variable for _, variable in given)
+    checked = []
+    for gradient, variable in given:
+        if not isinstance(variable, ServerVariable):
+            raise ValueError(
+                f"expected variables on parameter servers, found {variable!r:.80}; "
+                "create it in the strategy's scope"
+            )
+        if isinstance(gradient, IndexedSlices):
+            values = variable._rows("apply_gradients", gradient)
+            rows = IndexedSlices(values, gradient.indices, variable.shape)
+            checked.append((merged_rows(rows), variable))
+        else:
+            checked.append((variable._converted("apply_gradients", gradient), variable))
+    return checked
+
+
+def _conditioned(
+    optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]], non_finite: str
+) -> list[tuple[Any, ServerVariable]] | None:
+    """Return gradients that are clipped, as the options say; None to skip the step."""
+    limit = optimizer.clip_global_norm
+    if limit is not None:
+        copies = [
+            IndexedSlices(g.values.copy(), g.indices, g.dense_shape)
+            if isinstance(g, IndexedSlices)
+            else g.copy()
+            for g, _ in pairs
+        ]
+        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in copies]
+        clip_to_norm(arrays, limit)
+        pairs = [(g, v) for g, (_, v) in zip(copies, pairs, strict=True)]
+    if non_finite in ("raise", "skip"):
+        for gradient, variable in pairs:
+            own = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+            if own.dtype.kind in "fc" and not np.isfinite(own).all():
+                if non_finite == "skip":
+                    return None
+                raise NonFiniteError(
+                    f"expected finite gradients, found others for {variable.name!r}; "
+                    "lower the learning rate, or look at the batch"
+                )
+    return pairs
+
+
+def apply_at_servers(
+    client: Client, optimizer: Optimizer, pairs: Iterable[Any], non_finite: str
+) -> bool:
+    """Send each server its parts of the gradients; it makes the step.
+
+    The number of a step, of which some rules depend, is counted at each shard.
+    """
+    optimizer.require_alone()
+    checked = _conditioned(optimizer, _checked(pairs), non_finite)
+    if checked is None:
+        return False
+    rate = optimizer.learning_rate
+    if callable(rate):
+        rate = rate(int(optimizer.iterations.numpy()))
+    key = optimizer.key
+    by_server: dict[int, list[tuple[int, Any]]] = {}
+    for gradient, variable in checked:
+        for server, number, part in variable.gradient_parts(gradient):
+            by_server.setdefault(server, []).append((number, part))
+    for server, steps in by_server.items():
+        if not client.knows_rule(server, key):
+            client.post(server, "rule", key, pickled(optimizer.rule()))
+        client.post(server, "steps", key, float(rate), steps)
+    one = np.ones((), np.int64)
+    if isinstance(optimizer.iterations, ServerVariable):
+        optimizer.iterations.assign_add(one, read_value=False)
+    else:
+        optimizer.iterations.component[...] += 1
+    client.done()
+    return True

@@ -1,0 +1,49 @@
+"""Functions and values as they travel: what belongs to the cluster goes as a handle.
+
+A class whose objects travel so has a method ``_handle``, which returns what the other
+side makes them of. Only what came over the job's own communicator is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["pickled", "unpickled"]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions by value where they cannot be imported."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return the handle of an object, if it has one."""
+        handle = getattr(type(obj), "_handle", None)
+        return None if handle is None else handle(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of handles again."""
+
+    def __init__(self, file: Any, resolve: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what a handle stands for, here."""
+        return self._resolve(pid)
+
+
+def pickled(value: Any) -> bytes:
+    """Return a value in bytes."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
+def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
+    """Return the value of bytes; ``resolve`` takes handles."""
+    return _Unpickler(io.BytesIO(data), resolve).load()

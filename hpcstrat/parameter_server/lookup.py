@@ -1,0 +1,55 @@
+"""Rows of embedding tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.typing import Array
+from hpcstrat.variables import Variable
+
+__all__ = ["embedding_lookup"]
+
+
+def embedding_lookup(table: Variable, ids: Any) -> Array:
+    """Return the rows of a table that are asked for, and move no others.
+
+    Not collective.
+
+    Parameters
+    ----------
+    table : Variable of shape (rows, ...)
+        On parameter servers, or any other.
+    ids : array_like of int of any shape
+        Which rows; from a server of another node each moves once, however often it is
+        asked for.
+
+    Returns
+    -------
+    ndarray of shape (*ids.shape, ...)
+        A fresh array. Rows of one shard are as they were between two updates.
+
+    Raises
+    ------
+    ValueError
+        For indices that are no integers, or out of range.
+    """
+    indices = np.asarray(ids)
+    if indices.dtype.kind not in "iu":
+        raise ValueError(
+            f"expected integers as ids, found {indices.dtype}; cast them"
+        )
+    flat = indices.reshape(-1)
+    if isinstance(table, ServerVariable):
+        rows = table.read_rows(flat)
+    else:
+        length = table.shape[0] if table.shape else 0
+        if flat.size and (flat.min() < 0 or flat.max() >= length):
+            raise ValueError(
+                f"expected ids from 0 to {length - 1} for variable {table.name!r}, "
+                f"found {flat.min()} to {flat.max()}; check them"
+            )
+        rows = table.value()[flat]
+    return rows.reshape(*indices.shape, *rows.shape[1:])

@@ -1,0 +1,250 @@
+"""Messages between coordinator, workers and servers: tuples, pickled, with arrays.
+
+A message is one message of MPI, with small arrays inside; large ones follow in pieces,
+straight from and into their memory. Nothing here blocks in MPI: what is sent is kept
+until it is gone, and what arrives is given out when it is whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.channel.channel import Channel
+from hpcstrat.errors import RankLostError, UnavailableError
+from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.topology.survival import is_loss, lost_ranks
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["INBOX", "REPLY", "Mailbox"]
+
+INBOX, REPLY = 1, 2
+# Pieces of large arrays have tags of their own.
+_PIECES = 2
+_LARGE_BYTES = 32 << 10
+_PIECE_BYTES = 64 << 20
+_MARK = b"L"
+_LOOK_SECONDS = 1.0
+
+
+class _Arriving:
+    """A message whose large arrays are on their way."""
+
+    __slots__ = ("buffers", "payload", "requests", "source")
+
+    def __init__(self, source: int, payload: bytes, buffers: Any, requests: Any) -> None:
+        self.source = source
+        self.payload = payload
+        self.buffers = buffers
+        self.requests = requests
+
+    def message(self) -> Any:
+        """Return the message, which is whole."""
+        return pickle.loads(self.payload, buffers=self.buffers)
+
+
+class Mailbox:
+    """What a rank sends to others of the cluster, and gets from them.
+
+    Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
+    that have died; ``on_loss`` is called with those that are new.
+    """
+
+    def __init__(self, topology: Topology, channel: Channel, bells: Bells) -> None:
+        self._mpi = topology.mpi
+        self._channel = channel
+        self._survives = topology.survives
+        # Not one of the topology's own, which a loss revokes.
+        self._comm = topology.replica_comm.Dup()
+        self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
+        self.bells = bells
+        self.rank = self._comm.rank
+        self._status = self._mpi.Status()
+        self._outbox: list[tuple[Any, Any]] = []
+        self._arriving: list[_Arriving] = []
+        self._whole: deque[tuple[int, Any]] = deque()
+        self._looked_at = 0.0
+        self.lost: set[int] = set()
+        self.on_loss: Callable[[set[int]], None] = lambda lost: None
+
+    def send(self, rank: int, message: Any, tag: int = INBOX) -> None:
+        """Send a message; does not wait, unless it has large arrays.
+
+        Arrays may be written afterwards.
+        """
+        if rank in self.lost:
+            return
+        large: list[pickle.PickleBuffer] = []
+
+        def is_small(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < _LARGE_BYTES:
+                return True
+            large.append(buffer)
+            return False
+
+        data = pickle.dumps(message, 5, buffer_callback=is_small)
+        if not large:
+            self._start(rank, data, tag)
+        else:
+            views = [buffer.raw() for buffer in large]
+            sizes = [view.nbytes for view in views]
+            self._start(rank, _MARK + pickle.dumps((data, sizes), 5), tag)
+            for view in views:
+                for start in range(0, view.nbytes, _PIECE_BYTES):
+                    self._start(rank, view[start : start + _PIECE_BYTES], tag + _PIECES)
+        self.bells.ring(rank)
+        if large and tag == INBOX:
+            # A reply's arrays are the server's own copies, and it must not wait.
+            self.wait(self.drive, lambda: f"rank {rank} to take {sum(sizes)} bytes")
+
+    def _start(self, rank: int, data: Any, tag: int) -> None:
+        try:
+            request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
+            if not request.Test():
+                self._outbox.append((request, data))
+        except self._mpi.Exception as error:
+            self._note_loss(error)
+
+    def drive(self) -> bool:
+        """Drive what is being sent; return whether all has gone."""
+        if self._outbox:
+            self._outbox = [one for one in self._outbox if not self._is_done(one[0])]
+        return not self._outbox
+
+    def _is_done(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            self._note_loss(error)
+            return True
+
+    def poll(self) -> tuple[int, Any] | None:
+        """Return the next message of the inbox and who sent it; None if there is none."""
+        if self._arriving or self._outbox:
+            self.drive()
+            self._take_arrived()
+        if self._whole:
+            return self._whole.popleft()
+        return self._take(self._mpi.ANY_SOURCE, INBOX)
+
+    def _take_arrived(self) -> None:
+        still = []
+        for one in self._arriving:
+            try:
+                done = self._mpi.Request.Testall(one.requests)
+            except self._mpi.Exception as error:
+                self._note_loss(error)
+                continue
+            if done:
+                self._whole.append((one.source, one.message()))
+            else:
+                still.append(one)
+        self._arriving = still
+
+    def _take(self, source: int, tag: int) -> tuple[int, Any] | None:
+        """Receive a message, or the beginning of it."""
+        status = self._status
+        try:
+            matched = self._comm.Improbe(source, tag, status)
+            if matched is None:
+                return None
+            source = status.Get_source()
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            matched.Recv([data, self._mpi.BYTE])
+        except self._mpi.Exception as error:
+            self._note_loss(error)
+            return None
+        if data[:1] != _MARK:
+            return source, pickle.loads(data)
+        payload, sizes = pickle.loads(memoryview(data)[1:])
+        buffers = [bytearray(size) for size in sizes]
+        requests = [
+            self._comm.Irecv(
+                [memoryview(buffer)[start : start + _PIECE_BYTES], self._mpi.BYTE],
+                source,
+                tag + _PIECES,
+            )
+            for buffer in buffers
+            for start in range(0, len(buffer), _PIECE_BYTES)
+        ]
+        one = _Arriving(source, payload, buffers, requests)
+        if tag == REPLY:
+            everything = self._mpi.Request.Testall
+            self.wait(lambda: everything(requests), lambda: f"rank {source} to answer")
+            return source, one.message()
+        # Its sender sends nothing more before this has been taken.
+        self._arriving.append(one)
+        return None
+
+    def next(self, what: Callable[[], str]) -> tuple[int, Any]:
+        """Wait for the next message of the inbox."""
+        found: tuple[int, Any] = self.wait(self.poll, what)
+        return found
+
+    def ask(self, rank: int, message: Any) -> Any:
+        """Send a message that is answered, and return the answer, or raise it.
+
+        Raises UnavailableError where that rank is lost.
+        """
+        self.send(rank, message)
+
+        def answer() -> Any:
+            return self._take(rank, REPLY) or (rank in self.lost and (rank, None))
+
+        _, found = self.wait(answer, lambda: f"rank {rank} to answer {message[0]!r}")
+        if found is None:
+            raise UnavailableError(
+                f"expected an answer of rank {rank}, found that it was lost; restore "
+                "the last checkpoint"
+            )
+        good, value = found
+        if not good:
+            raise value
+        return value
+
+    def wait(self, ready: Callable[[], Any], what: Callable[[], str]) -> Any:
+        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress."""
+        found = ready()
+        if found:
+            return found
+
+        def look(seconds: float) -> None:
+            self._look(seconds, what)
+
+        return self.bells.wait(ready, busy=self._is_busy, look=look)
+
+    def _is_busy(self) -> bool:
+        return bool(self._outbox or self._arriving)
+
+    def _look(self, seconds: float, what: Callable[[], str]) -> None:
+        """Now and then, see whether processes of this node have died."""
+        if seconds < self._looked_at:
+            self._looked_at = 0.0
+        if self._survives or seconds < self._looked_at + _LOOK_SECONDS:
+            return
+        self._looked_at = seconds
+        dead = self._channel.dead()
+        if dead:
+            raise RankLostError(
+                f"expected {what()}, found that the processes of ranks {list(dead)} "
+                "have died; look for their last output",
+                dead,
+            )
+
+    def _note_loss(self, error: Exception) -> None:
+        """Take note of ranks that have died, where that is survived."""
+        if not (self._survives and is_loss(self._mpi, error, self._comm)):
+            raise error
+        self._comm.Ack_failed()
+        new = set(lost_ranks(self._comm)) - self.lost
+        self.lost |= new
+        self._arriving = [one for one in self._arriving if one.source not in new]
+        if new:
+            self.on_loss(new)
+
+    def close(self) -> None:
+        """Send what is left, and free the communicator."""
+        self.wait(self.drive, lambda: "the last messages to be taken")
+        self._comm.Free()

@@ -1,0 +1,380 @@
+"""Variables that live on parameter servers, whole or in shards."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.options import VariableSynchronization
+from hpcstrat.parameter_server.handles import pickled
+from hpcstrat.parameter_server.memory import Place, Reader
+from hpcstrat.typing import Array
+from hpcstrat.values import Adopted, HostValue
+from hpcstrat.variables import Variable
+
+__all__ = ["Rows", "ServerVariable", "ShardedVariable"]
+
+_SCATTER = {
+    "scatter_add": "add",
+    "scatter_sub": "subtract",
+    "scatter_mul": "multiply",
+    "scatter_div": "divide",
+    "scatter_min": "minimum",
+    "scatter_max": "maximum",
+    "scatter_update": "replace",
+}
+_numbers = itertools.count()
+
+
+class Rows:
+    """An initial value that servers make, each its own rows.
+
+    For tables that fit into the memory of no other rank.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the whole variable.
+    dtype : dtype
+        Of the variable.
+    make : callable
+        Takes the first row and the one after the last, and returns these rows; runs on
+        a server.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: Any, make: Callable[[int, int], Array]
+    ) -> None:
+        self.shape = tuple(int(n) for n in shape)
+        self.dtype = np.dtype(dtype)
+        self.make = make
+
+
+@dataclass
+class _Shard:
+    """Some rows of a variable: where they are."""
+
+    server: int
+    number: int
+    start: int
+    stop: int
+    place: Place
+    reader: Reader | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Leave out what is of this process."""
+        return (self.server, self.number, self.start, self.stop, self.place)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Take what another process has found."""
+        self.server, self.number, self.start, self.stop, self.place = state
+        self.reader = None
+
+
+class ServerVariable(Variable):
+    """A variable on a parameter server, the same for the coordinator and all workers.
+
+    Made by ``hs.Variable`` in the scope of a ParameterServerStrategy, on the
+    coordinator; scheduled functions use those that they capture, or get as arguments.
+    An update is made at the server: it is whole or not there, a read never sees half of
+    one, and the updates of one worker are made in the order of its program. A function
+    waits at its end until its updates are made; the coordinator waits in each.
+    ``assign`` and the like return the variable.
+    """
+
+    _shards: list[_Shard]
+
+    def _initialize(self, initial_value: Any, dtype: Any) -> Array:
+        value = initial_value() if callable(initial_value) else initial_value
+        if type(value) is Adopted:
+            raise ValueError(
+                f"expected a value for variable {self.name!r}, which goes to a server, "
+                "found memory to adopt; adopt it outside of the strategy's scope"
+            )
+        value = value.array if type(value) is HostValue else value
+        if isinstance(value, Rows):
+            self._given: Any = value
+            shape, kind = value.shape, value.dtype
+        else:
+            self._given = super()._initialize(value, dtype)
+            shape, kind = self._given.shape, self._given.dtype
+        # It stands for shape and type, and takes no memory.
+        return np.broadcast_to(np.zeros((), kind), shape)
+
+    def _made(self) -> None:
+        """Put the shards on servers."""
+        given = self.__dict__.pop("_given")
+        strategy = self._strategy
+        self._number = next(_numbers)
+        self._shards = []
+        for start, stop in self._ranges():
+            server = strategy.next_server()
+            number = next(_numbers)
+            if isinstance(given, Rows):
+                value: Any = pickled(_Make(given.make, start, stop))
+            else:
+                value = given[start:stop] if self.ndim else given
+            place = strategy.client.ask(server, "create", number, self.name, value)
+            self._shards.append(_Shard(server, number, start, stop, place))
+        self._attach()
+        strategy.known(self._number, self)
+        held = [(shard.server, shard.number) for shard in self._shards]
+        weakref.finalize(self, strategy.forget, held).atexit = False
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        yield 0, self.shape[0] if self.shape else 1
+
+    def _attach(self) -> None:
+        """Map what can be seen from here."""
+        client = self._strategy.client
+        for shard in self._shards:
+            shape = (shard.stop - shard.start, *self.shape[1:]) if self.ndim else ()
+            shard.reader = client.reader(shard.server, shard.place, shape, self.dtype)
+
+    def _handle(self) -> tuple[str, int, Any]:
+        """Return what another rank makes its own object of."""
+        kept = ("name", "trainable", "aggregation", "synchronization", "_shards")
+        state = {name: self.__dict__[name] for name in kept}
+        return "variable", self._number, (type(self), state, self.shape, self.dtype)
+
+    @classmethod
+    def _from_handle(cls, strategy: Any, number: int, parts: Any) -> ServerVariable:
+        """Return a variable that the coordinator has made."""
+        kind, state, shape, dtype = parts
+        self: ServerVariable = object.__new__(kind)
+        self.__dict__.update(state, _strategy=strategy, _number=number)
+        self._component = np.broadcast_to(np.zeros((), dtype), shape)
+        self._attach()
+        return self
+
+    @property
+    def component(self) -> Array:
+        """A copy of the value, which cannot be written: it lies on servers."""
+        return self.value()
+
+    @property
+    def device(self) -> str:
+        """The rank that holds the variable, or its first shard."""
+        return f"rank:{self._shards[0].server}"
+
+    def value(self) -> Array:
+        """Return a copy of the value, without a way to write it.
+
+        Not collective.
+
+        Returns
+        -------
+        ndarray
+            Read-only. Each shard is as it was between two updates.
+        """
+        array = self.read_value()
+        array.flags.writeable = False
+        return array
+
+    def read_value(self) -> Array:
+        """Return a copy of the value.
+
+        Not collective. Out of shared memory on the server's node.
+
+        Returns
+        -------
+        ndarray
+            A fresh array.
+        """
+        out = np.empty(self.shape, self.dtype)
+        client = self._strategy.client
+        for shard in self._shards:
+            part = out[shard.start : shard.stop] if self.ndim else out
+            client.read(shard.server, shard.number, shard.reader, part)
+        return out
+
+    def numpy(self) -> Array:
+        """Return a copy of the value.
+
+        Not collective.
+
+        Returns
+        -------
+        numpy.ndarray
+            A fresh array.
+        """
+        return self.read_value()
+
+    def _require_alone(self, method: str) -> None:
+        """Let every rank update the variable: it is the same one."""
+
+    def _apply(self, method: str, array: Array, read_value: bool) -> Any:
+        client = self._strategy.client
+        for shard in self._shards:
+            part = array[shard.start : shard.stop] if self.ndim else array
+            client.post(shard.server, method, shard.number, part)
+        client.done()
+        return self if read_value else None
+
+    def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
+        values, name = self._rows(method, rows), _SCATTER[method]
+        indices = rows.indices
+        if name in ("add", "subtract"):
+            # Each row travels once.
+            indices, values = _summed(indices, values)
+        client = self._strategy.client
+        for shard, chosen in self._by_shard(indices):
+            own = indices[chosen] - shard.start
+            client.post(shard.server, "scatter", shard.number, name, own, values[chosen])
+        client.done()
+        return self
+
+    def _by_shard(self, indices: Array) -> Iterator[tuple[_Shard, Any]]:
+        """Yield the shards of some rows, with a mask of the rows that they hold."""
+        if len(self._shards) == 1:
+            yield self._shards[0], slice(None)
+            return
+        for shard in self._shards:
+            chosen = (indices >= shard.start) & (indices < shard.stop)
+            if chosen.any():
+                yield shard, chosen
+
+    def read_rows(self, indices: Array) -> Array:
+        """Return rows, each of which is sent once where several are the same.
+
+        Not collective.
+
+        Parameters
+        ----------
+        indices : ndarray of int of shape (n,)
+            Which rows.
+
+        Returns
+        -------
+        ndarray of shape (n, ...)
+            A fresh array.
+
+        Raises
+        ------
+        ValueError
+            For an index out of range.
+        """
+        length = self.shape[0] if self.shape else 0
+        if indices.size and (indices.min() < 0 or indices.max() >= length):
+            raise ValueError(
+                f"expected indices from 0 to {length - 1} for variable {self.name!r}, "
+                f"found {indices.min()} to {indices.max()}; check the rows"
+            )
+        client = self._strategy.client
+        if len(self._shards) == 1:
+            one = self._shards[0]
+            return client.read_rows(one.server, one.number, one.reader, indices)
+        out = np.empty((len(indices), *self.shape[1:]), self.dtype)
+        for shard, chosen in self._by_shard(indices):
+            out[chosen] = client.read_rows(
+                shard.server, shard.number, shard.reader, indices[chosen] - shard.start
+            )
+        return out
+
+    def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
+        """Yield server, number of the shard and its part of a gradient.
+
+        Not collective.
+
+        Parameters
+        ----------
+        gradient : ndarray or IndexedSlices
+            Of the variable's shape and type.
+
+        Yields
+        ------
+        tuple of int, int and object
+            The part is an array, or a tuple of indices and rows.
+        """
+        if not isinstance(gradient, IndexedSlices):
+            for shard in self._shards:
+                part = gradient[shard.start : shard.stop] if self.ndim else gradient
+                yield shard.server, shard.number, part
+            return
+        for shard, chosen in self._by_shard(gradient.indices):
+            rows = gradient.indices[chosen] - shard.start
+            yield shard.server, shard.number, (rows, gradient.values[chosen])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse to be copied: there is one, on the servers."""
+        raise TypeError(
+            f"expected a variable to copy, found {self.name!r}, which is on parameter "
+            "servers; make another of variable.numpy()"
+        )
+
+    def __repr__(self) -> str:
+        """Show name, dtype, shape and where it is."""
+        servers = ", ".join(str(shard.server) for shard in self._shards)
+        return (
+            f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} on "
+            f"ranks {servers}>"
+        )
+
+
+class ShardedVariable(ServerVariable):
+    """A variable in shards by its first dimension, dealt to the servers in turn.
+
+    Made by ``hs.Variable`` where the strategy has a ``variable_partitioner``. Reading,
+    assigning, scattering and `embedding_lookup` go to all its shards. What is promised
+    of an update holds for each shard.
+    """
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        parts = self._strategy.variable_partitioner(self.shape, self.dtype)
+        if any(count != 1 for count in parts[1:]):
+            raise ValueError(
+                f"expected a partitioner that cuts variable {self.name!r} along its "
+                f"first dimension, found parts {list(parts)}; change it"
+            )
+        length = self.shape[0] if self.shape else 1
+        count = parts[0] if self.shape else 1
+        # As tf.distribute does: the first shards have a row more.
+        least, more = divmod(length, count)
+        start = 0
+        for index in range(count):
+            stop = start + least + (index < more)
+            yield start, stop
+            start = stop
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self._shards)
+
+    @property
+    def shard_rows(self) -> tuple[tuple[int, int], ...]:
+        """First row, and the one after the last, of each shard."""
+        return tuple((shard.start, shard.stop) for shard in self._shards)
+
+
+class _Make:
+    """Makes the rows of a shard, on its server."""
+
+    def __init__(self, make: Callable[[int, int], Array], start: int, stop: int) -> None:
+        self._make, self._start, self._stop = make, start, stop
+
+    def __call__(self) -> Array:
+        rows = np.asarray(self._make(self._start, self._stop))
+        if rows.shape[:1] != (self._stop - self._start,):
+            raise ValueError(
+                f"expected {self._stop - self._start} rows, found an array of shape "
+                f"{rows.shape}; make those from {self._start} to {self._stop}"
+            )
+        return rows
+
+
+def _summed(indices: Array, values: Array) -> tuple[Array, Array]:
+    """Add up the rows that come several times."""
+    unique, places = np.unique(indices, return_inverse=True)
+    if unique.size == indices.size:
+        return indices, values
+    sums = np.zeros((unique.size, *values.shape[1:]), values.dtype)
+    with np.errstate(all="ignore"):
+        np.add.at(sums, places, values)
+    return unique, sums
