@@ -22,24 +22,7 @@ class Partitioner(ABC):
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of parts along each dimension.
-
-        Not collective.
-
-        Parameters
-        ----------
-        shape : sequence of int
-            Of the whole variable.
-        dtype : dtype
-            Of the variable.
-        axis : int
-            The dimension that is cut.
-
-        Returns
-        -------
-        list of int
-            1 but for ``axis``, where it is at most the length.
-        """
+        """Return how many parts there are along each dimension: 1 but for ``axis``."""
 
 
 class FixedShardsPartitioner(Partitioner):
@@ -64,9 +47,7 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _positive("num_shards", num_shards)
 
-    def __call__(  # numpydoc ignore=GL08
-        self, shape: Sequence[int], dtype: Any, axis: int = 0
-    ) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         return _parts(shape, axis, self._num_shards)
 
 
@@ -103,9 +84,7 @@ class MinSizePartitioner(Partitioner):
         self._most = _positive("max_shards", max_shards)
         _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(  # numpydoc ignore=GL08
-        self, shape: Sequence[int], dtype: Any, axis: int = 0
-    ) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         return _parts(shape, axis, min(self._most, max(1, nbytes // self._least)))
 
@@ -143,9 +122,7 @@ class MaxSizePartitioner(Partitioner):
         self._most = None if max_shards is None else _positive("max_shards", max_shards)
         _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(  # numpydoc ignore=GL08
-        self, shape: Sequence[int], dtype: Any, axis: int = 0
-    ) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         length = shape[axis] if shape else 1
         row_bytes = math.prod(shape) * np.dtype(dtype).itemsize // max(1, length)
         rows = max(1, self._largest // max(1, row_bytes))

@@ -39,7 +39,16 @@ _NOTHING = b""
 class _Call:
     """A function that is queued, or under way on a worker."""
 
-    __slots__ = ("args", "epoch", "function", "keep", "number", "payload", "remote", "since")
+    __slots__ = (
+        "args",
+        "epoch",
+        "function",
+        "keep",
+        "number",
+        "payload",
+        "remote",
+        "since",
+    )
 
     def __init__(self, number: int, function: int, remote: RemoteValue) -> None:
         self.number = number
@@ -151,8 +160,6 @@ class ClusterCoordinator:
             If ``fn`` cannot be called.
         ValueError
             For a RemoteValue as an argument.
-        UnavailableError
-            If a parameter server is lost.
         Exception
             The first error of an earlier function, once; what was queued is cancelled,
             and ``fn`` is not scheduled.
@@ -160,17 +167,19 @@ class ClusterCoordinator:
         self._require_open()
         if not callable(fn):
             raise TypeError(
-                f"expected a function to schedule, found {fn!r:.80}; pass the function, "
-                "and its arguments as args"
+                f"expected a function to schedule, found {fn!r:.80}; pass its "
+                "arguments as args"
             )
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         self._check(args, kwargs)
+        self._pump()
         self._raise_error()
-        while len(self._queue) >= _MOST_QUEUED:
+        if len(self._queue) >= _MOST_QUEUED:
             self._wait(lambda: len(self._queue) < _MOST_QUEUED)
+            self._raise_unavailable()
         call = self._made(fn, args, kwargs)
         self._queue.append(call)
-        self._pump()
+        self._deal()
         return call.remote
 
     def join(self) -> None:
@@ -187,6 +196,7 @@ class ClusterCoordinator:
         """
         self._require_open()
         self._wait(self._is_idle)
+        self._raise_unavailable()
         self._raise_error()
 
     def done(self) -> bool:
@@ -320,7 +330,7 @@ class ClusterCoordinator:
         return call
 
     def _function(self, fn: Any) -> int:
-        """Return a function's number; it is pickled when it comes for the first time."""
+        """Return a function's number; it is pickled when it comes first."""
         try:
             known = self._functions.get(fn)
         except TypeError:
@@ -417,9 +427,11 @@ class ClusterCoordinator:
             call.remote._settle(FAILED, _cancelled())
         self._queue.clear()
 
-    def _raise_error(self) -> None:
+    def _raise_unavailable(self) -> None:
         if self._unavailable is not None:
             raise self._unavailable
+
+    def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             self._epoch += 1
@@ -584,8 +596,8 @@ class _ByIdentity:
 
 def _cancelled() -> CancelledError:
     return CancelledError(
-        "expected the function to run, found that one before it had failed; schedule it "
-        "again"
+        "expected the function to run, found that one before it had failed; schedule "
+        "it again"
     )
 
 

@@ -27,6 +27,13 @@ class RemoteValue:
 
     Made by ``ClusterCoordinator.schedule``. Small results come with the news that the
     function has ended.
+
+    Parameters
+    ----------
+    coordinator : ClusterCoordinator
+        Which has scheduled the function.
+    number : int
+        Of the call.
     """
 
     def __init__(self, coordinator: Fetches, number: int) -> None:
@@ -152,6 +159,6 @@ class PerWorkerIterator(PerWorkerValues):
     def __next__(self) -> NoReturn:
         """Refuse: the elements are on the workers."""
         raise NotImplementedError(
-            "expected next() of a per-worker iterator in a scheduled function, found it "
-            "on the coordinator; pass the iterator as an argument to schedule"
+            "expected next() of a per-worker iterator in a scheduled function, found "
+            "it on the coordinator; pass the iterator as an argument to schedule"
         )

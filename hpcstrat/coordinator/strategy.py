@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import sys
 import weakref
 from collections import deque
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.coordinator.worker import Worker
+from hpcstrat.errors import RankLostError
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.options import VariableSynchronization
+from hpcstrat.options import InputContext, InputOptions, VariableSynchronization
 from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.gradients import apply_at_servers
@@ -28,8 +30,6 @@ from hpcstrat.strategies.default import SingleReplicaStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcstrat.coordinator.coordinator import ClusterCoordinator
-
 __all__ = ["ParameterServerStrategy", "Roles", "Server"]
 
 _COORDINATORS = ("chief", "coordinator", "master")
@@ -37,17 +37,7 @@ _COORDINATORS = ("chief", "coordinator", "master")
 
 @dataclass(frozen=True)
 class Roles:
-    """Which rank does what.
-
-    Parameters
-    ----------
-    coordinator : int
-        Rank of the coordinator.
-    servers : tuple of int
-        Ranks that hold variables.
-    workers : tuple of int
-        Ranks that run functions, in the order of their indices.
-    """
+    """Which rank does what; workers are in the order of their indices."""
 
     coordinator: int
     servers: tuple[int, ...]
@@ -97,6 +87,7 @@ class _Cluster:
     def serve(self, strategy: ParameterServerStrategy) -> None:
         """Serve, until the coordinator closes its strategy or ends."""
         roles = self.roles
+        self.mailbox.on_loss = self._require_coordinator
         if self.rank in roles.servers:
             closes = VariableServer(self.mailbox, roles.coordinator).serve()
         else:
@@ -105,10 +96,20 @@ class _Cluster:
         if closes:
             self.close()
 
+    def _require_coordinator(self, lost: set[int]) -> None:
+        if self.roles.coordinator in lost:
+            raise RankLostError(
+                "expected the coordinator to go on, found that it was lost; start the "
+                "job again",
+                [self.roles.coordinator],
+            )
+
     def end(self, *, closes: bool) -> None:
         """Let all others end; for the coordinator."""
+        # Some may not have heard of a loss, with which nothing collective ends.
+        lost = tuple(self.mailbox.lost)
         for rank in (*self.roles.workers, *self.roles.servers):
-            self.mailbox.send(rank, ("end", closes))
+            self.mailbox.send(rank, ("end", closes or bool(lost), lost))
         self.mailbox.wait(self.mailbox.drive, lambda: "the other ranks to end")
 
     def close(self) -> None:
@@ -295,7 +296,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._settings = cluster.settings
         self.variable_partitioner = partitioner
         self.client = cluster.client
-        self.coordinator: ClusterCoordinator | None = None
+        # A ClusterCoordinator, which stands above this module.
+        self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
         # By number; of a worker's, those that its functions use.
@@ -346,8 +348,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def _require_coordinator(self, what: str) -> None:
         if self.closed or not self._cluster.coordinates:
             raise ValueError(
-                f"expected {what} to be made by the coordinator, in the scope of its "
-                "open strategy, found a scheduled function, the function of a data set, "
+                f"expected {what} to be made by the coordinator, in its strategy's "
+                "scope, found a scheduled function, the function of a data set, "
                 "or a closed strategy; make it before"
             )
 
@@ -388,7 +390,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         policy = self.settings.non_finite or "off"
         return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
         """Return a data set of which each worker sees all.
 
         Not collective; in the function of a per-worker data set.
@@ -410,13 +414,47 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         ValueError
             On the coordinator.
         """
+        options = self._own_options("experimental_distribute_dataset", options)
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Return the batches that a function makes for one pipeline of one.
+
+        Not collective; in the function of a per-worker data set.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext and returns an iterable of batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            To be returned by that function.
+
+        Raises
+        ------
+        ValueError
+            On the coordinator.
+        """
+        options = self._own_options("distribute_datasets_from_function", options)
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
+        """Return options by which each worker has all of the data."""
         if self._cluster.coordinates:
             raise ValueError(
-                "expected experimental_distribute_dataset in the function of a "
-                "per-worker data set, found it on the coordinator, which runs no step; "
-                "use ClusterCoordinator.create_per_worker_dataset"
+                f"expected {what} in the function of a per-worker data set, found it "
+                "on the coordinator, which runs no step; use "
+                "ClusterCoordinator.create_per_worker_dataset"
             )
-        return super().experimental_distribute_dataset(dataset, options)
+        return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
         """Take note of a variable; for variables alone.
@@ -459,7 +497,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             return variable
         if kind == "optimizer":
             if number not in self._optimizers:
-                self._optimizers[number] = Optimizer.from_handle(number, parts)
+                rule, *rest = parts
+                self._optimizers[number] = Optimizer.from_rule(rule, number, *rest)
             return self._optimizers[number]
         return self
 
@@ -507,6 +546,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if not self.closed:
             self.closed = True
             self._cluster.end(closes=False)
+            if self.client.mailbox.lost:
+                self._cluster.close()
 
     def __repr__(self) -> str:
         """Show how many ranks do what."""

@@ -114,6 +114,7 @@ class Worker:
         elif kind == "forget":
             self._functions.pop(rest[0], None)
         else:
+            self._mailbox.lost.update(rest[1])
             self._ended = bool(rest[0])
 
     def _fetched(self, number: int) -> tuple[bool, Any]:

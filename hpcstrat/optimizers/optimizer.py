@@ -178,44 +178,51 @@ class Optimizer(MadeTogether, ABC):
         """Return what another rank makes a copy of; the state stays where it is."""
         return "optimizer", self.key, (self.rule(), self.learning_rate, self.iterations)
 
+    def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Return what makes updates elsewhere: class and options, and no state.
+
+        Not collective.
+
+        Returns
+        -------
+        tuple of type and dict
+            For `from_rule`; can be pickled.
+        """
+        own = vars(self).items()
+        return type(self), {k: v for k, v in own if k not in _STATEFUL}
+
     @staticmethod
-    def from_handle(key: int, parts: Any) -> Optimizer:
-        """Return the copy of an optimizer that another rank has made.
+    def from_rule(
+        rule: tuple[type[Optimizer], dict[str, Any]],
+        key: int = -1,
+        learning_rate: LearningRate = 0.0,
+        iterations: Any = None,
+    ) -> Optimizer:
+        """Return a copy of an optimizer, without its state.
 
         Not collective.
 
         Parameters
         ----------
+        rule : tuple of type and dict
+            From `rule`.
         key : int
-            Its number.
-        parts : tuple
-            Its rule, learning rate and number of steps.
+            Of the optimizer.
+        learning_rate : float or callable
+            Of the optimizer.
+        iterations : Variable, optional
+            Of the optimizer.
 
         Returns
         -------
         Optimizer
-            For variables on parameter servers.
+            Makes updates; for variables on parameter servers.
         """
-        copied: Optimizer = parts[0]
-        copied.learning_rate, copied.iterations = parts[1:]
-        copied._key = key
+        kind, options = rule
+        copied: Optimizer = object.__new__(kind)
+        copied.__dict__.update(options, _key=key, _buffers={})
+        copied.learning_rate, copied.iterations = learning_rate, iterations
         return copied
-
-    def rule(self) -> Optimizer:
-        """Return a copy that has the rule and its options, and no state.
-
-        Not collective. It can be pickled, and makes updates elsewhere.
-
-        Returns
-        -------
-        Optimizer
-            With a learning rate of 0.
-        """
-        alone: Optimizer = object.__new__(type(self))
-        own = vars(self).items()
-        alone.__dict__.update((k, v) for k, v in own if k not in _STATEFUL)
-        alone.learning_rate, alone._buffers = 0.0, {}
-        return alone
 
     @property
     def clip_global_norm(self) -> float | None:

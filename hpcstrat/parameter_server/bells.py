@@ -54,7 +54,8 @@ class Bells:
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
         self._pipes = [
-            _opened(pid, number) for pid, number in comm.allgather((os.getpid(), self._write))
+            _opened(pid, number)
+            for pid, number in comm.allgather((os.getpid(), self._write))
         ]
         # All have opened all pipes, before one may end.
         comm.Barrier()
@@ -114,7 +115,9 @@ class Bells:
             if found:
                 return found
             calm = self._alone and not busy()
-            if self._poll.poll(_SLEEP_MILLISECONDS if calm else _SHORT_SLEEP_MILLISECONDS):
+            if self._poll.poll(
+                _SLEEP_MILLISECONDS if calm else _SHORT_SLEEP_MILLISECONDS
+            ):
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._read, 4096)
             self._asleep[self._own] = 0

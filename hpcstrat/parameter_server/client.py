@@ -40,7 +40,9 @@ class Client:
         self._failed: Counter[int] = Counter()
         self._rules: set[tuple[int, int]] = set()
 
-    def reader(self, server: int, place: Place, shape: Any, dtype: Any) -> Reader | None:
+    def reader(
+        self, server: int, place: Place, shape: Any, dtype: Any
+    ) -> Reader | None:
         """Return a view of a shard in shared memory, if it can be seen from here."""
         if server not in self._counts:
             return None
@@ -57,7 +59,7 @@ class Client:
         self.mailbox.send(server, message)
 
     def knows_rule(self, server: int, key: int) -> bool:
-        """Whether a server was told an optimizer's rule; it is told once it was asked."""
+        """Whether a server was told an optimizer's rule; if not, the caller does."""
         known = (server, key) in self._rules
         self._rules.add((server, key))
         return known
@@ -68,7 +70,7 @@ class Client:
             self.flush()
 
     def settle(self, server: int) -> None:
-        """Wait until a server of this node has made all updates that were sent to it."""
+        """Wait until a server of this node has made all updates that it was sent."""
         if server in self._dirty:
             applied = self._counts[server][0]
             sent, own = self._sent[server], self.mailbox.rank
@@ -80,7 +82,7 @@ class Client:
             self.mailbox.wait(ready, lambda: f"rank {server} to make {sent} updates")
 
     def flush(self) -> None:
-        """Wait until all updates of this rank are made; raise the first error of one."""
+        """Wait until all updates of this rank are made; raise the first error."""
         dirty, self._dirty = list(self._dirty), {}
         problem: Exception | None = None
         for server in dirty:

@@ -17,6 +17,7 @@ from hpcstrat.parameter_server.variables import ServerVariable
 
 __all__ = ["apply_at_servers"]
 
+
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable]]:
     given = [(g, v) for g, v in pairs if g is not None]
     if not given:
@@ -25,7 +26,7 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable
             "variables the loss depends on"
         )
     require_names(variable for _, variable in given)
-    checked = []
+    checked: list[tuple[Any, ServerVariable]] = []
     for gradient, variable in given:
         if not isinstance(variable, ServerVariable):
             raise ValueError(

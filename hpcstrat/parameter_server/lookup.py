@@ -38,9 +38,7 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     """
     indices = np.asarray(ids)
     if indices.dtype.kind not in "iu":
-        raise ValueError(
-            f"expected integers as ids, found {indices.dtype}; cast them"
-        )
+        raise ValueError(f"expected integers as ids, found {indices.dtype}; cast them")
     flat = indices.reshape(-1)
     if isinstance(table, ServerVariable):
         rows = table.read_rows(flat)

@@ -34,7 +34,9 @@ class _Arriving:
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
-    def __init__(self, source: int, payload: bytes, buffers: Any, requests: Any) -> None:
+    def __init__(
+        self, source: int, payload: bytes, buffers: Any, requests: Any
+    ) -> None:
         self.source = source
         self.payload = payload
         self.buffers = buffers
@@ -121,7 +123,7 @@ class Mailbox:
             return True
 
     def poll(self) -> tuple[int, Any] | None:
-        """Return the next message of the inbox and who sent it; None if there is none."""
+        """Return the next message of the inbox and who sent it, if there is one."""
         if self._arriving or self._outbox:
             self.drive()
             self._take_arrived()

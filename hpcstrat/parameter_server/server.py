@@ -15,6 +15,7 @@ import numpy as np
 from hpcstrat.arrays.casting import quietly
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.row_updates import apply_at
+from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
 from hpcstrat.parameter_server.mailbox import REPLY, Mailbox
 from hpcstrat.parameter_server.memory import Memory, Place
@@ -95,6 +96,7 @@ class VariableServer:
             if update is not None:
                 self._apply(client, update, kind, rest)
             elif kind == "end":
+                self._mailbox.lost.update(rest[1])
                 return bool(rest[0])
             else:
                 self._answer(client, kind, rest)
@@ -162,7 +164,7 @@ class VariableServer:
         shard.update(change)
 
     def _rule(self, kind: str, key: int, rule: bytes) -> None:
-        self._rules[key] = pickle.loads(rule)
+        self._rules[key] = Optimizer.from_rule(pickle.loads(rule))
 
     def _take_steps(self, kind: str, key: int, rate: float, steps: Any) -> None:
         """Make an optimizer's step on each shard that there is a gradient for."""
@@ -182,7 +184,9 @@ class VariableServer:
 
     @staticmethod
     def _step(shard: _Shard, rule: Any, step: Step, values: Any, arrays: Any) -> None:
-        shard.update(lambda: quietly(rule._update_one, step, values, arrays))
+        # Not `quietly`, which the rule may use itself.
+        with np.errstate(all="ignore"):
+            shard.update(lambda: rule._update_one(step, values, arrays))
 
     @staticmethod
     def _slot_of(shard: _Shard, key: int, kind: str, initial: float) -> Array:
@@ -192,7 +196,9 @@ class VariableServer:
             shard.slots[key, kind] = slot
         return slot
 
-    def _set_slot(self, kind: str, number: int, key: int, name: str, value: Any) -> None:
+    def _set_slot(
+        self, kind: str, number: int, key: int, name: str, value: Any
+    ) -> None:
         shard = self._shards[number]
         if name == "steps":
             shard.steps[key] = int(value)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.options import VariableSynchronization
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.memory import Place, Reader
 from hpcstrat.typing import Array
@@ -226,7 +225,9 @@ class ServerVariable(Variable):
         client = self._strategy.client
         for shard, chosen in self._by_shard(indices):
             own = indices[chosen] - shard.start
-            client.post(shard.server, "scatter", shard.number, name, own, values[chosen])
+            client.post(
+                shard.server, "scatter", shard.number, name, own, values[chosen]
+            )
         client.done()
         return self
 
@@ -269,7 +270,8 @@ class ServerVariable(Variable):
         client = self._strategy.client
         if len(self._shards) == 1:
             one = self._shards[0]
-            return client.read_rows(one.server, one.number, one.reader, indices)
+            rows: Array = client.read_rows(one.server, one.number, one.reader, indices)
+            return rows
         out = np.empty((len(indices), *self.shape[1:]), self.dtype)
         for shard, chosen in self._by_shard(indices):
             out[chosen] = client.read_rows(
@@ -356,7 +358,9 @@ class ShardedVariable(ServerVariable):
 class _Make:
     """Makes the rows of a shard, on its server."""
 
-    def __init__(self, make: Callable[[int, int], Array], start: int, stop: int) -> None:
+    def __init__(
+        self, make: Callable[[int, int], Array], start: int, stop: int
+    ) -> None:
         self._make, self._start, self._stop = make, start, stop
 
     def __call__(self) -> Array:

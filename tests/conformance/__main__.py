@@ -15,6 +15,7 @@ from tests.conformance.judge import Verdict, judge, missing_part
 from tests.conformance.launch import Outcome, replay
 from tests.conformance.preempted import replay_jobs
 from tests.conformance.report import Result, print_report, write_report
+from tests.conformance.served import replay_served
 
 __all__ = ["main", "replay_cases"]
 
@@ -50,7 +51,10 @@ def replay_cases(cases: Sequence[dict[str, Any]], limit_seconds: float) -> list[
     """Replay the cases; return each with its verdict."""
     indices = [i for i, case in enumerate(cases) if missing_part(case) is None]
     ending = [i for i in indices if cases[i]["strategy"] == "preemption"]
-    outcomes = replay(cases, [i for i in indices if i not in ending], limit_seconds)
+    served = [i for i in indices if cases[i]["strategy"] == "parameter_server"]
+    rest = [i for i in indices if i not in {*ending, *served}]
+    outcomes = replay(cases, rest, limit_seconds)
+    outcomes.update(replay_served(cases, served, limit_seconds))
     for index in ending:
         outcomes[index] = replay_jobs(cases[index], limit_seconds)
     results: list[Result] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.conformance import (
+    declared_coordinator,
     declared_errors,
     declared_inputs,
     declared_preemption,
@@ -66,6 +67,7 @@ EXPLAIN: Sequence[Explain] = (
     declared_inputs.static_tail,
     declared_inputs.pipeline_per_replica,
     declared_preemption.counted_right,
+    declared_coordinator.any_function,
     declared_errors.one_fails,
     declared_errors.single_process,
 )
@@ -102,6 +104,7 @@ ROWS = {
     "preemption-count",
     "python-numbers",
     "run-result",
+    "schedule-any-function",
     "same-object",
     "single-process",
     "structure-per-rank",

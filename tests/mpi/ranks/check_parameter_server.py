@@ -1,0 +1,289 @@
+"""Variables on servers, and functions that a coordinator gives to workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.errors import CancelledError, OutOfRangeError
+from hpcstrat.parameter_server.bells import Bells
+
+pytestmark = pytest.mark.algorithm
+
+
+class Cluster:
+    """Lets rank 0 run the body of a test, and the others serve meanwhile."""
+
+    def __init__(self, job: Any) -> None:
+        self.job = job
+
+    def run(
+        self, body: Callable[[Any, Any], None], num_ps: int = 1, **more: Any
+    ) -> None:
+        if self.job.rank:
+            hs.Server(num_ps=num_ps).join()
+            return
+        strategy = hs.ParameterServerStrategy(num_ps=num_ps, **more)
+        try:
+            body(strategy, hs.coordinator.ClusterCoordinator(strategy))
+        finally:
+            strategy.close()
+
+
+@pytest.fixture(params=["shared_memory", "messages"])
+def cluster(
+    job: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Cluster:
+    """Return what runs a body; once as if no two ranks were on one node."""
+    if request.param == "messages":
+        found = Bells.place
+        monkeypatch.setattr(
+            Bells, "place", lambda self, r: found(self, r) if r == job.rank else None
+        )
+    return Cluster(job)
+
+
+def made(strategy: Any, value: Any, **more: Any) -> Any:
+    with strategy.scope():
+        return hs.Variable(value, **more)
+
+
+def test_functions_return_what_they_have_computed(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        large = np.arange(100_000)
+        values = [coordinator.schedule(lambda x: x * 2, (i,)) for i in range(50)]
+        kept = coordinator.schedule(lambda x: x + 1, (large,))
+        none = coordinator.schedule(int.bit_length, (0,))
+        tree = {"all": values, "plain": 3, "none": none}
+        coordinator.join()
+        assert coordinator.done()
+        fetched = coordinator.fetch(tree)
+        assert fetched == {"all": [2 * i for i in range(50)], "plain": 3, "none": 0}
+        np.testing.assert_array_equal(kept.fetch(), large + 1)
+        np.testing.assert_array_equal(kept.get(), large + 1)
+        assert coordinator.schedule(lambda: None).fetch() is None
+        assert coordinator is hs.coordinator.ClusterCoordinator(strategy)
+        assert strategy.num_replicas_in_sync == 1
+        twice = coordinator.schedule(lambda: strategy.run(lambda x: 2 * x, (3,)))
+        assert twice.fetch() == 6
+
+    cluster.run(body)
+
+
+def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) -> None:
+    def slow() -> None:
+        time.sleep(0.02)
+
+    def fail() -> None:
+        time.sleep(0.1)
+        raise KeyError("of the function")
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        first = coordinator.schedule(fail)
+        rest = [coordinator.schedule(slow) for _ in range(20)]
+        with pytest.raises(KeyError, match="of the function") as caught:
+            coordinator.join()
+        assert "raised on rank" in caught.value.__notes__[0]
+        with pytest.raises(KeyError):
+            first.fetch()
+        with pytest.raises(CancelledError):
+            rest[-1].fetch()
+        coordinator.join()
+        assert coordinator.schedule(lambda: 5).fetch() == 5
+        coordinator.schedule(fail)
+        deadline = time.monotonic() + 20
+        while not coordinator.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with pytest.raises(KeyError):
+            coordinator.schedule(slow)
+        assert coordinator.schedule(lambda: 6).fetch() == 6
+
+    cluster.run(body)
+
+
+def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        value = coordinator.schedule(lambda: 1)
+        with pytest.raises(TypeError, match="a function to schedule"):
+            coordinator.schedule(3)
+        with pytest.raises(ValueError, match="RemoteValue"):
+            coordinator.schedule(lambda x: x, (value,))
+        with pytest.raises(ValueError, match="RemoteValue"):
+            coordinator.schedule(lambda: value)
+        with pytest.raises(AssertionError):
+            hs.coordinator.PerWorkerValues([3])
+        with pytest.raises(RuntimeError, match="index"):
+            hs.coordinator.experimental_get_current_worker_index()
+        with pytest.raises(ValueError, match="by the coordinator"):
+            coordinator.schedule(lambda: hs.Variable(0.0)).fetch()
+        with pytest.raises(TypeError):
+            hs.coordinator.ClusterCoordinator(hs.OneDeviceStrategy())
+        variable = made(strategy, [1.0, 2.0])
+        with pytest.raises(ValueError, match="expected shape"):
+            variable.assign([1.0])
+        with pytest.raises(ValueError, match="indices from 0 to 1"):
+            hs.embedding_lookup(variable, [2])
+
+    cluster.run(body)
+
+
+def test_many_writers_lose_no_update_and_readers_see_whole_ones(
+    cluster: Cluster,
+) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        vector = made(strategy, np.zeros(20_000))
+        count = made(strategy, np.int64(0))
+        one = np.ones(20_000)
+
+        def step() -> int:
+            vector.assign_add(one, read_value=False)
+            count.assign_add(np.int64(1), read_value=False)
+            seen = vector.numpy()
+            return len(np.unique(seen))
+
+        kinds = [coordinator.schedule(step) for _ in range(150)]
+        while not coordinator.done():
+            assert len(np.unique(vector.numpy())) == 1
+        coordinator.join()
+        assert set(coordinator.fetch(kinds)) == {1}
+        assert count.numpy() == 150
+        np.testing.assert_array_equal(vector.numpy(), np.full(20_000, 150.0))
+
+    cluster.run(body)
+
+
+def test_updates_of_a_worker_are_made_in_order(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variables = [made(strategy, 0.0) for _ in range(3)]
+
+        def step() -> list[float]:
+            seen = []
+            for value in range(20):
+                for variable in variables:
+                    variable.assign(float(value))
+                    variable.assign_add(0.5)
+                    variable.assign_sub(0.25)
+                seen.append(float(variables[value % 3].numpy()))
+            return seen
+
+        seen = coordinator.schedule(step).fetch()
+        assert seen == [value + 0.25 for value in range(20)]
+        assert [float(v.numpy()) for v in variables] == [19.25] * 3
+
+    cluster.run(body)
+
+
+def test_shards_are_dealt_to_servers_and_act_as_one_variable(
+    cluster: Cluster, job: Any
+) -> None:
+    num_ps = job.size - 2
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        start = np.arange(33.0, dtype=np.float32).reshape(11, 3)
+        table = made(strategy, start, name="table")
+        assert isinstance(table, hs.ShardedVariable)
+        assert table.shard_rows == ((0, 4), (4, 8), (8, 11))
+        servers = [shard.server for shard in table._shards]
+        assert servers == [1 + i % num_ps for i in range(3)]
+        np.testing.assert_array_equal(table.numpy(), start)
+        ids = [[10, 0], [4, 10]]
+        rows = coordinator.schedule(lambda: hs.embedding_lookup(table, ids)).fetch()
+        np.testing.assert_array_equal(rows, start[np.array(ids)])
+
+        def scatter() -> None:
+            rows = np.ones((4, 3), np.float32)
+            table.scatter_add(hs.IndexedSlices(rows, [0, 10, 0, 5]))
+            table.scatter_update(hs.IndexedSlices(rows[:1] * 9, [7]))
+            table.scatter_max(hs.IndexedSlices(rows[:1] * 20, [4]))
+
+        coordinator.schedule(scatter).fetch()
+        np.add.at(start, [0, 10, 0, 5], 1)
+        start[7], start[4] = 9, np.maximum(start[4], 20)
+        np.testing.assert_array_equal(table.numpy(), start)
+        np.testing.assert_array_equal(np.asarray(table) + 1, start + 1)
+        made_there = made(
+            strategy,
+            hs.Rows((11, 2), "float32", lambda a, b: np.full((b - a, 2), a, "f4")),
+        )
+        np.testing.assert_array_equal(
+            made_there.numpy()[:, 0], [0] * 4 + [4] * 4 + [8] * 3
+        )
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(3)
+    cluster.run(body, num_ps, variable_partitioner=partitioner)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam"])
+def test_optimizers_make_their_steps_at_the_servers(
+    cluster: Cluster, kind: str
+) -> None:
+    def optimizer() -> Any:
+        if kind == "Adam":
+            return hs.optimizers.Adam(0.1, clip_global_norm=3.0)
+        momentum = 0.9 if kind == "momentum" else 0.0
+        return hs.optimizers.SGD(lambda step: 0.1 / (1 + step), momentum=momentum)
+
+    def gradients(step: int) -> list[Any]:
+        rows = np.full((3, 2), 1.0 + step, np.float32)
+        dense = np.linspace(-1, 1, 4, dtype=np.float32) * (step + 1)
+        return [hs.IndexedSlices(rows, [0, 4, 0], (5, 2)), dense]
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        starts = np.ones((5, 2), np.float32), np.zeros(4, np.float32)
+        with strategy.scope():
+            own = optimizer()
+            variables = [hs.Variable(s, name=f"v{i}") for i, s in enumerate(starts)]
+
+        def step(number: int) -> None:
+            pairs = list(zip(gradients(number), variables, strict=True))
+            strategy.run(lambda: own.apply_gradients(pairs))
+
+        plain = optimizer()
+        wanted = [hs.Variable(s, name=f"v{i}") for i, s in enumerate(starts)]
+        for number in range(4):
+            coordinator.schedule(step, (number,))
+            coordinator.join()
+            plain.apply_gradients(list(zip(gradients(number), wanted, strict=True)))
+        for found, expected in zip(variables, wanted, strict=True):
+            np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-6)
+        assert own.iterations.numpy() == 4
+
+    cluster.run(body)
+
+
+def test_each_worker_has_a_data_set_of_its_own(cluster: Cluster, job: Any) -> None:
+    def index() -> int:
+        return hs.coordinator.experimental_get_current_worker_index()
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        dataset = coordinator.create_per_worker_dataset(lambda: [index()] * 40)
+        iterator = iter(dataset)
+
+        def step(own: Any) -> bool:
+            time.sleep(0.001)
+            return next(own) == index()
+
+        fetched = coordinator.fetch(
+            [coordinator.schedule(step, (iterator,)) for _ in range(30)]
+        )
+        assert fetched == [True] * 30
+        with pytest.raises(NotImplementedError):
+            next(iterator)
+        for _ in range(40 * job.size):
+            try:
+                coordinator.schedule(step, (iterator,))
+            except OutOfRangeError:
+                break
+        else:
+            with pytest.raises(OutOfRangeError):
+                coordinator.join()
+        coordinator.join()
+        with pytest.raises(ZeroDivisionError):
+            coordinator.create_per_worker_dataset(lambda: 1 / 0)
+
+    cluster.run(body)
