@@ -28,8 +28,8 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
 
     Returns
     -------
-    ndarray of shape (*ids.shape, ...)
-        A fresh array. Rows of one shard are as they were between two updates.
+    ndarray of shape (..., ...)
+        Of the shape of ``ids``, and then of a row; a fresh array. Rows of a shard are as they were between two updates.
 
     Raises
     ------
