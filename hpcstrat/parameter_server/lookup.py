@@ -29,7 +29,8 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     Returns
     -------
     ndarray of shape (..., ...)
-        Of the shape of ``ids``, and then of a row; a fresh array. Rows of a shard are as they were between two updates.
+        Of the shape of ``ids``, and then of a row; a fresh array. Rows of a shard are
+        as they were between two updates.
 
     Raises
     ------
