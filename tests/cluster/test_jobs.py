@@ -26,7 +26,7 @@ needs_matplotlib = pytest.mark.skipif(
 )
 ulfm = pytest.mark.skipif(not is_open_mpi(), reason="needs ULFM of Open MPI")
 # So many that a job is in the midst of them when it is to be.
-EPOCHS = 16
+EPOCHS = 12
 CHAOS_EPOCHS = 80
 # A signal that Slurm sends before the time limit, and nobody heeds.
 UNHEEDED = "URG@1"

@@ -16,7 +16,7 @@ class PyHpcstrat(PythonPackage):
     # No archive is published.
     git = Path(__file__).resolve().parents[6].as_uri()
 
-    license("Apache-2.0", checked_by="hpcstrat")
+    license("Apache-2.0")
 
     version("0.1.0", branch="main")
 
