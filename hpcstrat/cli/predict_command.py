@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,6 +196,7 @@ def _report(curves: dict[str, list[Point]]) -> dict[str, Any]:
         "format": "hpcstrat expected",
         "format_version": 1,
         "source": f"SimGrid, {', '.join(curves)}",
+        "command": shlex.join(["hpcstrat", *sys.argv[1:]]),
         "points": [
             {
                 "part": "step",

@@ -38,7 +38,7 @@ MUTANTS = (
     _m(
         "flat: the buffer of a type is taken though it is too small",
         "3:reductions",
-        "kept is None or kept.size < run.size",
+        "kept is None or kept[0].size < run.size",
         "kept is None",
     ),
     _m(

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 import hpcstrat as hs
 from hpcstrat.bench.prediction.forecast import Step, predict, predict_point
+from hpcstrat.bench.prediction.inputs import Given, read_given
 from hpcstrat.bench.prediction.phantoms import Phantom, Traffic
 from hpcstrat.bench.prediction.platforms import NETWORKS, Network
 from hpcstrat.bench.prediction.rehearsal import (
@@ -244,3 +245,115 @@ def test_words_that_are_none_are_said(words: list[str], said: str) -> None:
     done = command("--network", "fat-tree", *words)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def scaling_run(**changes: Any) -> dict[str, Any]:
+    """Return the file of a run on a node of two replicas, and a link between them."""
+    step = {
+        "name": "step",
+        "scaling": "weak",
+        "parameters": {"model": "resnet50"},
+        "seconds": [0.3, 0.3],
+        "own_seconds": [0.3, 0.3],
+        "late_seconds": [0.02, 0.02],
+        "communication_seconds": [0.08, 0.08],
+        "input_seconds": [0.0, 0.0],
+        "reduced_bytes": 102_228_128,
+    }
+    link = {"latency_seconds": 2e-6, "bytes_per_second": 1e10}
+    return {
+        "format": "hpcstrat scaling",
+        "format_version": 1,
+        "topology": {
+            "num_replicas": 2,
+            "replicas_per_worker": [2],
+            "cores_per_worker": [2],
+            "worker_of_replica": [0, 0],
+            "device": "CPU",
+        },
+        "reduction": {"wire_dtype": None, "slot_bytes": 1 << 18},
+        "sessions": [
+            {
+                "started": "2026-11-23T10:00:00+00:00",
+                "command": "hpcstrat bench scaling",
+                "hosts": ["node1"],
+                "versions": {"mpi": "MPICH Version: 5.0.2"},
+                "environment": {},
+            }
+        ],
+        "links": {"inside": link, "between": None},
+        "parts": [step],
+        **changes,
+    }
+
+
+def test_a_run_says_what_a_step_computes_and_how_fast_memory_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(scaling_run()))
+    given = read_given(str(path))
+    assert given.compute == pytest.approx(0.2)
+    assert given.mpi == "mpich"
+    assert (given.replicas_per_node, given.slot_bytes) == (2, 1 << 18)
+    assert given.latency is None
+    nbytes = 4 * sum(math.prod(shape) for shape in given.shapes or ())
+    assert nbytes == pytest.approx(102_228_128, rel=1e-3)
+    known = Given(latency=2e-6, bandwidth=1e10).over(given)
+    step, machine = known.step(), known.machine()
+    # As long as the run's own copies took.
+    (one,) = predict(step, known.job(), machine, known.network("fat-tree"), [1])
+    assert one.inside_seconds == pytest.approx(0.08, rel=0.02)
+    with pytest.raises(HpcstratError, match="--latency"):
+        given.network("fat-tree")
+
+
+def test_a_doctor_gives_links_and_memory(tmp_path: Path) -> None:
+    def link(latency: float, bandwidth: float) -> dict[str, float]:
+        names = "latency_seconds", "bandwidth_bytes_per_second"
+        return dict(zip(names, (latency, bandwidth), strict=True))
+
+    content = {
+        "measured": {
+            "hosts": [{"ranks": [0, 1], "memory_together": 3e10}],
+            "links": {
+                "inside": [link(1e-6, 8e9)],
+                "between": [link(2e-6, 1e10), link(3e-6, 9e9), link(9e-6, 1e9)],
+            },
+        }
+    }
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(content))
+    assert read_given(str(path)) == Given(
+        latency=3e-6,
+        bandwidth=9e9,
+        inside_latency=1e-6,
+        inside_bandwidth=8e9,
+        memory=1.5e10,
+        replicas_per_node=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "no JSON"),
+        ("[1]", "another JSON"),
+        ('{"links": {"between": [{}], "inside": []}}', "KeyError"),
+        (json.dumps(scaling_run(parts=[{}])), "expected all fields"),
+        (
+            json.dumps(scaling_run(reduction={"wire_dtype": "float16"})),
+            "full precision",
+        ),
+    ],
+    ids=["none", "no_json", "other", "links", "run", "half"],
+)
+def test_a_bad_file_is_said(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(HpcstratError, match=said) as error:
+        read_given(str(path))
+    assert str(path) in str(error.value)
+    assert ";" in str(error.value)

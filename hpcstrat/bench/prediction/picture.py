@@ -40,6 +40,7 @@ def draw(curves: Mapping[str, Sequence[Point]], title: str) -> Any:
         axis.stackplot(nodes, parts, labels=PARTS.values())
         axis.set(xscale="log", xlabel="nodes", ylabel="ms of a step", title=name)
         axis.set_xlim(nodes[0], nodes[-1])
-    axes[-1].legend(loc="upper left", fontsize="small")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS))
     figure.suptitle(title)
     return figure

@@ -133,7 +133,7 @@ class Writer:
 
     def sleep(self, seconds: float) -> list[str]:
         """Return the action of doing something else."""
-        return [f"sleep {seconds!r}"] if seconds else []
+        return [f"sleep {float(seconds)!r}"] if seconds else []
 
     def _event_lines(self, event: Event) -> list[str]:
         machine = self._machine
