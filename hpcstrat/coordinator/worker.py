@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections import deque
@@ -30,6 +31,7 @@ NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
 _INLINE_BYTES = 16 << 10
 _MOST_UNREPORTED = 64
 _REPORT_SECONDS = 0.001
+_PLAIN = (type(None), int, float, bool, str)
 
 
 class _Current:
@@ -75,6 +77,8 @@ class Worker:
         self._functions: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._results: list[tuple[int, int, Any]] = []
+        # Functions that have ended, and what servers are to count before it is told.
+        self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
         self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
         self._ended: bool | None = None
 
@@ -92,11 +96,41 @@ class Worker:
 
     def _take_messages(self) -> None:
         """Take what has come; wait for it where there is nothing to do."""
+        self._end_made()
         if not self._queue:
             self._report()
-            self._take(self._mailbox.next(lambda: "a function")[1])
+            found = self._mailbox.wait(self._look, lambda: "a function, or updates")
+            if found is not True:
+                self._take(found[1])
         while (found := self._mailbox.poll()) is not None:
             self._take(found[1])
+
+    def _look(self) -> Any:
+        """Return the next message; True once updates are made that were not."""
+        found = self._mailbox.poll()
+        if found is None and self._unmade:
+            return self._client.is_made(self._unmade[0][0])
+        return found
+
+    def _end_made(self) -> None:
+        """Take results of functions whose updates are made, in their order."""
+        while self._unmade:
+            wanted, number, value, keep = self._unmade[0]
+            if not self._client.is_made(wanted):
+                if len(self._unmade) < _MOST_UNREPORTED:
+                    return
+                self._client.wait_for(wanted)
+            self._unmade.popleft()
+            try:
+                self._client.check(wanted)
+            except Exception as error:
+                self._fail(number, error)
+            else:
+                self._results.append((number, *self._result(number, value, keep)))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._results.append((number, ERROR, _error_bytes(error)))
+        self._cancel()
 
     def _take(self, message: Any) -> None:
         kind, *rest = message
@@ -139,13 +173,22 @@ class Worker:
         _Current.index = self._index
         try:
             value = self._call(function, payload)
+            if keep:
+                # The next function may take it.
+                self._kept[number] = value
+            elif type(value) not in _PLAIN:
+                value = _at_rest(value)
+            wanted = self._client.pending()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._results.append((number, ERROR, _error_bytes(error)))
-            self._cancel()
+            with contextlib.suppress(Exception):
+                self._client.flush()
+            self._fail(number, error)
         else:
-            self._results.append((number, *self._result(number, value, keep)))
+            # Whoever sees that the function has ended sees what it has written. The
+            # next one need not wait for that.
+            self._unmade.append((wanted, number, value, keep))
         finally:
             _Current.index = None
         now = time.perf_counter()
@@ -168,20 +211,12 @@ class Worker:
                 "expected another element, found the end of the iterator; repeat the "
                 "data set, or schedule fewer functions"
             ) from error
-        finally:
-            # Whoever sees that the function has ended sees what it has written.
-            self._client.flush()
 
     def _result(self, number: int, value: Any, keep: bool) -> tuple[int, Any]:
         if keep:
-            self._kept[number] = value
             return ON_WORKER, None
         if value is None:
             return NOTHING, None
-        # A variable stands for its value, as `assign` returns it.
-        value = tree_map(
-            lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
-        )
         try:
             data = pickled(value)
         except Exception:
@@ -206,6 +241,13 @@ class Worker:
             self._mailbox.send(self._coordinator, ("done", mean, results))
             self._ran, self._seconds = 0, 0.0
         self._reported_at = time.perf_counter()
+
+
+def _at_rest(value: Any) -> Any:
+    """Let variables stand for their values, as `assign` returns them."""
+    return tree_map(
+        lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
+    )
 
 
 def _error_bytes(error: BaseException) -> bytes:

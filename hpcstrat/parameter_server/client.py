@@ -29,6 +29,8 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
+        # What is not known to be made, of functions that have ended.
+        self._unseen: dict[int, int] = {}
         self._readers = Readers()
         bells = mailbox.bells
         # Of servers of this node: what they have done for this rank.
@@ -71,9 +73,12 @@ class Client:
 
     def settle(self, server: int) -> None:
         """Wait until a server of this node has made all updates that it was sent."""
-        if server in self._dirty:
+        if server in self._dirty or server in self._unseen:
             applied = self._counts[server][0]
             sent, own = self._sent[server], self.mailbox.rank
+            self._unseen.pop(server, None)
+            if applied[own] >= sent:
+                return
             lost, drive = self.mailbox.lost, self.mailbox.drive
 
             def ready() -> bool:
@@ -95,18 +100,57 @@ class Client:
         if problem is not None:
             raise problem
 
+    def pending(self) -> dict[int, int]:
+        """Return what servers of this node will have counted when all is made here.
+
+        Others are waited for.
+        """
+        if not self._dirty:
+            return {}
+        remote = [server for server in self._dirty if server not in self._counts]
+        for server in remote:
+            del self._dirty[server]
+            self.ask(server, "flush")
+        wanted = {server: self._sent[server] for server in self._dirty}
+        self._dirty = {}
+        self._unseen.update(wanted)
+        return wanted
+
+    def is_made(self, wanted: dict[int, int]) -> bool:
+        """Whether servers have counted so much, or are lost."""
+        own, lost = self.mailbox.rank, self.mailbox.lost
+        return all(
+            self._counts[server][0][own] >= count or server in lost
+            for server, count in wanted.items()
+        )
+
+    def wait_for(self, wanted: dict[int, int]) -> None:
+        """Wait until servers have counted so much."""
+        drive = self.mailbox.drive
+        self.mailbox.wait(
+            lambda: self.is_made(wanted) or (drive() and False), lambda: "updates"
+        )
+
+    def check(self, wanted: dict[int, int]) -> None:
+        """Raise the first error of updates that are made, or that a server is lost."""
+        for server in wanted:
+            self._check_one(server)
+
     def _flush_one(self, server: int) -> None:
         counts = self._counts.get(server)
         if counts is None:
             self.ask(server, "flush")
             return
         self.settle(server)
+        self._check_one(server)
+
+    def _check_one(self, server: int) -> None:
         if server in self.mailbox.lost:
             raise UnavailableError(
                 f"expected rank {server}, a parameter server, to make updates, found "
                 "that it was lost; restore the last checkpoint"
             )
-        failed = int(counts[1][self.mailbox.rank])
+        failed = int(self._counts[server][1][self.mailbox.rank])
         if failed != self._failed[server]:
             self._failed[server] = failed
             self.ask(server, "flush")
