@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -138,9 +138,15 @@ def predict_command(
     try:
         find_smpirun()
         given = _given(files, words)
-        curves = {kind: _curve(given, kind, nodes) for kind in dict.fromkeys(networks)}
-        if output is not None:
-            _write(output, json.dumps(_report(curves), indent=1) + "\n")
+        curves: dict[str, list[Point]] = {}
+        for kind in dict.fromkeys(networks):
+            curves[kind] = []
+            for point in _points(given, kind, nodes):
+                curves[kind].append(point)
+                # The next one may take minutes, and be interrupted.
+                if output is not None:
+                    _write(output, json.dumps(_report(curves), indent=1) + "\n")
+            _show(kind, curves[kind])
     except BenchError as error:
         raise click.ClickException(str(error)) from error
     if picture is not None:
@@ -165,17 +171,19 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
     return given
 
 
-def _curve(given: Given, kind: str, nodes: Sequence[int]) -> list[Point]:
-    """Predict, and show each point when it is there."""
+def _points(given: Given, kind: str, nodes: Sequence[int]) -> Iterator[Point]:
+    """Predict, and say what each point took."""
     network = given.network(kind)
-    points = []
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
-        points.append(point)
         click.echo(
             f"{kind}, {point.num_nodes} nodes: {point.wall_seconds:.1f} s, "
             f"{point.most_bytes / 1e6:.0f} MB",
             err=True,
         )
+        yield point
+
+
+def _show(kind: str, points: Sequence[Point]) -> None:
     console = new_console()
     console.print(f"{kind}: {points[-1].network or 'one node'}")
     table = new_table(
@@ -187,7 +195,6 @@ def _curve(given: Given, kind: str, nodes: Sequence[int]) -> list[Point]:
         times = f"{1e3 * point.step_seconds:.4g}", f"{point.efficiency:.1%}"
         add_row(table, point.num_nodes, point.num_replicas, *times, *parts)
     console.print(table)
-    return points
 
 
 def _report(curves: dict[str, list[Point]]) -> dict[str, Any]:

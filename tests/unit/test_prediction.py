@@ -26,7 +26,9 @@ from hpcstrat.bench.prediction.rehearsal import (
     Job,
     rehearse,
 )
+from hpcstrat.bench.prediction.simulator import Simulator
 from hpcstrat.bench.prediction.traces import Machine, Writer
+from hpcstrat.bench.run_file import BenchError
 from hpcstrat.cli.main import main
 from hpcstrat.errors import HpcstratError
 
@@ -194,7 +196,8 @@ def test_the_command_writes_what_a_report_expects(tmp_path: Path) -> None:
     done = command(*GIVEN, *words, "--json", str(path))
     assert done.exit_code == 0, done.output
     content = json.loads(path.read_text())
-    assert content["format"], content["format_version"] == ("hpcstrat expected", 1)
+    found = content["format"], content["format_version"]
+    assert found == ("hpcstrat expected", 1)
     assert [point["num_replicas"] for point in content["points"]] == [1, 4]
     assert content["points"][0]["seconds"] == pytest.approx(1e-3)
     assert content["points"][1]["seconds"] > 1e-3
@@ -314,7 +317,7 @@ def test_a_doctor_gives_links_and_memory(tmp_path: Path) -> None:
         return dict(zip(names, (latency, bandwidth), strict=True))
 
     content = {
-        "measured": {
+        "measures": {
             "hosts": [{"ranks": [0, 1], "memory_together": 3e10}],
             "links": {
                 "inside": [link(1e-6, 8e9)],
@@ -357,3 +360,24 @@ def test_a_bad_file_is_said(tmp_path: Path, text: str | None, said: str) -> None
         read_given(str(path))
     assert str(path) in str(error.value)
     assert ";" in str(error.value)
+
+
+@needs_simgrid
+def test_what_is_predicted_before_a_failure_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replay = Simulator.replay
+
+    def failing(self: Simulator, traces: Any, *args: Any) -> Any:
+        if len(traces) == 4:
+            raise BenchError("expected a replay, found none; look for it")
+        return replay(self, traces, *args)
+
+    monkeypatch.setattr(Simulator, "replay", failing)
+    path = tmp_path / "expected.json"
+    words = ["--network", "fat-tree", "--nodes", "1,2,4", "--gradients", "1MiB"]
+    done = command(*GIVEN, *words, "--json", str(path))
+    assert done.exit_code == 1
+    assert "found none" in done.output
+    points = json.loads(path.read_text())["points"]
+    assert [point["num_nodes"] for point in points] == [1, 2]
