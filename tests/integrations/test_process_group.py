@@ -35,8 +35,8 @@ FULL = pytest.mark.full
     "n", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3]
 )
 def test_rank_tests_pass(n: int) -> None:
-    names = "check_process_group.py", "check_built_on_groups.py"
-    files = [str(HERE / "ranks" / name) for name in names]
+    names = "process_group", "built_on_groups", "fsdp"
+    files = [str(HERE / "ranks" / f"check_{name}.py") for name in names]
     words = "-m", "tests.mpi.ranks", "--color=no", *files
     finished = launched(n, *words, timeout=300)
     assert finished.returncode == 0, "a rank test failed; see the report above"

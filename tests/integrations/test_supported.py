@@ -66,6 +66,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "DDP's hooks of Python": [(BUILT, "ddp_hooks_of_python_compress")],
     "FSDP2, FSDP1": [
         (GROUP, "fsdp2_and_dtensor_train"),
+        ("check_fsdp", "it_trains_as_on_gloo"),
         (GROUP, "fsdp1_trains"),
         (GROUP, "zero_redundancy_optimizer_trains"),
     ],

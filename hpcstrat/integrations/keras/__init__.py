@@ -3,7 +3,7 @@
 from hpcstrat.integrations.frameworks import require
 
 # Before its import, so that a missing or too old one is one sentence.
-require("keras", "3.8")
+require("keras", "3.10")
 
 # ruff: noqa: E402
 from hpcstrat.integrations.keras.batches import Batches

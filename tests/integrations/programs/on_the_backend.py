@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-import hpcstrat.integrations.torch as hst
+import hpcstrat.integrations.torch  # noqa: F401
 
 ROWS, EPOCHS = 480, 2
 
@@ -117,9 +117,9 @@ def accelerate() -> Any:
 
 
 def transformers() -> Any:
-    """Train by Hugging Face's Trainer, which takes the backend by its name."""
+    """Train by Hugging Face's Trainer, which takes the group that there is."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    hst.init_env()
+    dist.init_process_group("hpcstrat")
     from transformers import Trainer, TrainingArguments
 
     class Net(torch.nn.Module):
@@ -133,7 +133,6 @@ def transformers() -> Any:
     net = Net()
     options = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
-        ddp_backend="hpcstrat",
         use_cpu=True,
         per_device_train_batch_size=16,
         num_train_epochs=EPOCHS,

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcstrat.integrations.torch.process_group import BACKEND
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+dtensor = pytest.mark.skipif(
+    not hasattr(torch.distributed.tensor, "DTensor"), reason="torch before 2.5"
+)
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -127,6 +131,7 @@ def test_ddp_hooks_of_python_compress(job: Any) -> None:
     assert mean(model, own[0].float()) < mean(net().float(), own[0].float())
 
 
+@dtensor
 def test_dtensors_are_redistributed(job: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -158,6 +163,7 @@ def test_tensor_parallel_modules(job: Any) -> None:
     require_equal(stepped(model, batches), stepped(net(), batches))
 
 
+@dtensor
 def test_what_some_ranks_have_saved_others_read(job: Any, tmp_path: Any) -> None:
     """Divided among all ranks but the last, then among all."""
     from torch.distributed import checkpoint

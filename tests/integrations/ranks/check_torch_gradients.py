@@ -220,6 +220,8 @@ def test_gradients_of_two_kinds_are_an_error_on_all(strategy: Any, job: Any) -> 
     assert_usable(strategy, job)
 
 
+# A word of torch 2.4 on its own call.
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_are_reduced_once(
     strategy: Any, reentrant: bool, monkeypatch: Any
