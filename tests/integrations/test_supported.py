@@ -80,6 +80,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         (BUILT, "what_some_ranks_have_saved_others_read"),
     ],
     "`async_op=True`": [(BUILT, "calls_have_ended_when_they_return")],
+    "`torch.profiler`": [(BUILT, "profiler_shows_calls")],
     "PREMUL_SUM": [(GROUP, "what_cannot_be_says_so")],
     "DDP's built-in hooks": [(BUILT, "ddp_hooks_of_torch_itself")],
     "`monitored_barrier`": [(BUILT, "torch_has_for_its_own_backends")],

@@ -6,6 +6,7 @@ ranks call. All have ended when they return; only send and recv go on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -44,13 +45,20 @@ def _operation(what: str) -> Callable[[_Method], _Method]:
         @functools.wraps(method)
         def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
             bound = functools.partial(method, self, *args, **kwargs)
-            with torch.no_grad():
+            with torch.no_grad(), _recorded(what):
                 return self.collectives.call(what, bound)
 
         # Of no use to a compiler: it would break the graph at each line.
         return torch.compiler.disable(operation)
 
     return decorate
+
+
+def _recorded(what: str) -> Any:
+    """Show torch's profiler a call, as those of torch's own backends are shown."""
+    if not torch._C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"{BACKEND}:{what}")
 
 
 def _done(result: Any) -> Any:

@@ -194,6 +194,14 @@ def test_calls_have_ended_when_they_return(job: Any) -> None:
     assert work.get_future().then(lambda f: f.value()[0]).wait() is not None
 
 
+def test_the_profiler_shows_calls(job: Any) -> None:
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.broadcast(torch.ones(3), 0)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["hpcstrat:all_reduce"] == counts["hpcstrat:broadcast"] == 1
+
+
 def test_what_torch_has_for_its_own_backends_alone_says_so(job: Any) -> None:
     with pytest.raises((RuntimeError, ValueError), match="monitored"):
         dist.monitored_barrier()
