@@ -56,7 +56,7 @@ def refuse_torch(name: str, thing: Any) -> None:
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Refuse objects of which each rank of a job would write the same files."""
     size = launch_from_environment().size
-    if size == 1 or strategy.distributes:
+    if size == 1 or strategy.distributes or strategy.applies_elsewhere:
         return
     found, advice = f"those of {strategy!r}", "use MultiWorkerMirroredStrategy"
     if strategy.is_default:

@@ -517,6 +517,12 @@ class Optimizer(MadeTogether, ABC):
         ValueError
             If two variables that have state have the same name.
         """
+        if self.state and self.iterations.lies_elsewhere:
+            raise NotImplementedError(
+                f"expected an optimizer without state on parameter servers to save, "
+                f"found {type(self).__name__}, whose state is beside its variables; "
+                "save the variables alone"
+            )
         self._slots.forget_garbage(self._current)
         rest = self._accumulation.own | self._slots.named()
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}

@@ -87,6 +87,7 @@ class ServerVariable(Variable):
     ``assign`` and the like return the variable.
     """
 
+    lies_elsewhere = True
     _shards: list[_Shard]
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:

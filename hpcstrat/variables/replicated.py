@@ -350,7 +350,10 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     (num_replicas, ...): with ``own_rows`` this replica's, no copy.
     """
     # By the property of no variable: `value` would be a call for each.
-    results: list[Any] = [variable._view for variable in variables]
+    results: list[Any] = [
+        variable.value() if variable.lies_elsewhere else variable._view
+        for variable in variables
+    ]
     groups: dict[VariableAggregation, list[int]] = {}
     for index, variable in enumerate(variables):
         apart = own_rows and variable.aggregation is _NONE

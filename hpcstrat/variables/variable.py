@@ -67,6 +67,11 @@ class Variable(MadeTogether, ArrayOperators):
     aggregation : VariableAggregation or str
         How replicas' values are combined.
 
+    Attributes
+    ----------
+    lies_elsewhere : bool
+        Whether other ranks hold the value, so that ``component`` is a copy.
+
     Raises
     ------
     ValueError
@@ -74,6 +79,7 @@ class Variable(MadeTogether, ArrayOperators):
         floating; for a value that is no array.
     """
 
+    lies_elsewhere = False
     _strategy: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:

@@ -52,7 +52,10 @@ class Match:
             cast = value.astype(variable.dtype, copy=False)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
-        _store(variable.component, value)
+        if variable.lies_elsewhere:
+            variable.assign(value.astype(variable.dtype, copy=False))
+        else:
+            _store(variable.component, value)
 
     @property
     def divides(self) -> bool:

@@ -75,6 +75,8 @@ def live_bytes(match: Match) -> Array | None:
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None
+    if variable.lies_elsewhere:
+        return None
     component = variable.component
     fits = (
         component.dtype.name == match.entry.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -287,3 +288,31 @@ def test_each_worker_has_a_data_set_of_its_own(cluster: Cluster, job: Any) -> No
             coordinator.create_per_worker_dataset(lambda: 1 / 0)
 
     cluster.run(body)
+
+
+def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> None:
+    cluster = Cluster(job)
+    start = np.arange(21.0).reshape(7, 3)
+
+    def save(strategy: Any, coordinator: Any) -> None:
+        table = made(strategy, start, name="table")
+        count = made(strategy, np.int64(3), name="count")
+        coordinator.schedule(lambda: count.assign_add(np.int64(4))).fetch()
+        with strategy.scope():
+            hs.CheckpointManager(tmp_path, table=table, count=count).save(1)
+
+    def restore(strategy: Any, coordinator: Any) -> None:
+        table = made(strategy, np.zeros((7, 3)), name="table")
+        count = made(strategy, np.int64(0), name="count")
+        with strategy.scope():
+            hs.CheckpointManager(tmp_path, table=table, count=count).restore()
+        np.testing.assert_array_equal(table.numpy(), start)
+        assert coordinator.schedule(lambda: int(count.numpy())).fetch() == 7
+        with strategy.scope():
+            optimizer = hs.optimizers.Adam()
+        with strategy.scope(), pytest.raises(NotImplementedError, match="Adam"):
+            hs.CheckpointManager(tmp_path, optimizer=optimizer).save(2)
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(3)
+    cluster.run(save, variable_partitioner=partitioner)
+    cluster.run(restore)
