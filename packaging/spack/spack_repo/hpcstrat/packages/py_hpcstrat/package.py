@@ -26,6 +26,7 @@ class PyHpcstrat(PythonPackage):
     depends_on("py-hatchling@1.26:", type="build")
 
     depends_on("py-click@8.1:", type=("build", "run"))
+    depends_on("py-cloudpickle@3.0:", type=("build", "run"))
     depends_on("py-h5py@3.10:", type=("build", "run"))
     depends_on("py-mpi4py@4.1:", type=("build", "run"))
     depends_on("py-numpy@2.0:", type=("build", "run"))
