@@ -36,6 +36,8 @@ STEPS, WARM_UP = 15, 3
 WIRES = (("100mbit", 0), ("1gbit", 0), ("100mbit", 500), ("1gbit", 500))
 # A few milliseconds of the rate: the kernel hands over 64 KiB at once.
 BURSTS = {"100mbit": "64kb", "1gbit": "128kb"}
+# Long enough that nothing is dropped: TCP would wait, and send it again.
+QUEUE = "400ms"
 HOSTS = (2, 4, 8)
 WITHIN = 0.1
 
@@ -128,7 +130,7 @@ def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
         for number in range(1, count + 1):
             words = [str(hosts.folder / "hx"), f"node{number}", "tc", "qdisc"]
             words += ["replace", "dev", "eth0", "root", "tbf", "rate", rate]
-            words += ["burst", BURSTS[rate], "latency", "20ms"]
+            words += ["burst", BURSTS[rate], "latency", QUEUE]
             subprocess.run(words, check=True)
         yield hosts
 
@@ -216,7 +218,7 @@ def write(path: str, found: list[Point]) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--compute-ms", default=200.0, help="A step sleeps so long.")
 @click.option("--nbytes", default=1 << 20, help="Of the gradients in a step.")
-@click.option("--replicas", default=[1, 2], multiple=True, help="On each host.")
+@click.option("--replicas", default=[1], multiple=True, help="On each host.")
 @click.option("--mpi", type=click.Choice(["openmpi", "mpich"]), default="openmpi")
 @click.option("--json", "json_path", help="Write all figures there.")
 @click.option("--picture", help="Draw there; needs matplotlib.")
