@@ -16,10 +16,9 @@ FILES = sorted(map(str, HERE.glob("ranks/check_keras_*.py")))
 pytestmark = pytest.mark.framework("keras")
 
 # PyTorch, which compiles nothing, runs all of them on two ranks. Elsewhere what the
-# backends do each in their way, and what three ranks can do otherwise.
+# backends do each in their way.
 CHOSEN = {
     ("torch", 2): "",
-    ("torch", 3): "one_process or moving or divisors or goes_on",
     ("jax", 2): "fit_is or own or infinite or moving or masked or of_all or goes_on",
     ("tensorflow", 2): "fit_is or own or infinite or masked or of_all or goes_on",
 }
