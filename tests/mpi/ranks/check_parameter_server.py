@@ -81,12 +81,13 @@ def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) ->
         time.sleep(0.02)
 
     def fail() -> None:
-        time.sleep(0.1)
+        # Until all are scheduled, also where cores are short.
+        time.sleep(0.5)
         raise KeyError("of the function")
 
     def body(strategy: Any, coordinator: Any) -> None:
         first = coordinator.schedule(fail)
-        rest = [coordinator.schedule(slow) for _ in range(20)]
+        rest = [coordinator.schedule(slow) for _ in range(60)]
         with pytest.raises(KeyError, match="of the function") as caught:
             coordinator.join()
         assert "raised on rank" in caught.value.__notes__[0]
