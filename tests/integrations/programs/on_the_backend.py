@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpcstrat.integrations.torch  # noqa: F401
 
@@ -64,13 +64,17 @@ def lightning_trainer() -> Any:
         accelerator="cpu",
         devices=int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
         strategy=strategy,
+        # Its own would shuffle the rows.
+        use_distributed_sampler=False,
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, DataLoader(data(), 16))
+    ranks = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("SIZE", "RANK"))
+    sampler = DistributedSampler(data(), *ranks, shuffle=False)
+    trainer.fit(net, DataLoader(data(), 16, sampler=sampler))
     return net.line
 
 
