@@ -1,10 +1,10 @@
 """Lanes of tests: jobs that mostly wait run beside those that compute.
 
 On two cores the jobs of the rank tests leave little idle, but a job in which a rank has
-left, and the others wait for a limit, does. So the whole suite runs in three processes
-of pytest-xdist: one for what waits, two for the rest, of which one computes while the
-other starts a job or ends one. A lane that has ended takes tests from the end of the
-others'. Each test is reported by itself, and a time limit prints stacks.
+left, and the others wait for a limit, does. So the whole suite runs in two processes of
+pytest-xdist, one for each lane; a lane that has ended takes tests from the end of the
+other. With a third one, jobs of ranks that wait for each other's cores took twice as
+long. Each test is reported by itself, and a time limit prints stacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-NUM_LANES = 3
+NUM_LANES = 2
 # Their jobs leave the cores alone most of the time.
 WAITING = (
     "tests/cluster/",

@@ -18,7 +18,9 @@ FILES = sorted(map(str, HERE.glob("ranks/check_torch_*.py")))
 
 
 @pytest.mark.framework("torch")
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize(
+    "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
+)
 def test_rank_tests_pass(n: int) -> None:
     command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *FILES]
     finished = testing.launch(n, command, timeout=300)
