@@ -27,6 +27,9 @@ _BYTES_PER_SECOND = 1e9
 _TAG = 13
 # Of memory that is kept.
 _MOST_SIZES = 8
+# Over TCP, MPI sends more than 64 KiB only when the other rank has answered, and that
+# answer stands in the queue behind the data of other messages.
+_EAGER_BYTES = 48 << 10
 
 
 class Exchange:
@@ -149,13 +152,17 @@ class PatientComm:
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> Exchange:
-        """Start to send arrays to ranks, and to receive those of others; in order.
+        """Start to send bytes to ranks, and to receive those of others; in order.
 
-        Not collective. What two ranks exchange with a tag is matched in the order in
-        which they start it.
+        Not collective. Arrays of uint8, of which both ranks know the sizes. What two
+        ranks exchange with a tag is matched in the order in which they start it.
         """
-        requests = [self._comm.Irecv(array, r, tag) for r, array in received.items()]
-        requests += [self._comm.Isend(array, r, tag) for r, array in sent.items()]
+        receive, send, requests = self._comm.Irecv, self._comm.Isend, list[Any]()
+        for calls, arrays in ((receive, received), (send, sent)):
+            for rank, array in arrays.items():
+                for start in range(0, array.nbytes, _EAGER_BYTES):
+                    message = array[start : start + _EAGER_BYTES]
+                    requests.append(calls(message, rank, tag))
         return Exchange(requests, (sent, received), self._exchanges)
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
