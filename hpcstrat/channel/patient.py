@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.awaited import Message
+from hpcstrat.channel.awaited import Awaited, Message
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["PIECE_BYTES", "Exchange", "PatientComm"]
@@ -33,23 +33,26 @@ _EAGER_BYTES = 48 << 10
 
 
 class Exchange:
-    """Messages to and from ranks, under way; for `Channel.wait`."""
+    """Calls of MPI under way, with the arrays that they use; for `Channel.wait`."""
 
-    def __init__(self, requests: list[Any], arrays: Any, kept: set[Exchange]) -> None:
-        self._requests, self._arrays, self._kept = requests, arrays, kept
-        self._test = type(requests[0]).Testall if requests else None
-        # MPI may write into the arrays even where an error leaves this half-made.
+    def __init__(self, arrays: Any, kept: set[Exchange]) -> None:
+        # One by one, to be kept where it is left between them: MPI may write into the
+        # arrays even then.
+        self.requests: list[Any] = []
+        self._arrays, self._kept = arrays, kept
         kept.add(self)
 
     def agreed(self) -> bool:
-        """Whether all of them have come and gone."""
-        if self._test is not None and self._test(self._requests):
-            self._test, self._arrays = None, None
+        """Whether all of them are complete."""
+        requests = self.requests
+        if requests and type(requests[0]).Testall(requests):
+            self.requests = requests = []
+        if not requests:
             self._kept.discard(self)
-        return self._test is None
+        return not requests
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` until they have: it is not asked whose are missing."""
+        """Return ``[-1]`` until they are: it is not asked whose are missing."""
         return [] if self.agreed() else [-1]
 
 
@@ -70,18 +73,19 @@ class PatientComm:
         self.size: int = comm.size
         # Kept where it is left, for MPI may still write into its memory.
         self._request: Any = None
-        self._started: list[Any] = []
-        self._sent: Any = None
         self._exchanges: set[Exchange] = set()
         # Memory for what comes, used again: by its size, what nobody uses now.
         self._rooms: dict[int, list[Any]] = {}
 
     def _done(self, nbytes: int = 0) -> None:
+        self._finish(Message(self._request), nbytes)
+
+    def _finish(self, awaited: Awaited, nbytes: int) -> None:
         # Data that moves takes the processor in any case.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
-        while not self._request.Test():
+        while not awaited.agreed():
             if time.monotonic() > end:
-                self._wait(Message(self._request))
+                self._wait(awaited)
                 break
         self._topology.moves += 1
 
@@ -97,10 +101,7 @@ class PatientComm:
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         """Combine the arrays of all ranks."""
-        # A request keeps no array that is sent.
-        self._sent = send
-        self._request = self._comm.Iallreduce(send, receive, op)
-        self._done(receive.nbytes)
+        self._finish(self.Iallreduce(send, receive, op), receive.nbytes)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Give all ranks the arrays of all; ``receive`` begins with an array."""
@@ -138,16 +139,8 @@ class PatientComm:
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
         """Send arrays to ranks, and receive those of others; not collective."""
-        arrays = [*received.values(), *sent.values()]
-        self._started = []
-        # One by one, to be kept where it is left between them.
-        for rank, array in received.items():
-            self._started.append(self._comm.Irecv(array, rank, tag))
-        for rank, array in sent.items():
-            self._started.append(self._comm.Isend(array, rank, tag))
-        for request, array in zip(self._started, arrays, strict=True):
-            self._request = request
-            self._done(array.nbytes)
+        nbytes = sum(a.nbytes for part in (sent, received) for a in part.values())
+        self._finish(self._start(sent, received, tag, max(nbytes, 1)), nbytes)
 
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
@@ -157,18 +150,30 @@ class PatientComm:
         Not collective. Arrays of uint8, of which both ranks know the sizes. What two
         ranks exchange with a tag is matched in the order in which they start it.
         """
-        receive, send, requests = self._comm.Irecv, self._comm.Isend, list[Any]()
-        for calls, arrays in ((receive, received), (send, sent)):
+        return self._start(sent, received, tag, _EAGER_BYTES)
+
+    def _start(
+        self,
+        sent: Mapping[int, Any],
+        received: Mapping[int, Any],
+        tag: int,
+        most: int,
+    ) -> Exchange:
+        """Start messages of at most so many bytes."""
+        exchange = Exchange((sent, received), self._exchanges)
+        calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
+        for call, arrays in calls:
             for rank, array in arrays.items():
-                for start in range(0, array.nbytes, _EAGER_BYTES):
-                    message = array[start : start + _EAGER_BYTES]
-                    requests.append(calls(message, rank, tag))
-        return Exchange(requests, (sent, received), self._exchanges)
+                for start in range(0, array.nbytes, most):
+                    message = array[start : start + most]
+                    exchange.requests.append(call(message, rank, tag))
+        return exchange
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
         """Start to combine the arrays of all ranks; collective."""
-        request = self._comm.Iallreduce(send, receive, op)
-        return Exchange([request], (send, receive), self._exchanges)
+        exchange = Exchange((send, receive), self._exchanges)
+        exchange.requests.append(self._comm.Iallreduce(send, receive, op))
+        return exchange
 
     def take_room(self, nbytes: int) -> Any:
         """Return memory that nothing else uses until `give_room` gets it."""

@@ -202,6 +202,9 @@ class Server:
         """
         cluster = _Cluster(self._wish, self._resolver, self._num_ps)
         if cluster.coordinates:
+            # The others serve already, and wait for this rank.
+            cluster.end(closes=True)
+            cluster.close()
             raise ValueError(
                 f"expected a rank other than the coordinator, found rank {cluster.rank}"
                 "; make a ParameterServerStrategy there"

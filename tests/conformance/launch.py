@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Outcome", "environment", "launcher", "num_ranks", "replay"]
+__all__ = ["Outcome", "num_ranks", "replay", "run_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # How long the other ranks may go on after the first one has ended a case.
@@ -55,7 +55,7 @@ def num_ranks(case: dict[str, Any]) -> int:
     return max(sizes)
 
 
-def launcher() -> list[str]:
+def _launcher() -> list[str]:
     """Return the command that starts ranks, with its fixed options.
 
     The one of the running interpreter's environment comes first: mpi4py is bound to
@@ -138,14 +138,13 @@ class _Job:
                 _Tail(directory / f"rank{rank}.jsonl") for rank in range(self.size)
             ]
             output = directory / "output.txt"
-            command = [*launcher(), "-n", str(self.size), sys.executable, "-m"]
+            command = [*_launcher(), "-n", str(self.size), sys.executable, "-m"]
             command += ["tests.conformance.worker", str(directory / "job.json")]
             with output.open("wb") as file:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    # A killed mpirun leaves files that stop a later one of its number.
-                    env=environment() | {"PRTE_MCA_prte_tmpdir_base": name},
+                    env=_environment(name),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -255,8 +254,8 @@ class _Job:
         return outcomes
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a job."""
+def _environment(folder: str) -> dict[str, str]:
+    """Return the environment of a job whose files lie in a folder."""
     env = {
         key: value
         for key, value in os.environ.items()
@@ -266,7 +265,29 @@ def environment() -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(paths)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         env[name] = "1"
+    # A killed mpirun leaves files that stop a later one of its number.
+    env["PRTE_MCA_prte_tmpdir_base"] = folder
     return env
+
+
+def run_job(
+    size: int, *words: str, folder: str, limit_seconds: float, survives: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m WORDS`` on so many ranks; ``TimeoutExpired`` after the limit.
+
+    ``folder`` is temporary. The ranks go on where one dies, if the job ``survives``.
+    """
+    command = [*_launcher(), *(["--with-ft", "ulfm"] if survives else [])]
+    return subprocess.run(
+        [*command, "-n", str(size), sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=_environment(folder),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_seconds,
+        check=False,
+    )
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hpcstrat as hs
-from tests.conformance.launch import ROOT, Outcome, environment, launcher
+from tests.conformance.launch import Outcome, run_job
 
 __all__ = ["main", "replay_jobs"]
 
@@ -31,22 +31,13 @@ def replay_jobs(case: dict[str, Any], limit_seconds: float) -> Outcome:
             folder = Path(name, f"job{number}")
             folder.mkdir()
             job = {**step, "checkpoints": f"{name}/checkpoints", "told": str(folder)}
-            command = [*launcher(), "-n", str(step["workers"]), sys.executable, "-m"]
-            command += ["tests.conformance.preempted", json.dumps(job)]
+            words = "tests.conformance.preempted", json.dumps(job)
+            size = step["workers"]
             try:
-                ended = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=environment() | {"PRTE_MCA_prte_tmpdir_base": name},
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=limit_seconds,
-                    check=False,
-                )
+                ended = run_job(size, *words, folder=name, limit_seconds=limit_seconds)
             except subprocess.TimeoutExpired:
                 return Outcome([], f"step {number} hangs: {limit_seconds:g} s")
-            files = [folder / f"{rank}.json" for rank in range(step["workers"])]
+            files = [folder / f"{rank}.json" for rank in range(size)]
             if not all(file.exists() for file in files):
                 return Outcome([], f"step {number} ended early:\n{ended.stderr}")
             seen = [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from tests.conformance.launch import ROOT, Outcome, environment, launcher
+from tests.conformance.launch import Outcome, run_job
 from tests.conformance.session import (
     InvalidArgumentError,
     VocabularyError,
@@ -60,19 +60,14 @@ def _job(
         folder = Path(name)
         job = {"cases": cases, "survives": survives}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        command = [*launcher(), *(["--with-ft", "ulfm"] if survives else [])]
-        command += ["-n", str(size), sys.executable, "-m"]
-        command += ["tests.conformance.served", name]
         try:
-            ended = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment() | {"PRTE_MCA_prte_tmpdir_base": name},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=limit_seconds,
-                check=False,
+            ended = run_job(
+                size,
+                "tests.conformance.served",
+                name,
+                folder=name,
+                limit_seconds=limit_seconds,
+                survives=survives,
             )
             said = f"exit code {ended.returncode}:\n{ended.stderr[-1500:]}"
         except subprocess.TimeoutExpired:

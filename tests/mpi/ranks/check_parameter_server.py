@@ -134,6 +134,14 @@ def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
     cluster.run(body)
 
 
+def test_a_coordinator_that_would_serve_leaves_nobody_waiting(job: Any) -> None:
+    if job.rank:
+        hs.Server().join()
+        return
+    with pytest.raises(ValueError, match="other than the coordinator, found rank 0"):
+        hs.Server().join()
+
+
 def test_many_writers_lose_no_update_and_readers_see_whole_ones(
     cluster: Cluster,
 ) -> None:
