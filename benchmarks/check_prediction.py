@@ -8,14 +8,15 @@ It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``. On two 
 it measures latency and bandwidth, and on one what a replica's step takes; from these
 figures alone, the simulation of `hpcstrat bench predict` says what a step takes on 2, 4
 and 8 hosts, where it then is measured. All hosts share this machine's cores, so that a
-step sleeps instead of computing, and wires are so slow that the cores keep up. What a
-wire lets pass at once after a rest is small here: no cable does that at all.
+step sleeps instead of computing, and wires are so slow that the cores keep up: how busy they were
+while nobody computed is told with each point. What a wire lets pass at once after a rest is small here: no cable does that at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -56,6 +57,8 @@ class Point:
     nbytes: int
     predicted_seconds: float
     measured_seconds: list[float]
+    # What all processes of the machine took in a step.
+    cores_seconds: float
 
     @property
     def error(self) -> float:
@@ -68,6 +71,12 @@ class Point:
         measured = statistics.median(self.measured_seconds)
         computing = self.compute_seconds
         return (self.predicted_seconds - computing) / (measured - computing) - 1
+
+    @property
+    def busy(self) -> float:
+        """The share of the cores' time that was taken while nobody computed."""
+        summing = statistics.median(self.measured_seconds) - self.compute_seconds
+        return self.cores_seconds / summing / (os.cpu_count() or 1)
 
 
 def measure_link() -> tuple[float, float]:
@@ -101,8 +110,11 @@ def _trip(comm: Any, nbytes: int, count: int) -> float:
     return statistics.median(taken[2:])
 
 
-def measure_steps(compute_seconds: float, nbytes: int) -> list[float]:
-    """Return the times of steps, each that of the slowest rank; called on each."""
+def measure_steps(compute_seconds: float, nbytes: int) -> tuple[list[float], float]:
+    """Return the times of steps, each that of the slowest rank, and what cores worked.
+
+    Called on each; the second is that of all processes of the machine, for a step.
+    """
     import hpcstrat as hs
 
     with hs.MultiWorkerMirroredStrategy() as strategy:
@@ -113,12 +125,23 @@ def measure_steps(compute_seconds: float, nbytes: int) -> list[float]:
             return hs.get_replica_context().all_reduce("sum", gradient)
 
         taken = []
-        for _ in range(WARM_UP + STEPS):
+        for number in range(WARM_UP + STEPS):
+            if number == WARM_UP:
+                worked = _worked_seconds()
             start = time.perf_counter()
             strategy.run(step)
             taken.append(time.perf_counter() - start)
+        worked = (_worked_seconds() - worked) / STEPS
         every = strategy.gather(np.array([taken[WARM_UP:]]), axis=0)
-        return list(np.max(every, axis=0))
+        return list(np.max(every, axis=0)), worked
+
+
+def _worked_seconds() -> float:
+    """Return what all cores have worked since the start of the machine."""
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -147,7 +170,7 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
         for each in options["replicas"]:
             with connected(2, rate, delay) as hosts:
                 latency, speed = hosts.run([each, each], measure_link)[0]
-                taken = hosts.run([each], measure_steps, compute, nbytes)[0]
+                taken, _ = hosts.run([each], measure_steps, compute, nbytes)[0]
             alone = statistics.median(taken)
             shapes = ((nbytes // 4,),)
             # What is copied and added inside of a host has a speed, too.
@@ -160,7 +183,9 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
             computing = compute if copied else alone
             for count in HOSTS:
                 with connected(count, rate, delay) as hosts:
-                    taken = hosts.run([each] * count, measure_steps, compute, nbytes)[0]
+                    taken, worked = hosts.run(
+                        [each] * count, measure_steps, compute, nbytes
+                    )[0]
                 predicted = predict_point(
                     Step(computing, shapes),
                     Job(count, each),
@@ -171,6 +196,7 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
                     *(rate, delay, count, each, latency, speed, computing, nbytes),
                     predicted.step_seconds,
                     taken,
+                    worked,
                 )
 
 
@@ -210,7 +236,8 @@ def write(path: str, found: list[Point]) -> None:
     from mpi4py import MPI
     from report import environment
 
-    rows = [asdict(p) | {"error": p.error, "sum_error": p.sum_error} for p in found]
+    rows = [asdict(p) | {"error": p.error, "sum_error": p.sum_error, "busy": p.busy}
+        for p in found]
     content = {"environment": environment(MPI), "points": rows}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -237,7 +264,7 @@ def main(**options: Any) -> None:
                 f"{point.replicas_per_host}: predicted "
                 f"{1e3 * point.predicted_seconds:7.1f} ms, measured "
                 f"{1e3 * measured:7.1f} ms, error {point.error:+6.1%}, of the sum "
-                f"{point.sum_error:+6.1%}"
+                f"{point.sum_error:+6.1%}, cores {point.busy:.0%} busy"
             )
             if options["json_path"]:
                 write(options["json_path"], found)
