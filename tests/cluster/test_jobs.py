@@ -97,7 +97,7 @@ MODULE = 'module() { echo "$*"; [[ $2 == there ]] && export FROM_MODULE=yes; }'
 def test_a_launch_is_checked(slurm: Slurm, tmp_path: Path) -> None:
     """Right; under a --mpi of another library; and with what is missing."""
     right = slurm.submit(tmp_path, "smoke.sbatch")
-    other = "pmi2" if is_open_mpi() else "pmix"
+    other = "pmi2" if is_open_mpi() else "none"
     wrong = slurm.submit(tmp_path, "smoke.sbatch", SLURM_MPI_TYPE=other)
     unknown = slurm.submit(tmp_path, "smoke.sbatch", SLURM_MPI_TYPE="openmpi")
     none = slurm.submit(tmp_path, "smoke.sbatch", SITE_VENV="nowhere")
