@@ -8,8 +8,9 @@ It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``. On two 
 it measures latency and bandwidth, and on one what a replica's step takes; from these
 figures alone, the simulation of `hpcstrat bench predict` says what a step takes on 2, 4
 and 8 hosts, where it then is measured. All hosts share this machine's cores, so that a
-step sleeps instead of computing, and wires are so slow that the cores keep up: how busy they were
-while nobody computed is told with each point. What a wire lets pass at once after a rest is small here: no cable does that at all.
+step sleeps instead of computing; how busy the cores were while nobody computed is told
+with each point: where they are, the wires are not what limits. What a wire lets pass at
+once after a rest is small here: no cable does that at all.
 """
 
 from __future__ import annotations
@@ -236,8 +237,10 @@ def write(path: str, found: list[Point]) -> None:
     from mpi4py import MPI
     from report import environment
 
-    rows = [asdict(p) | {"error": p.error, "sum_error": p.sum_error, "busy": p.busy}
-        for p in found]
+    rows = [
+        asdict(p) | {"error": p.error, "sum_error": p.sum_error, "busy": p.busy}
+        for p in found
+    ]
     content = {"environment": environment(MPI), "points": rows}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
