@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         SharedMemoryAllReduce as SharedMemoryAllReduce,
     )
     from hpcstrat.settings import Settings as Settings
+    from hpcstrat.strategies import CentralStorageStrategy as CentralStorageStrategy
     from hpcstrat.strategies import MirroredStrategy as MirroredStrategy
     from hpcstrat.strategies import MultiWorkerMirroredStrategy as _MultiWorker
     from hpcstrat.strategies import OneDeviceStrategy as OneDeviceStrategy
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from hpcstrat.values import DistributedValues as DistributedValues
     from hpcstrat.values import Mirrored as Mirrored
     from hpcstrat.values import PerReplica as PerReplica
+    from hpcstrat.variables import CentralVariable as CentralVariable
     from hpcstrat.variables import MirroredVariable as MirroredVariable
     from hpcstrat.variables import SyncOnReadVariable as SyncOnReadVariable
     from hpcstrat.variables import Variable as Variable
@@ -168,6 +170,7 @@ _NAMES = {
     "randomness": ("RandomStreams",),
     "settings": ("Settings",),
     "strategies": (
+        "CentralStorageStrategy",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
@@ -184,7 +187,12 @@ _NAMES = {
     "topology.topology": ("Topology",),
     "logs": ("get_logger", "print_once"),
     "values": ("DistributedValues", "Mirrored", "PerReplica"),
-    "variables": ("MirroredVariable", "SyncOnReadVariable", "Variable"),
+    "variables": (
+        "CentralVariable",
+        "MirroredVariable",
+        "SyncOnReadVariable",
+        "Variable",
+    ),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

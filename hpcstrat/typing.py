@@ -49,6 +49,9 @@ class Replicas(Protocol):
     @property
     def puts_on_gpu(self) -> bool: ...
 
+    @property
+    def is_central(self) -> bool: ...
+
     # The classes of these three lie above this module.
     @property
     def collectives(self) -> Any: ...

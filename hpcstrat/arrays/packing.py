@@ -28,6 +28,7 @@ __all__ = [
     "pack",
     "plan",
     "side_by_side",
+    "spans_of",
     "unpack",
     "wire_dtype",
 ]
@@ -99,7 +100,7 @@ def cut(
                 continue
             size = min(room, bucket.size - done)
             start = used // dtype.itemsize
-            spans = _spans(bucket, done, done + size, start - done)
+            spans = spans_of(bucket, done, done + size, start - done)
             runs.append(Run(dtype, start, size, spans))
             done += size
             used += size * dtype.itemsize
@@ -108,10 +109,13 @@ def cut(
         yield tuple(runs)
 
 
-def _spans(
+def spans_of(
     bucket: Bucket, low: int, high: int, shift: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the parts of a bucket's arrays between two of its elements."""
+    """Return the parts of a bucket's arrays between two of its elements.
+
+    As a run has them; ``shift`` leads from an element of the bucket to its place.
+    """
     starts = [start for start, _, _ in bucket.parts]
     spans = []
     for place in range(bisect.bisect_right(starts, low) - 1, len(starts)):

@@ -27,7 +27,7 @@ from hpcstrat.layers.moments import (
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.strategies import Strategy
 from hpcstrat.typing import Array, ArrayLike
-from hpcstrat.variables import Variable
+from hpcstrat.variables import Variable, class_of_own
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -104,8 +104,9 @@ class SyncBatchNormalization(MadeTogether):
             "synchronization": VariableSynchronization.ON_READ,
             "aggregation": VariableAggregation.MEAN,
         }
-        self.moving_mean = Variable(zeros, name=f"{name}/moving_mean", **moving)
-        self.moving_variance = Variable(ones, name=f"{name}/moving_variance", **moving)
+        own = class_of_own()
+        self.moving_mean = own(zeros, name=f"{name}/moving_mean", **moving)
+        self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
         # For backward: centered values, inverse deviations, type of the result, and the

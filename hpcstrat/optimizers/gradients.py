@@ -167,14 +167,18 @@ def sum_of_squares(array: Array) -> Any:
     return total
 
 
-def clip_to_norm(arrays: Sequence[Array], limit: float) -> float:
+def clip_to_norm(
+    arrays: Sequence[Array], limit: float, norm: float | None = None
+) -> float:
     """Scale arrays in place to a norm over all of them, and return the norm before.
 
+    ``norm`` is that, where it is known, as of arrays of which other ranks have parts.
     Where it is not finite, all elements become NaN, so that a broken step is seen, as
     tf.clip_by_global_norm does. Pascanu, Mikolov and Bengio, On the difficulty of
     training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
-    norm = math.sqrt(sum(sum_of_squares(array) for array in arrays))
+    if norm is None:
+        norm = math.sqrt(sum(sum_of_squares(array) for array in arrays))
     # Also where it is NaN.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from hpcstrat.optimizers.gradients import (
     require_gradients,
     require_names,
     scale,
+    sum_of_squares,
 )
 from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
 from hpcstrat.optimizers.parameters import (
@@ -35,13 +37,14 @@ from hpcstrat.optimizers.parameters import (
     Target,
     require_options,
 )
-from hpcstrat.optimizers.routine import Routine
+from hpcstrat.optimizers.routine import Routine, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
+from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array, Replicas
-from hpcstrat.variables import HostValue, Variable
+from hpcstrat.variables import HostValue, Variable, class_of_own
 
 __all__ = ["Optimizer"]
 
@@ -117,7 +120,7 @@ class Optimizer(MadeTogether, ABC):
         self._op = ReduceOp.from_variable_aggregation(aggregation)
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
-        self.iterations = Variable(
+        self.iterations = class_of_own(on_read=False)(
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
@@ -340,7 +343,7 @@ class Optimizer(MadeTogether, ABC):
             pairs = self._filling.filled(collectives, pairs, *shares)
             require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
-        routine = Routine(get_strategy(), present, self._label(pairs))
+        routine = self._planned(present, self._label(pairs))
         updated = self._combine_and_update(collectives, present, routine)
         # Another step of the kind need not be checked and named again.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
@@ -350,12 +353,25 @@ class Optimizer(MadeTogether, ABC):
             routine.repeat(self._op)
         return updated
 
+    def _planned(self, pairs: Pairs, label: str) -> Routine:
+        """Return what is to be done with gradients of these kinds."""
+        strategy = get_strategy()
+        routine = Routine(strategy, pairs, label)
+        if strategy.is_central and strategy.num_replicas_in_sync > 1:
+            by_elements = is_of_elements(type(self))
+            routine.slices = StepSlices(
+                strategy, pairs, label, self._op, by_elements=by_elements
+            )
+        return routine
+
     def _combine_and_update(
         self, collectives: Collectives, pairs: Pairs, routine: Routine
     ) -> bool:
         rate = self._rate(collectives)
         gradients: list[Any] = [gradient for gradient, _ in pairs]
-        if routine.again is None:
+        if routine.slices is not None:
+            reduced = routine.slices.reduce(gradients)
+        elif routine.again is None:
             reduced = collectives.batch_reduce(self._op, gradients, routine.label)
         else:
             reduced = collectives.reduce_again(routine.again, gradients)
@@ -366,27 +382,17 @@ class Optimizer(MadeTogether, ABC):
         self, reduced: list[Any], pairs: Pairs, routine: Routine, rate: float
     ) -> bool:
         """Update variables with combined gradients; quiet, as the sums of them are."""
-        policy = routine.non_finite
-        if not routine.targets:
+        slices = routine.slices
+        if not routine.begun and slices is None:
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
-        if policy == "off":
-            finite = True
-        elif routine.again is None:
-            finite = are_finite(reduced, self._slots.tables)
-        elif routine.flat is None:
-            finite = all_finite(reduced)
-        else:
-            finite = is_finite(routine.flat)
-        if not finite:
-            # A combined gradient has the same bits on every replica: all decide alike.
-            strategy = get_strategy()
-            if self._non_finite.refuses(policy, strategy, pairs, reduced):
-                return False
-        if not routine.targets:
+        if routine.non_finite != "off" and self._refuses(reduced, pairs, routine):
+            return False
+        if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(variable) for _, variable in pairs]
+            targets = targets if slices is None else slices.cut(targets)
             routine.begin(self, targets, reduced)
         # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
@@ -394,11 +400,37 @@ class Optimizer(MadeTogether, ABC):
             step.rate, step.number = rate, number
         if routine.on_device is not None:
             routine.on_device.update(reduced, self._mean, self._limit)
-        else:
+        elif slices is None:
             self._update_all(reduced, routine)
+        else:
+            # The others wait for this rank's slice.
+            with get_strategy().collectives.all_raise(routine.label):
+                self._update_all(reduced, routine)
+            slices.finish()
         # Last: an error in a rule leaves the count as it was.
         self.iterations.component[...] = number
         return True
+
+    def _refuses(self, reduced: list[Any], pairs: Pairs, routine: Routine) -> bool:
+        """Return whether a step is left out, since its gradients are not finite."""
+        strategy, slices = get_strategy(), routine.slices
+        if routine.again is None:
+            finite = are_finite(reduced, self._slots.tables)
+        elif routine.flat is None:
+            finite = all_finite(reduced)
+        else:
+            finite = is_finite(routine.flat)
+        if slices is not None:
+            finite = not slices.total(float(not finite))
+        if finite:
+            return False
+        if slices is not None:
+            # All of them, to say which it is.
+            given = [gradient for gradient, _ in pairs]
+            reduced = strategy.collectives.batch_reduce(self._op, given, routine.label)
+        # A combined gradient has the same bits on every replica: all decide alike.
+        policy = routine.non_finite
+        return self._non_finite.refuses(policy, strategy, pairs, reduced)
 
     def _rate(self, collectives: Collectives) -> float:
         rate = self.learning_rate
@@ -413,7 +445,7 @@ class Optimizer(MadeTogether, ABC):
 
     def _update_all(self, gradients: list[Any], routine: Routine) -> None:
         if self._limit is not None or self._mean != 1:
-            self._condition(gradients)
+            self._condition(gradients, routine.slices)
         for bundle in routine.bundles:
             bundle.update(self, gradients)
         for index in routine.apart:
@@ -431,12 +463,18 @@ class Optimizer(MadeTogether, ABC):
         calls = max(1, self._accumulation.calls)
         return 1 / calls if self._op is ReduceOp.MEAN else 1.0
 
-    def _condition(self, gradients: Sequence[Gradient]) -> None:
+    def _condition(
+        self, gradients: Sequence[Gradient], slices: StepSlices | None
+    ) -> None:
         """Scale and clip combined gradients, in place."""
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
         scale(arrays, self._mean)
-        if self._limit is not None:
-            clip_to_norm(arrays, self._limit)
+        if self._limit is None:
+            return
+        norm = None
+        if slices is not None:
+            norm = math.sqrt(slices.total(sum(map(sum_of_squares, arrays))))
+        clip_to_norm(arrays, self._limit, norm)
 
     def _target(self, variable: Variable) -> Target:
         """Return the arrays of a variable and its state, which is made if need be."""

@@ -11,12 +11,13 @@ from hpcstrat.arrays.kinds import is_device
 from hpcstrat.arrays.packing import side_by_side
 from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Step, Target
+from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.options import ReduceOp
 from hpcstrat.reduction.reduction_plan import Repetition
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
-__all__ = ["Bundle", "Routine"]
+__all__ = ["Bundle", "Routine", "is_of_elements"]
 
 # Up to so many elements it takes less time to copy arrays there and back than to call
 # NumPy for each: a step of 20 arrays of 4,096 takes half the time, of 64 a quarter. A
@@ -64,7 +65,7 @@ class Bundle:
             whole[...] = view
 
 
-def _is_of_elements(kind: type) -> bool:
+def is_of_elements(kind: type) -> bool:
     """Whether the rule of a class is known to treat each element by itself.
 
     A subclass may have another rule than its base.
@@ -80,7 +81,7 @@ def _is_of_elements(kind: type) -> bool:
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
     """Return the small variables of each type, those that decay apart from the rest."""
     groups: dict[Any, list[list[int]]] = {}
-    if not _is_of_elements(type(rule)):
+    if not is_of_elements(type(rule)):
         return []
     sizes = [wholes[0].size for _, wholes in targets]
     for index, (step, wholes) in enumerate(targets):
@@ -115,7 +116,10 @@ class Routine:
         self.non_finite: str = strategy.settings.non_finite
         # How the gradients are summed after the first step, if they are of NumPy.
         self.again: Repetition | None = None
-        # For each gradient; empty before the first step.
+        # What this rank updates, in central storage; None elsewhere.
+        self.slices: StepSlices | None = None
+        # For each gradient, or slice of one; they are there from the first step on.
+        self.begun = False
         self.targets: list[Target] = []
         # Those that tell rules of the rate: of bundles, and of variables apart.
         self.steps: list[Step] = []
@@ -127,7 +131,7 @@ class Routine:
 
     def begin(self, rule: Any, targets: list[Target], gradients: Sequence[Any]) -> None:
         """Take the variables and their state, which the first step has made."""
-        self.targets = targets
+        self.begun, self.targets = True, targets
         if any(is_device(wholes[0]) for _, wholes in targets):
             self.on_device = DeviceStep(rule, rule._slots.tables, targets, gradients)
             self.steps = [step for step, _ in targets]
@@ -142,7 +146,7 @@ class Routine:
 
     def repeat(self, op: ReduceOp) -> None:
         """Let the sums of further steps be made as before, without any look at them."""
-        if self.on_device is not None:
+        if self.on_device is not None or self.slices is not None:
             return
         flat, results = None, None
         if len(self.bundles) == 1 and not self.apart:

@@ -21,7 +21,7 @@ from hpcstrat.gpu.optimizer_steps.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array, Replicas
-from hpcstrat.variables import HostValue, Variable
+from hpcstrat.variables import HostValue, Variable, class_of_own
 
 __all__ = ["Slots", "file_names", "spellings", "unescaped"]
 
@@ -70,8 +70,14 @@ class Slots:
         """
         slot = self.find(kind, variable)
         if slot is None:
-            module = array_module(variable.component)
-            array = module.full(variable.shape, initial, variable.dtype)
+            component = variable.component
+            if is_device(component):
+                full = array_module(component).full
+                array = full(variable.shape, initial, variable.dtype)
+            else:
+                # One element stands for all: the variable itself takes memory.
+                element = np.full((), initial, variable.dtype)
+                array = np.broadcast_to(element, variable.shape)
             slot = self.make(kind, variable, array)
         return slot
 
@@ -86,9 +92,9 @@ class Slots:
         restored value has another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
-        slot = self._claimed(name, strategy, array, is_sum)
+        slot = self._claimed(name, strategy, array, is_sum=is_sum, each_has=is_sum)
         if slot is None:
-            slot = _made(name, strategy, array, is_sum=is_sum)
+            slot = _made(name, strategy, array, is_sum=is_sum, each_has=is_sum)
         owned = self._owned.get(id(variable))
         if owned is None:
             # Not a method, which would keep all of this alive.
@@ -104,13 +110,23 @@ class Slots:
         Collective over the strategy's replicas, where it has not been restored.
         """
         zero = np.zeros((), np.int64)
-        slot = self._claimed(name, strategy, zero, False)
-        return _made(name, strategy, zero) if slot is None else slot
+        slot = self._claimed(name, strategy, zero, each_has=True)
+        return _made(name, strategy, zero, each_has=True) if slot is None else slot
 
     def _claimed(
-        self, name: str, strategy: Replicas, array: Array, is_sum: bool
+        self,
+        name: str,
+        strategy: Replicas | None,
+        array: Array,
+        *,
+        is_sum: bool = False,
+        each_has: bool,
     ) -> Variable | None:
-        """Return restored state, which waits no longer; collective if there is any."""
+        """Return restored state, which waits no longer; collective if there is any.
+
+        ``each_has`` says whether each replica has a component of its own, under every
+        strategy.
+        """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
             return None
@@ -126,11 +142,15 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        if same and not is_device(array):
+        # What waited is on each replica; some strategies' variables are not.
+        stays = each_has or strategy is None or not strategy.is_central
+        if same and stays and not is_device(array):
             return saved
         value = saved.component.astype(array.dtype, copy=False)
         value = to_device(value) if is_device(array) else value
-        return _made(name, strategy, value, is_sum=is_sum, is_own=True)
+        return _made(
+            name, strategy, value, is_sum=is_sum, is_own=True, each_has=each_has
+        )
 
     def wait(
         self,
@@ -145,7 +165,7 @@ class Slots:
         Not collective, but all replicas do it in the same order. ``name`` is
         ``<kind>/<variable>``, ``value`` this replica's component.
         """
-        slot = _made(name, strategy, value, is_sum=is_sum, is_own=True)
+        slot = _made(name, strategy, value, is_sum=is_sum, is_own=True, each_has=True)
         self._waiting[name] = slot
 
     def waiting(self, kind: str) -> dict[str, Variable]:
@@ -218,14 +238,16 @@ def _made(
     *,
     is_sum: bool = False,
     is_own: bool = False,
+    each_has: bool = False,
 ) -> Variable:
-    """Make a variable for state; collective unless ``is_own``."""
+    """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
     on, how = VariableSynchronization, VariableAggregation
     on_host = not is_device(array)
     # As if in the scope of the strategy, wherever the step is made.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
-        return Variable(
+        kind = class_of_own(on_read=is_sum) if each_has else Variable
+        return kind(
             HostValue(array, is_own=is_own) if on_host or is_own else array,
             trainable=False,
             name=name,

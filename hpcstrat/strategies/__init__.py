@@ -1,6 +1,7 @@
 """Strategies: how a program's replicas are laid out over the job's ranks."""
 
 from hpcstrat.strategies.base import Strategy
+from hpcstrat.strategies.central_storage import CentralStorageStrategy
 from hpcstrat.strategies.current import (
     experimental_set_strategy,
     get_loss_reduction,
@@ -14,6 +15,7 @@ from hpcstrat.strategies.multi_worker import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.one_device import OneDeviceStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

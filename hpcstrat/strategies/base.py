@@ -328,6 +328,8 @@ class Strategy:
     puts_on_gpu : bool
         Whether variables and batches are put on this replica's GPU, wherever their
         first values come from.
+    is_central : bool
+        Whether a variable lies once in each worker, for all its replicas.
     applies_elsewhere : bool
         Whether optimizers make their steps where the variables are, not here.
     raises_together : bool
@@ -339,6 +341,7 @@ class Strategy:
     is_default = False
     distributes = True
     puts_on_gpu = False
+    is_central = False
     applies_elsewhere = False
 
     def __init__(

@@ -51,7 +51,10 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Devices that hold this worker's components of variables."""
-        return self._devices()
+        devices: tuple[str, ...] = (
+            getattr(self._strategy, "parameter_devices", ()) or self._devices()
+        )
+        return devices
 
     def _devices(self) -> tuple[str, ...]:
         if self._strategy.is_default:

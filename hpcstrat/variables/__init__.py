@@ -1,4 +1,4 @@
-"""Variables: plain, mirrored, and synchronized on read.
+"""Variables: plain, mirrored, synchronized on read, and in central storage.
 
 In replica context an assignment to a mirrored variable combines the replicas' values by
 the variable's aggregation; an assignment to a SyncOnRead variable touches the replica's
@@ -6,21 +6,25 @@ own component only, and reading it in cross-replica context combines the compone
 """
 
 from hpcstrat.values import HostValue
+from hpcstrat.variables.central import CentralVariable
 from hpcstrat.variables.replicated import (
     DistributedVariable,
     MirroredVariable,
     SyncOnReadVariable,
+    class_of_own,
     read_all,
     share_of,
 )
 from hpcstrat.variables.variable import Variable
 
 __all__ = [
+    "CentralVariable",
     "DistributedVariable",
     "HostValue",
     "MirroredVariable",
     "SyncOnReadVariable",
     "Variable",
+    "class_of_own",
     "read_all",
     "share_of",
 ]

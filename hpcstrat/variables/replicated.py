@@ -29,6 +29,7 @@ __all__ = [
     "DistributedVariable",
     "MirroredVariable",
     "SyncOnReadVariable",
+    "class_of_own",
     "read_all",
     "share_of",
 ]
@@ -52,13 +53,7 @@ class DistributedVariable(Variable, DistributedValues):
 
         def shared() -> Any:
             own = make(initial_value, dtype)
-            floating = own.dtype.kind == "f" or is_half(own.dtype)
-            if self.aggregation is _MEAN and not floating:
-                raise ValueError(
-                    f"expected a floating dtype for variable {self.name!r} with "
-                    f"aggregation MEAN, found {own.dtype}; make it a float, or choose "
-                    "SUM for a total"
-                )
+            self._require_mean(own.dtype)
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
@@ -71,6 +66,16 @@ class DistributedVariable(Variable, DistributedValues):
         # an error that is announced here `MadeTogether` tells nobody again.
         component: Array = collectives.call(what, shared)
         return component
+
+    def _require_mean(self, dtype: np.dtype[Any]) -> None:
+        """Refuse aggregation MEAN of a type that has none."""
+        floating = dtype.kind == "f" or is_half(dtype)
+        if self.aggregation is _MEAN and not floating:
+            raise ValueError(
+                f"expected a floating dtype for variable {self.name!r} with "
+                f"aggregation MEAN, found {dtype}; make it a float, or choose SUM for "
+                "a total"
+            )
 
     @property
     def collectives(self) -> ObjectCollectives:
@@ -121,6 +126,9 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
+    # For messages: what it is, and what an aggregation keeps from it.
+    _kind, _danger = "mirrored", "its copies could come to differ"
+
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         # What AUTO means here.
         self.synchronization = VariableSynchronization.ON_WRITE
@@ -163,9 +171,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
         """Refuse values that differ between replicas."""
         if type(value) is PerReplica:
             raise ValueError(
-                f"expected one value in {method} of mirrored variable {self.name!r} in "
-                "cross-replica context, found a PerReplica, which would make its "
-                f"copies differ; {ONE_OF_MANY}"
+                f"expected one value in {method} of {self._kind} variable "
+                f"{self.name!r} in cross-replica context, found a PerReplica, with "
+                f"which {self._danger}; {ONE_OF_MANY}"
             )
         return self._converted(method, value)
 
@@ -186,9 +194,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
     def _require_aggregation(self, method: str) -> None:
         if self.aggregation is _NONE:
             raise ValueError(
-                f"expected an aggregation for {method} of mirrored variable "
-                f"{self.name!r} in replica context, found NONE, with which its copies "
-                "could come to differ; create it with aggregation='only_first_replica' "
+                f"expected an aggregation for {method} of {self._kind} variable "
+                f"{self.name!r} in replica context, found NONE, with which "
+                f"{self._danger}; create it with aggregation='only_first_replica' "
                 "for values that are equal on all replicas already, as after "
                 "all_reduce, or with 'sum' or 'mean' for values to be combined here"
             )
@@ -321,6 +329,18 @@ class SyncOnReadVariable(DistributedVariable):
             f"expected a mirrored variable for {method}, found the SyncOnRead variable "
             f"{self.name!r}; assign its whole value"
         )
+
+
+def class_of_own(*, on_read: bool = True) -> type[Variable]:
+    """Return the class of variables of which each replica has its own component.
+
+    Under every strategy that distributes; else that of its variables. For state of the
+    library that each replica writes by itself: totals, counters, sums.
+    """
+    entry = current()
+    if entry is None or not entry.strategy.distributes:
+        return Variable
+    return SyncOnReadVariable if on_read else MirroredVariable
 
 
 @quiet

@@ -23,7 +23,7 @@ from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array
 from hpcstrat.values import Adopted, ArrayOperators, HostValue, Mirrored, PerReplica
 
-__all__ = ["NOT_SUMMABLE", "Variable"]
+__all__ = ["NOT_SUMMABLE", "Variable", "apply_into", "scatter_into", "view_of"]
 
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
 # What arrays have, of whatever library, and numbers of Python have not.
@@ -46,8 +46,9 @@ class Variable(MadeTogether, ArrayOperators):
     Inside the scope of a strategy that distributes variables, this makes a
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
     `SyncOnReadVariable` (``ON_READ``), all of whose components start with replica 0's
-    initial value; that is collective over the strategy's replicas. Elsewhere it makes a
-    plain variable.
+    initial value; that is collective over the strategy's replicas. In the scope of a
+    `CentralStorageStrategy` it makes a `CentralVariable`. Elsewhere it makes a plain
+    variable.
 
     Parameters
     ----------
@@ -85,9 +86,8 @@ class Variable(MadeTogether, ArrayOperators):
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
         """Choose the class by the current strategy."""
         entry = current()
-        kind, strategy = cls, None
-        if cls is Variable and entry is not None:
-            strategy = entry.strategy
+        kind, strategy = cls, None if entry is None else entry.strategy
+        if cls is Variable and strategy is not None:
             # What is wrong with an argument, __init__ finds, and says to all replicas.
             synchronization = VariableSynchronization.AUTO
             with contextlib.suppress(ValueError):
@@ -121,7 +121,7 @@ class Variable(MadeTogether, ArrayOperators):
         on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable = (not on_read) if trainable is None else bool(trainable)
         self._component = self._initialize(initial_value, dtype)
-        self._view = _view_of(self._component)
+        self._view = view_of(self._component)
         self._made()
 
     @staticmethod
@@ -175,12 +175,7 @@ class Variable(MadeTogether, ArrayOperators):
         """Do what is left when the component is there."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
-        value = initial_value() if callable(initial_value) else initial_value
-        if isinstance(value, PerReplica):
-            raise ValueError(
-                f"expected one initial value for variable {self.name!r}, found a "
-                "PerReplica; pass an array"
-            )
+        value = self._first_value(initial_value)
         if type(value) is Adopted:
             return _require_lendable(value.array, self.name)
         stays = type(value) is HostValue
@@ -195,6 +190,16 @@ class Variable(MadeTogether, ArrayOperators):
         # A copy: what the program gave stays the program's.
         own: Array = array_module(array).array(array, order="C")
         return own
+
+    def _first_value(self, initial_value: Any) -> Any:
+        """Return what an initial value stands for: an array, or what holds one."""
+        value = initial_value() if callable(initial_value) else initial_value
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                f"expected one initial value for variable {self.name!r}, found a "
+                "PerReplica; pass an array"
+            )
+        return value
 
     @property
     def component(self) -> Array:
@@ -522,17 +527,9 @@ class Variable(MadeTogether, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        component = self._component
-        operation = _OPERATIONS.get(method)
         # Always in place: `_view`, which was given away, goes on to show the value.
-        if operation is None:
-            np.copyto(component, array)
-        elif is_device(component):
-            # CuPy gives no warnings, and calls Python code.
-            operation(component, array, out=component)
-        else:
-            quietly(operation, component, array, component)
-        return component.copy() if read_value else None
+        apply_into(self._component, method, array)
+        return self._component.copy() if read_value else None
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
         self._require_alone(method)
@@ -543,10 +540,7 @@ class Variable(MadeTogether, ArrayOperators):
         values, indices = self._rows(method, rows), rows.indices
         if is_device(self._component):
             values, indices = to_device(values), to_device(indices)
-        if method == "scatter_update":
-            replace_at(self._component, indices, values)
-        else:
-            apply_at(_SCATTER[method], self._component, indices, values)
+        scatter_into(self._component, method, indices, values)
         return self._component.copy()
 
     def _rows(self, method: str, rows: IndexedSlices) -> Array:
@@ -647,7 +641,7 @@ class Variable(MadeTogether, ArrayOperators):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._component = self._component.copy()
-        other._view = _view_of(other._component)
+        other._view = view_of(other._component)
         memo[id(self)] = other
         return other
 
@@ -664,6 +658,26 @@ class Variable(MadeTogether, ArrayOperators):
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"{self._component!r}>"
         )
+
+
+def apply_into(component: Array, method: str, array: Array) -> None:
+    """Assign, add or subtract an array, in place."""
+    operation = _OPERATIONS.get(method)
+    if operation is None:
+        np.copyto(component, array)
+    elif is_device(component):
+        # CuPy gives no warnings, and calls Python code.
+        operation(component, array, out=component)
+    else:
+        quietly(operation, component, array, component)
+
+
+def scatter_into(component: Array, method: str, indices: Array, values: Array) -> None:
+    """Update rows in place, by one of the methods of variables for that."""
+    if method == "scatter_update":
+        replace_at(component, indices, values)
+    else:
+        apply_at(_SCATTER[method], component, indices, values)
 
 
 def _require_lendable(array: Any, name: str) -> Array:
@@ -686,7 +700,7 @@ def _require_lendable(array: Any, name: str) -> Array:
     return own
 
 
-def _view_of(component: Array) -> Array:
+def view_of(component: Array) -> Array:
     """Return the array that programs read; CuPy's cannot be locked."""
     view = component.view()
     if not is_device(component):

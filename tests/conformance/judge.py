@@ -17,7 +17,7 @@ __all__ = ["Verdict", "judge", "missing_part"]
 # Parts of hpcstrat that whole groups of programs need and that are not there.
 _STRATEGIES = (
     *("mirrored", "multi_worker", "one_device", "default", "preemption"),
-    "parameter_server",
+    *("parameter_server", "central_storage"),
 )
 
 

@@ -156,6 +156,8 @@ class Session:
                 strategy = hs.MultiWorkerMirroredStrategy(
                     replicas_per_worker=1, comm=comm, on_error="raise"
                 )
+            elif kind == "central_storage":
+                strategy = hs.CentralStorageStrategy(comm=comm, on_error="raise")
             else:
                 raise VocabularyError(f"unknown strategy {kind}")
         self.opened.append(strategy)

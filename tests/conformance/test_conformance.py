@@ -155,7 +155,7 @@ def test_exit_status_and_last_line_tell_of_failures(
 ) -> None:
     path, report = tmp_path / "cases.json", tmp_path / "report.json"
     cases = [case("wrong", [reduction(1.0, 2.0)], [tensor(4.0)])]
-    cases.append(case("server", [], [], strategy="central_storage"))
+    cases.append(case("server", [], [], strategy="tpu"))
     path.write_text(json.dumps({"cases": cases}), encoding="utf-8")
     assert main([str(path), "--report", str(report)]) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -1,0 +1,158 @@
+"""Arrays that lie once in each worker, of which each of its ranks writes a slice.
+
+Each is a generator, see `hpcstrat.channel.awaited`. What is written lies in memory that
+the ranks of a worker share: nobody writes before all have come, and all see what was
+written before anybody goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.packing import Piece
+from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.channel.call import Call
+from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.exchanged import exchanged_sum
+from hpcstrat.collectives.pipeline import Pipeline
+from hpcstrat.collectives.work import add_in_order, fill
+from hpcstrat.topology.segment import Segment
+from hpcstrat.typing import Array
+
+__all__ = [
+    "SlicedPiece",
+    "flat_array",
+    "lay_out",
+    "reduce_slices",
+    "slice_of",
+    "write_between",
+]
+
+# Sums between workers under way at once.
+_MOST_UNDER_WAY = 4
+
+SlicedPiece = tuple[Piece, Array | None]
+"""A run for each rank that has a slice, and where the sum of this rank's goes."""
+
+
+def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Awaits:
+    """Write while no rank of the worker reads: after all have come, before any goes on.
+
+    Collective over ``topology.replica_comm``; ``write`` cannot fail.
+    """
+    yield HEADER
+    if channel.topology.num_workers > 1:
+        # The header of several workers orders no memory.
+        yield channel.step(call)
+    write()
+    yield channel.step(call)
+
+
+def lay_out(
+    value: Array, made: list[Segment], call: Call, channel: Channel, *, sends: bool
+) -> Awaits:
+    """Make memory that each worker shares, with a value in it.
+
+    Collective over ``topology.replica_comm``. The memory is added to ``made``. The
+    value is that of replica 0; unless ``sends``, it is the same on every replica.
+    """
+    topology = channel.topology
+    yield HEADER
+    comm = channel.patient(topology.worker_comm)
+    segment = Segment(comm, max(1, value.nbytes))
+    made.append(segment)
+    target = flat_array(segment, value)
+    own = slice_of(target.size, comm.rank, comm.size)
+    if not sends:
+        quietly(assign, target[own], ..., value.reshape(-1)[own])
+    elif topology.replica_id == 0:
+        quietly(assign, target.reshape(value.shape), ..., value)
+    yield channel.step(call)
+    if sends and topology.num_workers > 1:
+        # The worker of replica 0 is the first.
+        if comm.rank < topology.smallest_worker:
+            own = slice_of(target.size, comm.rank, topology.smallest_worker)
+            channel.patient(topology.cross_worker_comm).cast_array(target[own], 0)
+        yield channel.step(call)
+
+
+def flat_array(segment: Segment, like: Array) -> Array:
+    """Return the memory of a segment as a flat array of a type and size."""
+    octets = np.frombuffer(segment.buffer, np.uint8, like.nbytes)
+    array: Array = octets.view(like.dtype)
+    return array
+
+
+def slice_of(count: int, number: int, of: int) -> slice:
+    """Return one of several parts of nearly equal lengths."""
+    return slice(count * number // of, count * (number + 1) // of)
+
+
+def reduce_slices(
+    pieces: Sequence[SlicedPiece],
+    sources: Sequence[Array],
+    call: Call,
+    channel: Channel,
+    *,
+    place_bytes: int,
+    divisor: int = 0,
+) -> Awaits:
+    """Sum each rank's runs of all pieces over the replicas, on that rank alone.
+
+    Collective over ``topology.replica_comm``; run ``r`` of a piece is for rank ``r`` of
+    each worker. Inside a worker the sums are made in the order of its ranks, as in
+    `hpcstrat.collectives.shared_memory`, then over the workers in theirs. ``divisor``
+    divides them.
+    """
+    topology, places = channel.topology, channel.places
+    me = topology.worker_comm.rank
+    cross = _Cross(channel, divisor)
+
+    def put(piece: Piece) -> int:
+        place = places.take(place_bytes)
+        for run in piece:
+            fill(run, sources, places.rows(run, place)[me])
+        return place
+
+    place = put(pieces[0][0]) if pieces else 0
+    yield HEADER
+    if topology.num_workers > 1:
+        # As above.
+        yield channel.step(call)
+    for number, (piece, total) in enumerate(pieces):
+        after, step = 0, None
+        if number + 1 < len(pieces):
+            after = put(pieces[number + 1][0])
+            step = channel.step(call)
+        if total is not None:
+            add_in_order(places.rows(piece[me], place), total)
+            yield from cross.add(total)
+        if step is not None:
+            yield step
+        place = after
+    yield from cross.under_way
+
+
+class _Cross:
+    """Sums of slices over the workers, in place, several under way at once."""
+
+    def __init__(self, channel: Channel, divisor: int) -> None:
+        topology = channel.topology
+        self._comm = channel.patient(topology.cross_worker_comm)
+        self._several, self._divisor = topology.num_workers > 1, divisor
+        self._pipeline = Pipeline()
+        self.under_way: deque[Awaited] = deque()
+
+    def add(self, total: Array) -> Awaits:
+        """Begin one; where there are no other workers, divide alone."""
+        if self._several:
+            if len(self.under_way) == _MOST_UNDER_WAY:
+                yield self.under_way.popleft()
+            steps = exchanged_sum(total, total, self._comm, self._divisor)
+            self.under_way.append(self._pipeline.begin(steps))
+        elif self._divisor:
+            quietly(np.divide, total, self._divisor, total)

@@ -1,0 +1,227 @@
+"""Steps in central storage, where each rank of a worker updates a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
+from hpcstrat.channel.call import describe_call, signature_text
+from hpcstrat.collectives.slices import (
+    SlicedPiece,
+    reduce_slices,
+    slice_of,
+    write_between,
+)
+from hpcstrat.optimizers.gradients import Gradient, merged_rows
+from hpcstrat.optimizers.parameters import Step, Target
+from hpcstrat.options import ReduceOp
+from hpcstrat.strategies import Strategy
+from hpcstrat.typing import Array
+from hpcstrat.variables import Variable
+
+__all__ = ["StepSlices"]
+
+_LINE_BYTES = 64
+_PIECE_BYTES = 512 << 10
+# A rule of elements goes over its arrays many times: so many of them stay in a cache.
+_BLOCK = 1 << 15
+
+
+class StepSlices:
+    """What of a step each rank of a worker does: sums of gradients, and updates.
+
+    The elements of all variables of a type, one variable behind the other, are divided
+    between the ranks; where a rule is not ``by_elements``, at the ends of variables. Of
+    rows, each rank has those of a range of indices. Workers of unequal sizes have as
+    many slices as the smallest has ranks. The same on every worker.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        pairs: Sequence[tuple[Any, Variable]],
+        label: str,
+        op: ReduceOp,
+        *,
+        by_elements: bool,
+    ) -> None:
+        self._collectives = strategy.collectives
+        self._channel: Any = strategy.collectives.channel
+        topology = strategy.topology
+        self._worker_id = topology.worker_id
+        self._label, self._op, self._by_elements = label, op, by_elements
+        self._rank = topology.worker_comm.rank
+        self._piece_bytes = min(_PIECE_BYTES, topology.slot_bytes)
+        # A line of each slice, at least, is to fit.
+        most = self._piece_bytes // _LINE_BYTES
+        self._count = min(topology.smallest_worker, most)
+        sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
+        self._sparse = [index for index, is_sparse in enumerate(sparse) if is_sparse]
+        self._dense = [index for index in range(len(pairs)) if not sparse[index]]
+        self._shapes = [variable.shape for _, variable in pairs]
+        arrays = [pairs[index][0] for index in self._dense]
+        self._call = describe_call(
+            f"{label}({op.name})",
+            signature_text(None, arrays),
+            sum(array.nbytes for array in arrays),
+        )
+        self._pieces: list[SlicedPiece] = []
+        # Sums in the type in which they are made, and in that of the variables.
+        self._narrowed: list[tuple[Array, Array]] = []
+        # Of each slice: which variable, from where to where, and its gradient.
+        self._own: list[tuple[int, int, int, Array]] = []
+        self._nbytes = 1
+        signatures = tuple((array.dtype, array.shape) for array in arrays)
+        for bucket in plan(signatures).buckets:
+            self._divide(bucket)
+
+    def _divide(self, bucket: Bucket) -> None:
+        """Plan the sums of the gradients of one type."""
+        if not bucket.size:
+            return
+        wire, narrows = wire_dtype(bucket.dtype, self._op is ReduceOp.MEAN)
+        line = max(1, _LINE_BYTES // wire.itemsize)
+        bounds = self._bounds(bucket, line)
+        longest = int(np.diff(bounds).max())
+        room = self._piece_bytes // self._count // wire.itemsize
+        columns = min(room, longest + line - 1) // line * line
+        low, high = 0, 0
+        if self._rank < self._count:
+            low, high = bounds[self._rank], bounds[self._rank + 1]
+        total = gradient = np.empty(high - low, wire)
+        if narrows:
+            gradient = np.empty(high - low, bucket.dtype)
+            self._narrowed.append((total, gradient))
+        for done in range(0, longest, columns):
+            runs = []
+            for rank in range(self._count):
+                first = min(bounds[rank] + done, bounds[rank + 1])
+                last = min(first + columns, bounds[rank + 1])
+                start = rank * columns
+                spans = spans_of(bucket, first, last, start - first)
+                runs.append(Run(wire, start, last - first, spans))
+            part = total[done : done + columns]
+            self._pieces.append((tuple(runs), part if part.size else None))
+        self._nbytes = max(self._nbytes, self._count * columns * wire.itemsize)
+        self._claim(spans_of(bucket, low, high, -low), gradient)
+
+    def _claim(
+        self, spans: Sequence[tuple[int, int, int, int]], gradient: Array
+    ) -> None:
+        """Take note of this rank's slices, whose gradients lie side by side."""
+        for place, start, stop, at in spans:
+            block = _BLOCK if self._by_elements else stop - start
+            for begin in range(start, stop, block):
+                end, first = min(begin + block, stop), at + begin - start
+                part = gradient[first : first + end - begin]
+                self._own.append((self._dense[place], begin, end, part))
+
+    def _bounds(self, bucket: Bucket, line: int) -> list[int]:
+        """Return where the slices begin, and the end."""
+        even = [bucket.size * rank // self._count for rank in range(self._count)]
+        if self._by_elements:
+            # Two ranks do not write into one line of the cache more often than need be.
+            return [*(start // line * line for start in even), bucket.size]
+        ends = np.array([0, *(end for _, end, _ in bucket.parts)])
+        nearest = [int(ends[np.argmin(np.abs(ends - start))]) for start in even]
+        return [*nearest, bucket.size]
+
+    def _rows(self) -> Iterator[tuple[int, slice]]:
+        """Yield which rows this rank has of the variables with sparse gradients."""
+        for number, index in enumerate(self._sparse):
+            count = self._shapes[index][0]
+            if self._rank >= self._count:
+                continue
+            if self._by_elements:
+                yield index, slice_of(count, self._rank, self._count)
+            elif number % self._count == self._rank:
+                yield index, slice(0, count)
+
+    def cut(self, targets: Sequence[Target]) -> list[Target]:
+        """Return this rank's slices of variables and their state."""
+        own: list[Target] = []
+        for index, start, stop, _ in self._own:
+            step, wholes = targets[index]
+            parts = [whole.reshape(-1)[start:stop] for whole in wholes]
+            if not self._by_elements:
+                parts = [part.reshape(self._shapes[index]) for part in parts]
+            own.append((Step(0.0, 0, step.name), parts))
+        for index, rows in self._rows():
+            step, wholes = targets[index]
+            own.append((Step(0.0, 0, step.name), [whole[rows] for whole in wholes]))
+        return own
+
+    def reduce(self, gradients: Sequence[Gradient]) -> list[Any]:
+        """Return the combined gradients of this rank's slices, in the order of `cut`.
+
+        Collective over the strategy's replicas. They are overwritten by the next call.
+        """
+        channel, combined = self._channel, list[Any]()
+        if self._sparse:
+            sparse = [gradients[index] for index in self._sparse]
+            combined = self._collectives.batch_reduce(self._op, sparse, self._label)
+        if self._dense:
+            # Their headers came first, and their data use the same places.
+            channel.started.drain()
+            steps = reduce_slices(
+                self._pieces,
+                [_flat(gradients[index]) for index in self._dense],
+                self._call,
+                channel,
+                place_bytes=channel.places.place_bytes(self._nbytes),
+                divisor=self._divisor,
+            )
+            channel.drive(steps, self._call, self._collectives.timeout_seconds)
+        for total, narrow in self._narrowed:
+            quietly(assign, narrow, ..., total)
+        own: list[Gradient] = []
+        for index, _, _, part in self._own:
+            own.append(part if self._by_elements else part.reshape(self._shapes[index]))
+        by_index = dict(zip(self._sparse, combined, strict=True))
+        own += [self._own_rows(by_index[index], rows) for index, rows in self._rows()]
+        return own
+
+    @property
+    def _divisor(self) -> int:
+        """By what to divide sums; 0 for none."""
+        return self._collectives.size if self._op is ReduceOp.MEAN else 0
+
+    def _own_rows(self, gradient: IndexedSlices, rows: slice) -> IndexedSlices:
+        merged = merged_rows(gradient)
+        kept = (merged.indices >= rows.start) & (merged.indices < rows.stop)
+        shape = (rows.stop - rows.start, *merged.values.shape[1:])
+        indices = merged.indices[kept] - rows.start
+        return IndexedSlices(merged.values[kept], indices, shape)
+
+    def total(self, value: float) -> float:
+        """Return the sum of a number over all slices.
+
+        Collective over the strategy's replicas.
+        """
+        # Each worker has all slices: the first one's count.
+        own = np.array(0.0 if self._worker_id else value, np.float64)
+        what = f"{self._label}: a number of all slices"
+        return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
+
+    def finish(self) -> None:
+        """Return when all slices are written.
+
+        Collective over the strategy's replicas.
+        """
+        call = describe_call(f"end of {self._label}")
+        steps = write_between(_nothing, call, self._channel)
+        self._channel.drive(steps, call, self._collectives.timeout_seconds)
+
+
+def _flat(gradient: Any) -> Array:
+    array: Array = np.ascontiguousarray(gradient).reshape(-1)
+    return array
+
+
+def _nothing() -> None:
+    """Write nothing more."""

@@ -1,0 +1,158 @@
+"""Replicas that share one copy of each variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.options import CommunicationOptions, VariableSynchronization
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.settings import Settings
+from hpcstrat.strategies.devices import parse_device
+from hpcstrat.strategies.on_mpi import MpiStrategy
+from hpcstrat.variables import CentralVariable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CentralStorageStrategy"]
+
+
+class CentralStorageStrategy(MpiStrategy):
+    """Synchronous training on variables that lie once in the memory of each node.
+
+    Collective over ``comm``. The ranks of a node share the memory of each variable, and
+    of an optimizer's state. Each of them updates a slice: an N-th of the elements of a
+    step, after the sum over the replicas of that slice alone. On several nodes each has
+    a copy, and slices are summed between them. Variables lie in host memory.
+
+    Parameters
+    ----------
+    compute_devices : sequence of str, optional
+        One device per replica, in replica order, of CPUs: ``CPU:0``, ``CPU:1``, ...
+        Default: these.
+    parameter_device : str, optional
+        Where variables lie: ``CPU:0``, which is the default.
+    communication_options : CommunicationOptions, optional
+        Defaults of every call; of an optimizer's step only ``timeout_seconds`` holds.
+    replicas_per_worker : int, optional
+        Make the ranks of one node act as workers of this many replicas, each with a
+        copy of the variables; default: one worker per node.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks; default: all of the job.
+    cross_device_ops : CrossDeviceOps, optional
+        How buffers are summed, but for gradients; default: chosen by the library.
+    on_error : str
+        ``"abort"`` or ``"raise"``; see `Strategy`.
+    settings : Settings, optional
+        How the strategy watches over its ranks.
+
+    Attributes
+    ----------
+    parameter_devices : tuple of str
+        Where variables lie.
+
+    Raises
+    ------
+    ValueError
+        If a device is a GPU, one comes twice, or their number differs from that of
+        ranks; with the setting ``device="gpu"``. On every rank.
+    """
+
+    is_central = True
+    parameter_devices = ("CPU:0",)
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        replicas_per_worker: int | None = None,
+        comm: MPI.Intracomm | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        on_error: str = "abort",
+        settings: Settings | None = None,
+    ) -> None:
+        names, problem = None, None
+        try:
+            if compute_devices is not None:
+                names = [parse_device(name) for name in compute_devices]
+            _require_host(names or (), parameter_device)
+        except Exception as error:
+            # The others learn of it, where they wait for this rank.
+            problem = error
+        super().__init__(
+            comm=comm,
+            replicas_per_worker=replicas_per_worker,
+            cross_device_ops=cross_device_ops,
+            communication_options=communication_options,
+            on_error=on_error,
+            settings=settings,
+            devices=names,
+            problem=problem,
+        )
+        # From here on the ranks know the same, so that all raise, and close, or none.
+        count, wrong = self.num_replicas_in_sync, ""
+        if self.settings.device == "gpu":
+            wrong = (
+                "expected the setting device='auto' or 'cpu' for CentralStorageStrategy"
+                ", whose variables lie in host memory, found 'gpu'; change it, or use "
+                "MirroredStrategy"
+            )
+        elif names is not None and (len(names) != count or len(set(names)) < count):
+            wrong = (
+                f"expected {count} different devices, one for each rank, found {names};"
+                f" launch with mpirun -n {max(1, len(set(names)))}, or leave "
+                "compute_devices out"
+            )
+        if wrong:
+            self.close()
+            raise ValueError(wrong)
+        if names is not None:
+            names = [names[replica] for replica in self.topology.worker_replicas]
+        self._bind(names)
+
+    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+        """Return the class of variables made in this strategy's scope.
+
+        Not collective.
+
+        Parameters
+        ----------
+        synchronization : VariableSynchronization
+            Whatever was asked for: there is one kind.
+
+        Returns
+        -------
+        type
+            `CentralVariable`.
+        """
+        return CentralVariable
+
+    def _local_results(
+        self, value: Any, own: Any, distributed: bool
+    ) -> tuple[Any, ...]:
+        # A value may be distributed on some ranks only: None is not.
+        found = self.collectives.all_gather_object(
+            (distributed, own), "experimental_local_results"
+        )
+        if not any(wrapped for wrapped, _ in found):
+            return (value,)
+        return tuple(found[replica][1] for replica in self.topology.worker_replicas)
+
+
+def _require_host(names: Sequence[str], parameter_device: str | None) -> None:
+    """Refuse devices that cannot have variables in host memory."""
+    where = "CPU:0" if parameter_device is None else parse_device(parameter_device)
+    if where != "CPU:0":
+        raise ValueError(
+            "expected parameter_device 'CPU:0', the memory that the ranks of a node "
+            f"share, found {parameter_device!r}; leave it out, or use MirroredStrategy "
+            "for variables on GPUs"
+        )
+    if any(name.startswith("GPU:") for name in names):
+        raise ValueError(
+            "expected CPU devices as compute_devices, from whose memory variables are "
+            f"read, found {list(names)}; use MirroredStrategy for GPUs"
+        )

@@ -1,0 +1,137 @@
+"""Variables that lie once in the memory of each worker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.channel.call import describe_call
+from hpcstrat.collectives.slices import (
+    flat_array,
+    lay_out,
+    slice_of,
+    write_between,
+)
+from hpcstrat.options import VariableSynchronization
+from hpcstrat.topology.segment import Segment
+from hpcstrat.typing import Array
+from hpcstrat.values import Adopted, HostValue
+from hpcstrat.variables.replicated import MirroredVariable
+from hpcstrat.variables.variable import apply_into, scatter_into, view_of
+
+__all__ = ["CentralVariable"]
+
+
+class CentralVariable(MirroredVariable):
+    """A variable that lies once in the memory of each worker, for all its replicas.
+
+    What a `CentralStorageStrategy` makes of every `Variable`. It is used as a mirrored
+    one; but every update is collective over the strategy's replicas, in every context:
+    each writes a slice, when all have come and before any goes on. So a replica that
+    reads sees whole updates.
+    """
+
+    _kind = "central"
+    _danger = "the replicas would overwrite one another's value"
+
+    def _initialize(self, initial_value: Any, dtype: Any) -> Array:
+        if self.synchronization is VariableSynchronization.AUTO:
+            self.synchronization = VariableSynchronization.ON_WRITE
+        what = f"creation of variable {self.name!r}"
+        component: Array = self._strategy.collectives.call(
+            what, self._made_of, initial_value, dtype, what
+        )
+        return component
+
+    def _made_of(self, initial_value: Any, dtype: Any, what: str) -> Array:
+        value = self._first_value(initial_value)
+        sends = not (type(value) is HostValue and value.is_own)
+        array = value.array if type(value) in (HostValue, Adopted) else value
+        array = as_array(array, dtype)
+        if is_device(array) or type(value) is Adopted:
+            found = "one on a GPU" if is_device(array) else "memory to adopt"
+            raise ValueError(
+                f"expected an array in host memory, to be copied into central storage, "
+                f"for variable {self.name!r}, found {found}; copy it, or use "
+                "MirroredStrategy"
+            )
+        self._require_mean(array.dtype)
+        return self._laid_out(array, what, sends=sends)
+
+    def _laid_out(self, array: Array, what: str, *, sends: bool) -> Array:
+        """Return a copy in memory that the worker shares; collective."""
+        collectives = self._strategy.collectives
+        channel = collectives.channel
+        if channel is None:
+            own: Array = np.array(array, order="C")
+            return own
+        call = describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
+        made: list[Segment] = []
+        steps = lay_out(array, made, call, channel, sends=sends)
+        channel.drive(steps, call, collectives.timeout_seconds)
+        # The memory goes with the last array that shows it.
+        return flat_array(made[0], array).reshape(array.shape)
+
+    def _made(self) -> None:
+        # Copies, which are compared, there are only of several workers.
+        if self._strategy.topology.num_workers > 1:
+            super()._made()
+
+    def _communicates(self) -> bool:
+        return True
+
+    def _apply(self, method: str, array: Array, read_value: bool) -> Any:
+        flat, given = self._component.reshape(-1), self._apart(array).reshape(-1)
+
+        def write(own: slice) -> None:
+            apply_into(flat[own], method, given[own])
+
+        self._write(method, flat.size, write)
+        return self._component.copy() if read_value else None
+
+    def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
+        values, indices = self._apart(self._rows(method, rows)), rows.indices
+
+        def write(own: slice) -> None:
+            kept = (indices >= own.start) & (indices < own.stop)
+            if kept.any():
+                part = indices[kept] - own.start
+                scatter_into(self._component[own], method, part, values[kept])
+
+        self._write(method, self.shape[0] if self.shape else 0, write)
+        return self._component.copy()
+
+    def _apart(self, array: Array) -> Array:
+        """Return values that do not change while ranks write."""
+        shares = np.may_share_memory(array, self._component)
+        return array.copy() if shares else array
+
+    def _write(self, method: str, count: int, write: Callable[[slice], None]) -> None:
+        """Have each replica of a worker write its part of so many elements, or rows."""
+        collectives: Any = self._strategy.collectives
+        channel = collectives.channel
+        if channel is None:
+            write(slice(0, count))
+            return
+        comm = channel.topology.worker_comm
+        own = functools.partial(write, slice_of(count, comm.rank, comm.size))
+        call = describe_call(f"{method} of variable {self.name!r}")
+        steps = write_between(own, call, channel)
+        channel.drive(steps, call, collectives.timeout_seconds)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CentralVariable:
+        """Copy the variable with its value; collective over the strategy's replicas."""
+        other: CentralVariable = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        what, lay = f"copy of variable {self.name!r}", self._laid_out
+        other._component = self._strategy.collectives.call(
+            what, functools.partial(lay, self._component, what, sends=False)
+        )
+        other._view = view_of(other._component)
+        memo[id(self)] = other
+        return other
