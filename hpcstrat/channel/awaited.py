@@ -12,7 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-__all__ = ["HEADER", "Awaited", "Awaits", "EveryRankError", "Message", "exhaust"]
+from hpcstrat.typing import Array
+
+__all__ = [
+    "HEADER",
+    "Awaited",
+    "Awaits",
+    "Carried",
+    "EveryRankError",
+    "Header",
+    "Message",
+    "exhaust",
+]
 
 
 class Awaited(Protocol):
@@ -34,8 +45,31 @@ Awaits = Iterator[Awaited]
 """What a call waits for, one after the other."""
 
 
-class _HeaderStep:
+class Carried(Protocol):
+    """Values that travel in a header, see `hpcstrat.channel.wire_headers`."""
+
+    # For each step: the header, and the values that have come so far.
+    messages: list[Array]
+
+    def gather(self) -> None:
+        """Lay the sum of the worker's values behind the header."""
+        ...
+
+    def take(self, step: int) -> None:
+        """Lay what has come in a step behind what a later one sends."""
+        ...
+
+    def finish(self) -> None:
+        """Add up what has come, for this worker's ranks."""
+        ...
+
+
+class Header:
     """Stands for the header of a call, which only who drives the call can post."""
+
+    def __init__(self, carried: Carried | None = None) -> None:
+        # What is to travel in it; only of calls that are started.
+        self.carried = carried
 
     def agreed(self) -> bool:
         """Refuse: it is awaited by `Channel.agree`, or posted by a `Started`."""
@@ -46,7 +80,7 @@ class _HeaderStep:
         return [] if self.agreed() else [-1]
 
 
-HEADER: Final[Awaited] = _HeaderStep()
+HEADER: Final[Awaited] = Header()
 """What an algorithm yields once it has done all that it can do before the header."""
 
 

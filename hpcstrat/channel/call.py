@@ -26,6 +26,8 @@ class Call:
     digest: int
     # How much data this rank brings, where that is known; for timelines.
     nbytes: int = 0
+    # By which algorithm, where there are several; likewise.
+    how: str = ""
 
 
 @functools.lru_cache(maxsize=4096)

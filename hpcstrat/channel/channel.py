@@ -21,7 +21,13 @@ from typing import Any
 
 from hpcstrat.call_sites import call_site
 from hpcstrat.channel.arrivals import Arrivals
-from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, EveryRankError
+from hpcstrat.channel.awaited import (
+    HEADER,
+    Awaited,
+    Awaits,
+    Carried,
+    EveryRankError,
+)
 from hpcstrat.channel.breaks import Breaks
 from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.deaths import Deaths
@@ -35,7 +41,7 @@ from hpcstrat.channel.disagreement import (
     only_marks_differ,
     same_call,
 )
-from hpcstrat.channel.headers import SegmentHeaders, WireHeaders
+from hpcstrat.channel.headers import SegmentHeaders
 from hpcstrat.channel.patient import PatientComm
 from hpcstrat.channel.places import Places
 from hpcstrat.channel.position import Position
@@ -43,6 +49,7 @@ from hpcstrat.channel.progress import check_progress_thread
 from hpcstrat.channel.sections import Failure, Sections
 from hpcstrat.channel.started import StartedCalls
 from hpcstrat.channel.waiting import Waiter, Waiting
+from hpcstrat.channel.wire_headers import WireHeaders
 from hpcstrat.errors import CollectiveError
 from hpcstrat.observe.timeline import active, recorded_wait
 from hpcstrat.topology.topology import Topology
@@ -112,8 +119,11 @@ class Channel:
         self.waiter = Waiter(topology, self.look, self._steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
         self._headers: Any = self._steps
+        # Of several workers, whose headers carry the values of small reductions.
+        self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
-            self._headers = WireHeaders(topology, self._comm)
+            self.wire = WireHeaders(topology, self._comm, self._steps, self.places)
+            self._headers = self.wire
 
     # Calls that wait: a header, then an exchange of data.
 
@@ -146,6 +156,17 @@ class Channel:
             agreed = self._announce_recorded(call, flags, timeout_seconds)
         if not agreed or flags:
             self._settle(call, timeout_seconds)
+
+    def agree_on(
+        self, values: Carried, call: Call, timeout_seconds: float | None
+    ) -> None:
+        """Do as `agree`, and let values travel in the header between workers."""
+        wire: Any = self.wire
+        wire.carried = values
+        try:
+            self.agree(call, timeout_seconds)
+        finally:
+            wire.carried = None
 
     def _announce(
         self, run: int, call: Call, flags: int, timeout_seconds: float | None
@@ -190,6 +211,8 @@ class Channel:
                 "sequence": self.num_calls,
                 "channel": self.arrivals.number,
             }
+            if call.how:
+                about["how"] = call.how
             recorder.agreed(call.text, about, start)
 
     def _marked(self, call: Call) -> int:
@@ -296,14 +319,31 @@ class Channel:
 
     # Headers of started calls.
 
-    def post_header(self, call: Call, run: int, *, failed: bool = False) -> None:
+    def post_header(
+        self,
+        call: Call,
+        run: int,
+        carried: Carried | None = None,
+        *,
+        failed: bool = False,
+    ) -> None:
         """Announce a started call, or that this rank cannot make it; does not wait.
 
-        ``run`` is the position's ``step_mark`` when it was started.
+        ``run`` is the position's ``step_mark`` when it was started; ``carried`` travels
+        in the header.
         """
         self.refuse_if_broken(call)
         self.num_calls += 1
-        self._headers.post(run, self._marked(call), FAILED if failed else 0)
+        mark, flags = self._marked(call), FAILED if failed else 0
+        if carried is None:
+            self._headers.post(run, mark, flags)
+            return
+        wire: Any = self.wire
+        wire.carried = carried
+        try:
+            wire.post(run, mark, flags)
+        finally:
+            wire.carried = None
 
     def header_came(self, call: Call, error: Exception | None = None) -> bool:
         """Look whether all ranks have announced the call of `post_header`.

@@ -4,8 +4,9 @@ Inside one worker they lie in the shared segment, two per rank, used in turn: a 
 writes record ``n + 2`` over record ``n`` only after it has seen the records ``n + 1``
 of all ranks, which they write after their last look at the records ``n``. A record
 carries a check word, a hash of integers and so the same in every process: one that is
-seen half-written, as weakly ordered processors allow, is not taken for complete. With
-several workers the records of a header are compared by one nonblocking all-reduce.
+seen half-written, as weakly ordered processors allow, is not taken for complete.
+Several workers tell each other what their ranks have agreed on, see
+`hpcstrat.channel.wire_headers`.
 
 Records also order memory: what a rank has stored before its record is seen by every
 rank that has seen the record, and what it has loaded before cannot change under it. On
@@ -25,12 +26,10 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from hpcstrat.topology.process_stat import START, STATE, process_stat
 from hpcstrat.topology.topology import RECORD_BYTES, Topology
 
-__all__ = ["SegmentHeaders", "WireHeaders"]
+__all__ = ["SegmentHeaders"]
 
 _RECORD = struct.Struct("=5q24x")
 assert _RECORD.size == RECORD_BYTES
@@ -128,47 +127,6 @@ def _memory_barrier(
     window = mpi.Win.Allocate(8, 1, comm=mpi.COMM_SELF)
     window.Lock_all()
     return window, window.Sync
-
-
-class WireHeaders:
-    """The headers of ranks on several workers, compared by an all-reduce."""
-
-    def __init__(self, topology: Topology, comm: Any) -> None:
-        self._mpi = topology.mpi
-        self._comm = comm
-        self._sent = np.zeros(8, np.int64)
-        self._received = np.zeros(8, np.int64)
-        self._request: Any = None
-        self._sequence = 0
-
-    def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's header; does not wait."""
-        self._sequence = sequence = self._sequence + 1
-        # The largest value and the largest negative value meet where all are equal.
-        self._sent[:] = (
-            *(sequence, -sequence, run, -run, digest, -digest, flags, -flags),
-        )
-        self._request = self._comm.Iallreduce(
-            self._sent, self._received, op=self._mpi.MAX
-        )
-
-    def agreed(self) -> bool:
-        """Whether all ranks have announced the same; False while some are missing."""
-        if not self._request.Test():
-            return False
-        values = self._received
-        return not (values[::2] + values[1::2]).any()
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` while ranks are missing: it is not known which."""
-        return [] if self._request.Test() else [-1]
-
-    def dead(self) -> list[int]:
-        """Return nobody: processes of other nodes cannot be seen from here."""
-        return []
-
-    def close(self) -> None:
-        """Have nothing to let go of."""
 
 
 def _process_identity(pid: int) -> tuple[int, str]:

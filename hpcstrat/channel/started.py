@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.channel.awaited import HEADER, Awaited, Awaits, exhaust
+from hpcstrat.channel.awaited import Awaited, Awaits, Carried, Header, exhaust
 from hpcstrat.channel.call import Call
 from hpcstrat.channel.progress import ProgressThread
 from hpcstrat.errors import HpcstratError, RankLostError
@@ -153,13 +153,15 @@ class Started:
 
     def _post(self, waits: bool) -> bool:
         del waits
+        carried: Carried | None = None
         try:
             header = next(self._steps)
-            assert header is HEADER
+            assert isinstance(header, Header)
+            carried = header.carried
         except Exception as error:
             self._own_error = error
         failed = self._own_error is not None
-        self._channel.post_header(self.call, self._run, failed=failed)
+        self._channel.post_header(self.call, self._run, carried, failed=failed)
         self._advance = self._agree
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import click
 from rich.console import Console
@@ -17,6 +18,7 @@ from hpcstrat.cli.doctor.examination import launch_words, software
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cli.timeline_commands import timeline
 from hpcstrat.cli.torch_command import torch
+from hpcstrat.cluster_resolver import launch_from_environment
 
 __all__ = ["main"]
 
@@ -36,12 +38,31 @@ main.add_command(torch)
 
 
 @main.command()
-def info() -> None:
-    """Show versions, and what the launcher says of this process."""
+@click.option("--workers", type=click.IntRange(1), help="Default: as launched.")
+@click.option("--ranks-per-worker", type=click.IntRange(1), help="Default: likewise.")
+def info(workers: int | None, ranks_per_worker: int | None) -> None:
+    """Show versions, what the launcher says of this process, and how sums go."""
     table = Table(show_header=False)
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
     # Of the mask that a launcher has set, not of the machine.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
+    launch = launch_from_environment()
+    each = ranks_per_worker or launch.local_size or 1
+    count = workers or max(1, launch.size // each)
+    if each * count > 1:
+        for row in _sums(count, each):
+            table.add_row(*row)
     Console().print(table)
+
+
+def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
+    """Say from which size on how arrays of the host are summed."""
+    from hpcstrat.collectives.select import schedule
+
+    ranks = f"{each} rank{'s' if each > 1 else ''}"
+    workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
+    yield "reductions", f"of {workers} of {ranks}, by size in bytes:"
+    for start, how in schedule(num_workers, each):
+        yield f"  from {start:,}", how

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["Launch", "launch_from_environment"]
 
-# (name, rank, size, ranks on the host): variables that each launcher gives to every
-# process it starts.
+# (name, rank, size, rank on the host, ranks there): variables that each launcher gives
+# to every process it starts.
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
+_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
         f"{_OPEN_MPI}RANK",
         f"{_OPEN_MPI}SIZE",
         (f"{_OPEN_MPI}LOCAL_RANK",),
+        (f"{_OPEN_MPI}LOCAL_SIZE",),
     ),
-    (_MPIEXEC, "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "SLURM_LOCALID")),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
+    (
+        *(_MPIEXEC, "PMI_RANK", "PMI_SIZE"),
+        ("MPI_LOCALRANKID", "SLURM_LOCALID"),
+        ("MPI_LOCALNRANKS", _SLURM_TASKS),
+    ),
+    (
+        *("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_LOCALID",),
+        (_SLURM_TASKS,),
+    ),
 )
+# One number for all nodes, such as 2(x3).
+_EVERYWHERE = re.compile(r"(\d+)(?:\(x\d+\))?")
 # srun speaks MPICH's protocol, too, but gives none of these.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
@@ -40,12 +53,15 @@ class Launch:
         Number of processes that the launcher started.
     local_rank : int, optional
         Among the processes of this host; None where the launcher does not say.
+    local_size : int, optional
+        Number of processes on this host; likewise.
     """
 
     launcher: str = ""
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
+    local_size: int | None = None
 
 
 def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
@@ -64,13 +80,17 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
         From the first launcher whose variables for rank and size are numbers.
     """
     env = os.environ if environment is None else environment
-    for name, rank, size, places in _LAUNCHERS:
+    for name, rank, size, places, counts in _LAUNCHERS:
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
             local = (
                 int(env[place]) for place in places if env.get(place, "").isdigit()
             )
             started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
-            return Launch(started, int(env[rank]), int(env[size]), next(local, None))
+            found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
+            here = next((int(match[1]) for match in found if match), None)
+            return Launch(
+                *(started, int(env[rank]), int(env[size]), next(local, None), here)
+            )
     return Launch()
 
 

@@ -7,13 +7,16 @@ same on all ranks, and on nothing else. The thresholds were measured: see
 
 from __future__ import annotations
 
+import bisect
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.channel.patient import PIECE_BYTES
+from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.collectives.exchanged import (
     MOST_EXCHANGING,
     PART_BYTES,
@@ -21,12 +24,21 @@ from hpcstrat.collectives.exchanged import (
 )
 from hpcstrat.collectives.flat import reduce_by_mpi
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
+from hpcstrat.collectives.inlined import INLINE
 from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
 from hpcstrat.collectives.work import Algorithm
 from hpcstrat.options import CommunicationOptions
-from hpcstrat.topology.topology import Topology
+from hpcstrat.topology.topology import Topology, slot_bytes
 
-__all__ = ["Choice", "by_mpi", "hierarchical", "select", "shared_memory", "wire_type"]
+__all__ = [
+    "Choice",
+    "by_mpi",
+    "hierarchical",
+    "schedule",
+    "select",
+    "shared_memory",
+    "wire_type",
+]
 
 DIRECT_PIECE_BYTES = 512 << 10
 """Size of a piece of two ranks: large enough for Python, small enough for a cache."""
@@ -51,6 +63,9 @@ EXCHANGE_FROM_BYTES = 32 << 10
 """Size from which workers of one replica exchange parts, for each of them."""
 
 _MOST_EXCHANGED_BYTES = 8 << 20
+_MEMORY = "shared memory"
+# Sizes that `schedule` looks at.
+_MOST_SHOWN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +74,12 @@ class Choice:
 
     algorithm: Algorithm
     piece_bytes: int
-    # Whether `SmallReduction` does it.
+    # Whether `SmallReduction` does it, or `InlineReduction`, where it fits.
     small: bool = False
     # Whether it can be started, and awaited later.
     starts: bool = True
+    # In words, for timelines and `hpcstrat info`.
+    how: str = ""
 
 
 def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
@@ -70,15 +87,22 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
 
     ``nbytes`` is the size of all arrays, in the types in which they are added.
     """
-    ranks = topology.worker_comm.size
-    if topology.num_workers == 1:
-        choice = shared_memory(nbytes, topology, options)
-        # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
-        if choice.small or nbytes >= ranks * FROM_BYTES_PER_RANK:
-            return choice
-    elif options.wire_dtype is not None:
+    if topology.num_workers > 1:
+        choice = _between_workers(nbytes, topology, options)
+        return replace(choice, small=nbytes <= room_bytes(topology.num_workers))
+    choice = shared_memory(nbytes, topology, options)
+    # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
+    if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
+        return choice
+    return by_mpi(nbytes, topology, options)
+
+
+def _between_workers(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    if options.wire_dtype is not None:
         return hierarchical(nbytes, topology, options)
-    elif topology.num_workers < topology.num_replicas:
+    if topology.num_workers < topology.num_replicas:
         if nbytes >= HIERARCHICAL_FROM_BYTES:
             return hierarchical(nbytes, topology, options)
     elif (
@@ -95,13 +119,15 @@ def by_exchange(
     """Return the exchange of messages, for workers of one replica."""
     del nbytes
     default = min(PART_BYTES * topology.num_workers, _MOST_EXCHANGED_BYTES)
-    return Choice(reduce_by_exchange, max(64, options.bytes_per_pack or default))
+    piece = max(64, options.bytes_per_pack or default)
+    return Choice(reduce_by_exchange, piece, how="parts between workers")
 
 
 def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
     """Return the all-reduce of the MPI library."""
     del nbytes, topology
-    return Choice(reduce_by_mpi, max(64, options.bytes_per_pack or PIECE_BYTES))
+    piece = max(64, options.bytes_per_pack or PIECE_BYTES)
+    return Choice(reduce_by_mpi, piece, how="all-reduce of MPI")
 
 
 def shared_memory(
@@ -115,10 +141,10 @@ def shared_memory(
         default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
-        return Choice(reduce_directly, piece, nbytes <= piece // 2)
+        return Choice(reduce_directly, piece, nbytes <= piece // 2, how=_MEMORY)
     most = min(SMALL_BYTES // ranks, piece // 2)
     small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
-    return Choice(reduce_scattered, piece, small)
+    return Choice(reduce_scattered, piece, small, how=_MEMORY)
 
 
 def hierarchical(
@@ -133,7 +159,8 @@ def hierarchical(
     piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
-    return Choice(functools.partial(reduce_hierarchically, wire_dtype=dtype), piece)
+    algorithm = functools.partial(reduce_hierarchically, wire_dtype=dtype)
+    return Choice(algorithm, piece, how="inside workers, then parts between them")
 
 
 def wire_type(name: str) -> np.dtype[Any]:
@@ -142,6 +169,39 @@ def wire_type(name: str) -> np.dtype[Any]:
         # Registers the type with NumPy.
         import ml_dtypes  # noqa: F401
     return np.dtype(name)
+
+
+def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
+    """Return from which size on what reduces, in words: the first from 1 byte on.
+
+    Not collective. It is of calls with one array, where each replica has a core.
+    """
+    each, options = replicas_per_worker, CommunicationOptions()
+    topology: Any = SimpleNamespace(
+        num_workers=num_workers,
+        num_replicas=num_workers * each,
+        worker_comm=SimpleNamespace(size=each),
+        num_cores=each,
+        slot_bytes=slot_bytes(each, num_workers),
+    )
+
+    def how(nbytes: int) -> str:
+        choice = select(nbytes, topology, options)
+        inline = choice.small and topology.num_workers > 1
+        return INLINE if inline else choice.how
+
+    found, low = [(1, how(1))], 1
+    while low < _MOST_SHOWN_BYTES:
+        high = 2 * low
+        if how(high) != found[-1][1]:
+            first = bisect.bisect_left(
+                range(low, high), True, key=lambda n: how(n) != found[-1][1]
+            )
+            found.append((low + first, how(low + first)))
+            low += first
+        else:
+            low = high
+    return found
 
 
 def _fitting(piece_bytes: int, topology: Topology) -> int:

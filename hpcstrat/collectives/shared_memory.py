@@ -116,9 +116,6 @@ def reduce_scattered(
     piece, place = next(pieces), places.take(place_bytes)
     _lay_out(piece, place, work, places, me)
     yield HEADER
-    if topology.num_workers > 1:
-        # The header of several workers orders no memory.
-        yield channel.step(work.call)
     pipeline = Pipeline()
     # Whose sums are on their way.
     behind: deque[_Behind] = deque()

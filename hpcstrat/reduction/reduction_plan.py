@@ -14,6 +14,7 @@ from hpcstrat.arrays.kinds import is_device
 from hpcstrat.arrays.packing import Piece, Signature, cut, wire_dtype
 from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.inlined import INLINE, InlineReduction, fits_header
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
 from hpcstrat.options import (
@@ -49,7 +50,7 @@ class ReductionPlan:
     # What to reduce, where it is little enough to be kept.
     pieces: tuple[Piece, ...] | None = None
     # What reduces a single small piece.
-    small: SmallReduction | None = None
+    small: SmallReduction | InlineReduction | None = None
     # Whether the arrays are on GPUs; else all are in host memory.
     on_gpu: bool = False
 
@@ -129,13 +130,18 @@ def plan_reduction(
         choice = ops.choose(nbytes, topology, options)
     else:
         choice = ops.choose_on_gpu(nbytes, group, options)
+    call = replace(call, how=choice.how)
     cuts = cut(signatures, means, choice.piece_bytes)
     # Of huge arrays the pieces are cut anew in each call, which costs little then.
     some = tuple(itertools.islice(cuts, _MOST_KEPT_PIECES + 1))
     pieces = some if len(some) <= _MOST_KEPT_PIECES else None
-    small = None
+    small: SmallReduction | InlineReduction | None = None
     if choice.small and len(some) == 1:
-        small = SmallReduction(some[0], signatures, channel)
+        if topology.num_workers == 1:
+            small = SmallReduction(some[0], signatures, channel)
+        elif fits_header(some[0], channel):
+            small = InlineReduction(some[0], signatures, divisor, channel)
+            call = replace(call, how=INLINE)
     return ReductionPlan(
         *(call, signatures, results, divisor, choice, pieces, small), on_gpu=on_gpu
     )

@@ -15,6 +15,7 @@ from hpcstrat.channel.awaited import HEADER, Awaits, exhaust
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
+from hpcstrat.collectives.inlined import InlineReduction
 from hpcstrat.collectives.work import Work
 from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
@@ -179,7 +180,10 @@ class Reductions:
         join = None
         if planned.choice is not None and planned.on_gpu:
             planned, arrays, join = marked(planned, arrays, results)
-        steps = self._steps(planned, arrays, results, waits=False)
+        if isinstance(planned.small, InlineReduction):
+            steps = planned.small.steps(arrays, results)
+        else:
+            steps = self._steps(planned, arrays, results, waits=False)
         return Started(
             self.collectives.channel,
             planned.call,

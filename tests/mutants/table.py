@@ -210,8 +210,8 @@ MUTANTS = (
     _m(
         "started: the error of making the call ready is not told",
         "3:all_reduce",
-        "self._channel.post_header(self.call, self._run, failed=failed)",
-        "self._channel.post_header(self.call, self._run, failed=False)",
+        "post_header(self.call, self._run, carried, failed=failed)",
+        "post_header(self.call, self._run, carried, failed=False)",
     ),
     _m(
         "started: the thread that drives started calls is not woken",

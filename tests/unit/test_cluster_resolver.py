@@ -576,22 +576,22 @@ def test_another_launcher_is_noticed(kind: Any, env: Any, missing: str) -> None:
     ("env", "launch"),
     [
         ({}, Launch()),
-        (OPEN_MPI, Launch("mpirun of Open MPI", 1, 2, 1)),
-        (MPICH, Launch("mpiexec of MPICH", 1, 2, 1)),
-        (SLURM, Launch("srun", 3, 4, 1)),
+        (OPEN_MPI, Launch("mpirun of Open MPI", 1, 2, 1, 2)),
+        (MPICH, Launch("mpiexec of MPICH", 1, 2, 1, 2)),
+        (SLURM, Launch("srun", 3, 4, 1, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("mpiexec of MPICH", 1, 2)),
         # srun --mpi=pmi2.
         (
             {**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"},
-            Launch("srun", 3, 4, 1),
+            Launch("srun", 3, 4, 1, 2),
         ),
         # mpiexec inside of a batch job.
         (
             {**SLURM, **MPICH, "SLURM_PROCID": "1"},
-            Launch("mpiexec of MPICH", 1, 2, 1),
+            Launch("mpiexec of MPICH", 1, 2, 1, 2),
         ),
         # mpirun inside of a batch job.
-        ({**SLURM, **OPEN_MPI}, Launch("mpirun of Open MPI", 1, 2, 1)),
+        ({**SLURM, **OPEN_MPI}, Launch("mpirun of Open MPI", 1, 2, 1, 2)),
     ],
 )
 def test_the_launch_is_that_of_the_innermost_launcher(env: Any, launch: Launch) -> None:

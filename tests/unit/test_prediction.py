@@ -147,10 +147,8 @@ def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
     nbytes = 64 * MIB
     # Each sends half of the sum, and then half of the result.
     assert point.bandwidth_seconds == pytest.approx(nbytes / BANDWIDTH, rel=0.01)
-    # A tree of four ranks, half of it inside of a node, up and down.
-    assert point.header_seconds == pytest.approx(
-        2 * (LATENCY + 1e-6 + 64 / BANDWIDTH), rel=0.02
-    )
+    # A message, and two steps inside of a node.
+    assert point.header_seconds == pytest.approx(LATENCY + 2 * 1e-6, rel=0.02)
     # But for the last piece, messages of another one are on the way meanwhile.
     assert 2 * LATENCY < point.latency_seconds < 0.02 * nbytes / BANDWIDTH
     assert point.step_seconds == pytest.approx(

@@ -8,6 +8,7 @@ asked for instead of doing it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from hpcstrat.arrays.packing import Piece, Run, cut, wire_dtype
 from hpcstrat.bench.prediction.phantoms import Phantom, Traffic
 from hpcstrat.channel.awaited import HEADER
 from hpcstrat.channel.call import describe_call
+from hpcstrat.channel.wire_headers import room_bytes
+from hpcstrat.collectives.inlined import fits_header, inlined_bytes
 from hpcstrat.collectives.work import Work
 from hpcstrat.errors import HpcstratError
 from hpcstrat.options import CommunicationOptions
@@ -40,8 +43,6 @@ __all__ = [
     "rehearse",
 ]
 
-# Same as hpcstrat.channel.headers.WireHeaders sends.
-HEADER_BYTES = 64
 _IN_PLACE = object()
 
 
@@ -60,6 +61,9 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Announced:
     """The header of a call, which all replicas compare."""
+
+    # Of the values of each worker that travel in it.
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,8 @@ class _Channel:
 
     def __init__(self, topology: _Topology) -> None:
         self.topology, self.traffic = topology, Traffic()
+        workers = topology.num_workers
+        self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.places = _Places(topology, self.traffic)
         self.events: list[Event] = []
         # What goes over a wire comes in the order in which it was sent.
@@ -268,6 +274,10 @@ def rehearse(
     if topology.num_replicas == 1:
         return []
     choice = (ops or CrossDeviceOps()).choose(nbytes, cast("Any", topology), options)
+    pieces = tuple(itertools.islice(cut(signatures, False, choice.piece_bytes), 2))
+    inline = topology.num_workers > 1 and choice.small and len(pieces) == 1
+    if inline and fits_header(pieces[0], cast("Any", channel)):
+        return [Copied(2 * nbytes), Announced(inlined_bytes(pieces[0]))]
     arrays: Any = [Phantom(size, float32, channel.traffic) for size in sizes]
     work = Work(
         describe_call("rehearsal"),

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpcstrat.bench.prediction.rehearsal import (
-    HEADER_BYTES,
     AllReduced,
     Announced,
     Begun,
@@ -41,13 +40,17 @@ _MOST_TAG = 100
 # A sum reads two numbers, and writes one.
 _TOUCHED = 3
 
+# A header is no collective of MPI, but goes the way that these do.
+_HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
+
 MPI_OPTIONS = {
     "openmpi": {
         "smpi/reduce": "binomial",
         "smpi/bcast": "binomial_tree",
         "smpi/allreduce": "rab_rdb",
+        **_HEADER,
     },
-    "mpich": {"smpi/coll-selector": "mpich"},
+    "mpich": {"smpi/coll-selector": "mpich", **_HEADER},
 }
 """Options of SMPI, which carry out what `Writer` writes as MPI libraries do."""
 
@@ -138,7 +141,7 @@ class Writer:
     def _event_lines(self, event: Event) -> list[str]:
         machine = self._machine
         if isinstance(event, Announced):
-            return self.announcement()
+            return self.announcement(event.nbytes)
         if isinstance(event, Stepped):
             return self.sleep(machine.inside_latency_seconds)
         if isinstance(event, Copied):
@@ -147,13 +150,14 @@ class Writer:
             return self._all_reduce(event)
         return []
 
-    def announcement(self) -> list[str]:
-        """Return the actions of a header."""
-        job = self._job
-        num_ranks = job.num_workers * job.replicas_per_worker
+    def announcement(self, nbytes: int = 0) -> list[str]:
+        """Return the actions of a header that carries so many bytes of each worker."""
+        job, step = self._job, self._machine.inside_latency_seconds
         if job.num_workers == 1:
-            return self.sleep(self._machine.inside_latency_seconds)
-        return self._all_reduce(AllReduced(HEADER_BYTES, num_ranks, in_place=False))
+            return self.sleep(step)
+        # Its own bytes take no time worth speaking of.
+        across = f"allgather {nbytes} {nbytes}" if nbytes else "barrier"
+        return [*(self.sleep(2 * step) if job.replicas_per_worker > 1 else ()), across]
 
     def _begin(self, begun: Begun, tag: int) -> list[str]:
         each = self._job.replicas_per_worker

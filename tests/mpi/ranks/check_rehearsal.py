@@ -10,7 +10,6 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.bench.prediction.rehearsal import (
-    HEADER_BYTES,
     AllReduced,
     Announced,
     Begun,
@@ -23,7 +22,6 @@ from hpcstrat.bench.prediction.rehearsal import (
     rehearse,
 )
 from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.headers import WireHeaders
 from hpcstrat.channel.patient import PatientComm
 
 pytestmark = pytest.mark.algorithm
@@ -37,6 +35,7 @@ SHAPES = {
     # Of several pieces, the last of which is short; and of less than MPI's own limits.
     "one": ((700_001,),),
     "many": ((1000, 300), (7,), (131, 1009), (200_000,)),
+    # In the header of two workers, and not of three.
     "small": ((5000,), (3,)),
 }
 
@@ -58,7 +57,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(Channel, "agree", lambda *_: Announced())
+    def announced(channel: Channel, *_: Any) -> Announced:
+        carried: Any = channel.wire and channel.wire.carried
+        return Announced(carried.nbytes if carried else 0)
+
+    note(Channel, "agree", announced)
     note(Channel, "step", lambda *_: Stepped())
     note(
         PatientComm,
@@ -89,10 +92,7 @@ def test_messages_and_bytes_are_those_of_the_library(
         del noted[:]
         strategy.reduce("sum", arrays, axis=None)
         found = list(noted)
-        if topology.num_workers > 1:
-            assert strategy.collectives.channel._headers._sent.nbytes == HEADER_BYTES
-            assert isinstance(strategy.collectives.channel._headers, WireHeaders)
-        elif shapes == "small" and ops != "flat":
+        if topology.num_workers == 1 and shapes == "small" and ops != "flat":
             pytest.skip("a small reduction is no algorithm of pieces")
         job = Job(topology.num_workers, each, topology.num_cores, topology.slot_bytes)
         rehearsed = rehearse(

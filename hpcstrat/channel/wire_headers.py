@@ -1,0 +1,192 @@
+"""The headers of ranks on several workers, and the few values that travel in them.
+
+The ranks of a worker compare their records in its shared segment, as those of a single
+worker do. The first rank of each then tells the other workers, by the dissemination of
+Bruck et al. (doi:10.1109/71.642949): in step ``k`` it sends what it has, which is its
+own and that of the ``2**k - 1`` workers after it, to the worker ``2**k`` before it, so
+that ``p`` workers know of all others after ``ceil(log2(p))`` messages of each, whatever
+number they are. In one more step in the segment the worker's ranks learn how it ended;
+both steps order memory, see `hpcstrat.channel.headers`.
+
+A message begins with the header. The values of a small reduction follow, so that it
+costs no exchange but this one. A rank that gets another header than its own takes none
+of the values, and sends from there on a header that is equal to no other: all learn of
+it in as many steps. Ranks that are in different calls send messages of different
+lengths; each is received into memory for the longest one.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.channel.awaited import Carried
+from hpcstrat.channel.headers import SegmentHeaders
+from hpcstrat.channel.places import Places
+from hpcstrat.topology.topology import Topology
+
+__all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
+
+_HEADER = struct.Struct("=4q")
+HEADER_BYTES = _HEADER.size
+"""Size of a header between workers; values begin behind it."""
+
+# No header that a rank announces: sequence numbers are positive.
+_DIFFERENT = b"\xff" * HEADER_BYTES
+_TAG = 17
+# What a rank gets at most in all steps: with more, two exchanges are faster that send
+# each value less often. Of two workers, these messages need no answer, either.
+_ROOM_BYTES = 32 << 10
+_LEAST_ROOM_BYTES = 64
+
+# Where a rank is in the comparison of a header.
+_INSIDE, _ACROSS, _TOLD, _DONE = range(4)
+
+
+def room_bytes(num_workers: int) -> int:
+    """Return the most bytes of values of each worker that a header carries."""
+    room = _ROOM_BYTES // max(1, num_workers - 1)
+    return max(_LEAST_ROOM_BYTES, room // _LEAST_ROOM_BYTES * _LEAST_ROOM_BYTES)
+
+
+class WireHeaders:
+    """The headers of one rank of several workers; ``comm`` is its channel's own.
+
+    Collective over ``topology.replica_comm``.
+    """
+
+    def __init__(
+        self, topology: Topology, comm: Any, segment: SegmentHeaders, places: Places
+    ) -> None:
+        self._comm, self._segment, self._places = comm, segment, places
+        self._alone = topology.worker_comm.size == 1
+        self._leads = topology.worker_comm.rank == 0
+        # The first replica of each worker, in the order of the workers.
+        firsts = sorted(set(comm.allgather(topology.worker_replicas[0])))
+        me, size = topology.worker_id, len(firsts)
+        self.worker, self.num_workers = me, size
+        self.room_bytes = room = room_bytes(size)
+        # Of each step: to whom, from whom, and the values of how many workers.
+        self._peers, self.counts = [], list[int]()
+        distance = 1
+        while distance < size:
+            to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
+            self._peers.append((to, source))
+            self.counts.append(min(distance, size - distance))
+            distance *= 2
+        # What is sent, with the values of this worker first, and what comes.
+        largest = max(self.counts) if self._leads else 0
+        self.out = np.zeros(HEADER_BYTES + largest * room, np.uint8)
+        self.came = [
+            np.zeros(HEADER_BYTES + count * room, np.uint8)
+            for count in (self.counts if self._leads else ())
+        ]
+        self._header: Any = self.out.data[:HEADER_BYTES]
+        # Much faster than a comparison of the memory itself.
+        self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
+        self._plain = [self.out[:HEADER_BYTES]] * len(self._peers)
+        # What is to travel in the next header.
+        self.carried: Carried | None = None
+        self._load: Carried | None = None
+        self._sequence = 0
+        self._own, self._flags = b"", 0
+        self._phase, self._step, self._same = _DONE, 0, True
+        self._received: Any = None
+        self._sent: Any = None
+
+    def post(self, run: int, digest: int, flags: int) -> None:
+        """Announce this rank's header; does not wait."""
+        self._sequence = sequence = self._sequence + 1
+        self._own, self._flags = _HEADER.pack(sequence, run, digest, flags), flags
+        self._load, self._same = self.carried, True
+        if self._alone:
+            self._begin()
+            return
+        self._phase = _INSIDE
+        # Each worker has its own rings, whose places its own ranks compare.
+        self._segment.post(run, digest ^ self._places.next, flags)
+
+    def agreed(self) -> bool:
+        """Whether all ranks have announced the same; False while some are missing."""
+        return (self._phase == _DONE or self._came()) and self._same
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` while ranks are missing: it is not known which."""
+        return [] if self._phase == _DONE or self._came() else [-1]
+
+    def _came(self) -> bool:
+        """Go as far as that can be without waiting; whether that is to the end."""
+        if self._phase == _INSIDE:
+            self._compare_inside()
+        if self._phase == _ACROSS:
+            self._compare_across()
+        if self._phase == _TOLD:
+            self._hear()
+        return self._phase == _DONE
+
+    def _compare_inside(self) -> None:
+        if not self._stepped():
+            return
+        if self._leads:
+            self._begin()
+        else:
+            self._segment.post(0, 0, 0)
+            self._phase = _TOLD
+
+    def _stepped(self) -> bool:
+        """Whether the worker's ranks have come; takes note where they differ."""
+        segment = self._segment
+        if not segment.agreed():
+            if segment.missing():
+                return False
+            # They may have come between the two looks.
+            self._same = self._same and segment.agreed()
+        return True
+
+    def _begin(self) -> None:
+        """Begin to tell the other workers."""
+        if not self._same:
+            self._own, self._load = _DIFFERENT, None
+        elif self._load is not None:
+            self._load.gather()
+        self._header[:] = self._own
+        self._phase, self._step = _ACROSS, 0
+        self._send()
+
+    def _send(self) -> None:
+        step, load = self._step, self._load
+        to, source = self._peers[step]
+        messages = self._plain if load is None else load.messages
+        self._sent = self._comm.Isend(messages[step], to, _TAG)
+        self._received = self._comm.Irecv(self.came[step], source, _TAG)
+
+    def _compare_across(self) -> None:
+        # What is sent next is laid out where this one is sent from.
+        while self._received.Test() and self._sent.Test():
+            step = self._step
+            if self._same and self._reads[step]() != self._own:
+                self._same, self._own, self._load = False, _DIFFERENT, None
+                self._header[:] = _DIFFERENT
+            self._step = step + 1
+            if self._step == len(self._peers):
+                self._end()
+                return
+            if self._load is not None:
+                self._load.take(step)
+            self._send()
+
+    def _end(self) -> None:
+        # A flag has all ranks agree once more, on the same values.
+        if self._load is not None and not self._flags:
+            self._load.finish()
+        if self._alone:
+            self._phase = _DONE
+        else:
+            self._segment.post(0, 0, int(not self._same))
+            self._phase = _TOLD
+
+    def _hear(self) -> None:
+        if self._stepped():
+            self._phase = _DONE

@@ -1,0 +1,149 @@
+"""Small reductions between workers: their values travel in the header of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.channel.patient import PatientComm
+from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
+
+pytestmark = pytest.mark.algorithm
+
+# Workers of one replica, also four of them; and uneven ones, of which some are alone.
+WORKER_SIZES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module", params=WORKER_SIZES)
+def workers(request: pytest.FixtureRequest, job: Any) -> Iterator[Any]:
+    """Yield a strategy over several workers of a size."""
+    if request.param >= job.size:
+        pytest.skip("one worker")
+    with hs.MultiWorkerMirroredStrategy(replicas_per_worker=request.param) as strategy:
+        yield strategy
+
+
+def in_order(parts: list[Any], strategy: Any, divisor: int) -> Any:
+    """Return the sum of all workers' sums, both in their order."""
+    each = strategy.topology.worker_comm.size
+    each = max(strategy.topology.replica_comm.allgather(each))
+    wide = np.dtype(np.float32) if parts[0].dtype == np.float16 else parts[0].dtype
+    wide = np.dtype(np.float64) if divisor and wide.kind == "i" else wide
+    sums = []
+    for start in range(0, len(parts), each):
+        total = parts[start].astype(wide)
+        for part in parts[start + 1 : start + each]:
+            total = total + part.astype(wide)
+        sums.append(total)
+    for other in sums[1:]:
+        sums[0] = sums[0] + other
+    if divisor:
+        sums[0] = sums[0] / wide.type(divisor)
+    return sums[0].astype(parts[0].dtype if wide == np.float32 else wide)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_sum_is_that_of_the_workers_in_their_order(
+    workers: Any, job: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Iallreduce", "Allreduce", "start", "exchange"):
+        monkeypatch.delattr(PatientComm, name)
+    divisor = job.size if op == "mean" else 0
+    for number, dtype in enumerate(("f4", "f8", "f2", "i4", "i8", "c16", "g")):
+        rng = np.random.default_rng(number)
+        for shape in ((), (1,), (3, 5), (300,)):
+            # Their sum is another one in another order.
+            scales = 10.0 ** rng.integers(-2, 3, (job.size, *shape))
+            drawn = rng.uniform(-99, 99, (job.size, *shape)) * scales
+            parts = [np.asarray(part).astype(dtype) for part in drawn]
+            own = [parts[job.rank], np.float32(job.rank), parts[job.rank].T]
+            before = own[0].copy()
+            first, count, turned = workers.reduce(op, own, axis=None)
+            expected = in_order(parts, workers, divisor)
+            np.testing.assert_array_equal(first, expected)
+            assert first.dtype == expected.dtype
+            np.testing.assert_array_equal(turned, expected.T)
+            assert count == in_order(
+                [np.float32(rank) for rank in range(job.size)], workers, divisor
+            )
+            np.testing.assert_array_equal(own[0], before)
+            if dtype != "g":
+                assert_same_bits(job, first, turned)
+
+
+def test_results_may_be_the_values(workers: Any, job: Any) -> None:
+    own = np.arange(12, dtype=np.float32).reshape(3, 4).T + job.rank
+    total = np.arange(12.0).reshape(3, 4).T * job.size + sum(range(job.size))
+    assert workers.reduce("sum", own, axis=None, out=own) is own
+    np.testing.assert_array_equal(own, total)
+
+
+def test_started_ones_travel_in_their_headers(
+    workers: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Iallreduce", "Allreduce", "start", "exchange"):
+        monkeypatch.delattr(PatientComm, name)
+    handles = [
+        workers.collectives.start_reduce(
+            hs.ReduceOp.SUM, np.full(size, number + job.rank), "start"
+        )
+        for number, size in enumerate((1, 500, 3))
+    ]
+    # They end before it.
+    assert_usable(workers, job)
+    for number, handle in enumerate(handles):
+        assert (handle.wait() == number * job.size + sum(range(job.size))).all()
+
+
+@pytest.mark.parametrize("odd", [0, -1])
+def test_another_call_of_any_rank_is_an_error_on_all(
+    workers: Any, job: Any, odd: int
+) -> None:
+    def reduce(size: int) -> Any:
+        own = np.full(size, 1.0)
+        error = outcome(workers.reduce, "sum", own, axis=None, out=own)
+        # Nothing of the others is taken.
+        assert (own == 1.0).all()
+        return error
+
+    calls = {
+        "barrier": lambda: outcome(workers.barrier),
+        "float64[1000]": lambda: reduce(1000),
+        "float64[200000]": lambda: reduce(200_000),
+    }
+    faulty = odd % job.size
+    for words, call in calls.items():
+        error = call() if job.rank == faulty else reduce(3)
+        assert isinstance(error, hs.CollectiveError), error
+        assert f"rank {faulty} called" in str(error)
+        assert words in str(error)
+        assert "float64[3]" in str(error)
+        assert len(set(job.allgather(str(error)))) == 1
+        assert_usable(workers, job)
+
+
+@pytest.mark.parametrize("told", [0, -1])
+def test_what_a_rank_tells_changes_no_sum(workers: Any, job: Any, told: int) -> None:
+    channel = workers.collectives.channel
+    for ranks in ({told % job.size}, set(range(job.size))):
+        if job.rank in ranks:
+            channel.notice = "slow disk"
+        total = workers.reduce("sum", np.full(5, job.rank + 1), axis=None)
+        assert (total == job.size * (job.size + 1) // 2).all()
+        assert set(channel.noticed) == ranks
+        channel.noticed.clear()
+
+
+def test_an_error_of_one_rank_before_it_is_told(workers: Any, job: Any) -> None:
+    value = np.array(["text"]) if job.rank == job.size - 1 else np.ones(3)
+    error = outcome(workers.reduce, "sum", value, axis=None)
+    if job.rank < job.size - 1:
+        assert isinstance(error, hs.ReplicaError)
+        assert error.ranks == (job.size - 1,)
+    else:
+        assert isinstance(error, (TypeError, ValueError))
+    assert_usable(workers, job)
