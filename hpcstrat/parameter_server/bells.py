@@ -3,8 +3,8 @@
 A rank spins for a moment, and then sleeps in ``poll`` on a pipe, into which whoever has
 sent it something writes a byte; only where a flag in shared memory says that it sleeps.
 Others open the pipe by ``/proc``, so that it has no name and ends with the process. On
-several nodes, where nobody rings, a sleep is short, as it is while messages are on
-their way, which MPI carries only while it is called.
+several nodes, or where there was no pipe to be had, nobody rings, and a sleep is short,
+as it is while messages are on their way, which MPI carries only while it is called.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Bells:
         self._asleep = buffer[:lines]
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._read, self._write = _pipe()
         self._poll = select.poll()
-        self._poll.register(self._read, select.POLLIN)
+        if self._read >= 0:
+            self._poll.register(self._read, select.POLLIN)
         self._pipes = [
             _opened(pid, number)
             for pid, number in comm.allgather((os.getpid(), self._write))
@@ -131,6 +132,15 @@ class Bells:
             if number >= 0:
                 os.close(number)
         self._segment.close()
+
+
+def _pipe() -> tuple[int, int]:
+    """Return both ends of a pipe; -1 where the process has no room for it."""
+    try:
+        return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # The others are told, and wait for nobody: all look by themselves.
+        return -1, -1
 
 
 def _opened(pid: int, number: int) -> int:
