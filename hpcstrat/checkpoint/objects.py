@@ -112,7 +112,7 @@ class Objects:
         strategies = {
             id(variable.distribute_strategy): variable.distribute_strategy
             for variable in self.variables().values()
-            if isinstance(variable, DistributedVariable)
+            if isinstance(variable, DistributedVariable) or variable.lies_elsewhere
         }
         for thing in self._iterators.values():
             strategy = getattr(thing, "distribute_strategy", None)

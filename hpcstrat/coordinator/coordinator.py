@@ -121,6 +121,8 @@ class ClusterCoordinator:
         self._error: Exception | None = None
         self._unavailable: Exception | None = None
         self._warned_at = time.monotonic()
+        if self._mailbox.lost:
+            self._lose(set(self._mailbox.lost))
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -160,6 +162,8 @@ class ClusterCoordinator:
             If ``fn`` cannot be called.
         ValueError
             For a RemoteValue as an argument.
+        UnavailableError
+            If a parameter server is lost; `recover` says how to go on.
         Exception
             The first error of an earlier function, once; what was queued is cancelled,
             and ``fn`` is not scheduled.
@@ -173,10 +177,10 @@ class ClusterCoordinator:
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         self._check(args, kwargs)
         self._pump()
-        self._raise_error()
         if len(self._queue) >= _MOST_QUEUED:
             self._wait(lambda: len(self._queue) < _MOST_QUEUED)
-            self._raise_unavailable()
+        self._raise_unavailable()
+        self._raise_error()
         call = self._made(fn, args, kwargs)
         self._queue.append(call)
         self._deal()
@@ -190,7 +194,7 @@ class ClusterCoordinator:
         Raises
         ------
         UnavailableError
-            If a parameter server is lost.
+            If a parameter server is lost; `recover` says how to go on.
         Exception
             The first error of a function, once; what was queued is cancelled.
         """
@@ -198,6 +202,41 @@ class ClusterCoordinator:
         self._wait(self._is_idle)
         self._raise_unavailable()
         self._raise_error()
+
+    def recover(self) -> None:
+        """Go on with the parameter servers that are left, after an UnavailableError.
+
+        Not collective; on the coordinator. Waits until the functions under way have
+        ended, and leaves out all others. What lost servers held moves to those that are
+        left, as zeros, and optimizers begin anew: restore the last checkpoint of all
+        variables and optimizers before the next function. Per-worker data sets go on
+        where they are.
+
+        Raises
+        ------
+        UnavailableError
+            If no server or no worker is left, or another is lost meanwhile; then call
+            it again.
+        """
+        self._require_open()
+        self._cancel()
+        self._mailbox.wait(self._has_settled, lambda: "workers to end their functions")
+        self._unavailable = self._error = None
+        self._epoch += 1
+        self._require_worker()
+        self._strategy.move_from_lost()
+        # What was pickled names where variables were.
+        self._functions.clear()
+        self._payloads.clear()
+        for worker in self._workers:
+            worker.functions.clear()
+            self._mailbox.send(worker.rank, ("renew",))
+        self._raise_unavailable()
+
+    def _has_settled(self) -> bool:
+        self._pump()
+        self._warn()
+        return self._is_idle()
 
     def done(self) -> bool:
         """Whether all scheduled functions have ended.
@@ -304,10 +343,7 @@ class ClusterCoordinator:
             call = self._made(fn, args, {})
             call.keep = True
             values.append(call.remote)
-            if worker.rank in self._mailbox.lost:
-                call.remote._settle(FAILED, _lost_error(worker))
-            else:
-                self._send(worker, [call])
+            self._send(worker, [call])
         return values
 
     def _check(self, args: Any, kwargs: Any) -> None:
@@ -356,6 +392,10 @@ class ClusterCoordinator:
                 self._mailbox.send(worker.rank, ("forget", number))
 
     def _send(self, worker: _Worker, calls: list[_Call]) -> None:
+        if worker.rank in self._mailbox.lost:
+            # Since it was chosen.
+            self._run_again(worker, calls)
+            return
         now = time.monotonic()
         wanted = {call.function for call in calls} - worker.functions
         worker.functions |= wanted
@@ -369,7 +409,8 @@ class ClusterCoordinator:
     def _pump(self) -> None:
         """Take what has come, and give functions to workers that want some."""
         while (found := self._mailbox.poll()) is not None:
-            rank, (_, mean, results) = found
+            rank, (_, mean, results, lost) = found
+            self._mailbox.hear(lost)
             self._take(self._by_rank[rank], mean, results)
         if self._queue:
             self._deal()
@@ -408,7 +449,7 @@ class ClusterCoordinator:
             elif status == ERROR:
                 self._fail(call, self._unpickled(content))
             else:
-                call.remote._settle(FAILED, _cancelled())
+                call.remote._settle(FAILED, self._unavailable or _cancelled())
 
     def _fail(self, call: _Call, error: Exception) -> None:
         """Take note of a function's error, and cancel what was not begun."""
@@ -417,15 +458,17 @@ class ClusterCoordinator:
         if call.keep or call.epoch < self._epoch or self._error is not None:
             return
         self._error = error
-        self._cancel_queue()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """Cancel what no worker has begun."""
+        error = self._unavailable or _cancelled()
+        for call in self._queue:
+            call.remote._settle(FAILED, error)
+        self._queue.clear()
         for worker in self._workers:
             if worker.under_way:
                 self._mailbox.send(worker.rank, ("cancel",))
-
-    def _cancel_queue(self) -> None:
-        for call in self._queue:
-            call.remote._settle(FAILED, _cancelled())
-        self._queue.clear()
 
     def _raise_unavailable(self) -> None:
         if self._unavailable is not None:
@@ -441,15 +484,13 @@ class ClusterCoordinator:
         return not self._queue and not any(w.under_way for w in self._workers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, and say now and then for which worker."""
+        """Wait, and say now and then for which worker; not where a server is lost."""
         self._warned_at = time.monotonic()
 
         def look() -> bool:
             self._pump()
-            if self._unavailable is not None:
-                return True
             self._warn()
-            return ready()
+            return self._unavailable is not None or ready()
 
         self._mailbox.wait(look, lambda: "workers to end their functions")
 
@@ -477,24 +518,37 @@ class ClusterCoordinator:
             if worker is None:
                 self._unavailable = UnavailableError(
                     f"expected all parameter servers, found that rank {rank} was lost; "
-                    "restore the last checkpoint on those that are left"
+                    "call the coordinator's recover(), and restore the last checkpoint"
                 )
+                get_logger().warning("rank %d, a parameter server, was lost", rank)
                 continue
             calls = list(worker.under_way.values())
             worker.under_way.clear()
-            for call in reversed(calls):
-                if call.keep:
-                    call.remote._settle(FAILED, _lost_error(worker))
-                else:
-                    self._queue.appendleft(call)
             get_logger().warning(
                 "worker %d (rank %d) was lost; %d functions run again elsewhere",
                 worker.index,
                 rank,
-                len(calls),
+                self._run_again(worker, calls),
             )
+        try:
+            self._require_worker()
+        except UnavailableError as error:
+            self._unavailable = error
+        if self._unavailable is not None:
+            self._cancel()
+
+    def _run_again(self, worker: _Worker, calls: list[_Call]) -> int:
+        """Queue what a lost worker had, first in line; return how many."""
+        again = [call for call in calls if not call.keep]
+        self._queue.extendleft(reversed(again))
+        for call in calls:
+            if call.keep:
+                call.remote._settle(FAILED, _lost_error(worker))
+        return len(again)
+
+    def _require_worker(self) -> None:
         if all(worker.rank in self._mailbox.lost for worker in self._workers):
-            self._unavailable = UnavailableError(
+            raise UnavailableError(
                 "expected a worker, found that all were lost; start the job again"
             )
 
@@ -516,8 +570,8 @@ class ClusterCoordinator:
         if value._state == WAITING:
             self._require_open()
             self._wait(lambda: value._state != WAITING)
-            if value._state == WAITING and self._unavailable is not None:
-                raise self._unavailable
+            if value._state == WAITING:
+                self._raise_unavailable()
 
     def load(self, value: RemoteValue) -> Any:
         """Return a result, which is asked for where its worker has it.

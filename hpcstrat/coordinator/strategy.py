@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.coordinator.worker import Worker
-from hpcstrat.errors import RankLostError
+from hpcstrat.errors import RankLostError, UnavailableError
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.options import InputContext, InputOptions, VariableSynchronization
 from hpcstrat.parameter_server.bells import Bells
@@ -22,6 +22,7 @@ from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.gradients import apply_at_servers
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.server import VariableServer
+from hpcstrat.parameter_server.slots import ServerSlots
 from hpcstrat.parameter_server.variables import ServerVariable, ShardedVariable
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.connection import Wish, connect
@@ -76,6 +77,7 @@ class _Cluster:
             undo.pop_all()
         self.bells = Bells(topology)
         self.mailbox = Mailbox(topology, channel, self.bells)
+        self.mailbox.warn_seconds = float(self.settings.warn_seconds or 0)
         self.rank = self.mailbox.rank
         self.client = Client(self.mailbox, self.roles.servers)
 
@@ -108,13 +110,14 @@ class _Cluster:
         """Let all others end; for the coordinator."""
         # Some may not have heard of a loss, with which nothing collective ends.
         lost = tuple(self.mailbox.lost)
+        closes = closes or self.topology.survives
         for rank in (*self.roles.workers, *self.roles.servers):
-            self.mailbox.send(rank, ("end", closes or bool(lost), lost))
+            self.mailbox.send(rank, ("end", closes, lost))
         self.mailbox.wait(self.mailbox.drive, lambda: "the other ranks to end")
 
     def close(self) -> None:
-        """Free everything; collective, unless a rank is lost."""
-        if self.mailbox.lost:
+        """Free everything; collective, unless a rank may be lost by now."""
+        if self.topology.survives:
             self._connection.abandon(self._key)
             return
         self.mailbox.close()
@@ -263,6 +266,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         Of this strategy, once it was made.
     client : Client
         For the library's own modules.
+    slots : ServerSlots
+        For the library's own modules.
 
     Raises
     ------
@@ -307,6 +312,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
             weakref.WeakValueDictionary()
         )
+        self.slots = ServerSlots(self.client, self._variables)
         self._optimizers: dict[int, Optimizer] = {}
         self._forgotten: deque[tuple[int, int]] = deque()
 
@@ -365,8 +371,18 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         -------
         int
             A rank.
+
+        Raises
+        ------
+        UnavailableError
+            If all are lost.
         """
-        servers = self.roles.servers
+        servers = self.client.alive()
+        if not servers:
+            raise UnavailableError(
+                "expected a parameter server, found that all were lost; start the job "
+                "again"
+            )
         rank = servers[self._num_placed % len(servers)]
         self._num_placed += 1
         return rank
@@ -472,6 +488,25 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             Of this rank.
         """
         self._variables[number] = variable
+        self.slots.give(variable)
+
+    def move_from_lost(self) -> None:
+        """Put what lost servers held on others, as zeros; optimizers begin anew.
+
+        Not collective; on the coordinator, while no function is under way.
+        """
+        for number, variable in list(self._variables.items()):
+            if variable.move_from(self.client.mailbox.lost):
+                del self._variables[number]
+        self.slots.forget()
+
+    def renew(self) -> None:
+        """Forget what handles have stood for so far.
+
+        Not collective; on a worker.
+        """
+        self._variables.clear()
+        self._optimizers.clear()
 
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
         """Return what a handle from another rank stands for.
@@ -549,7 +584,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if not self.closed:
             self.closed = True
             self._cluster.end(closes=False)
-            if self.client.mailbox.lost:
+            if self._cluster.topology.survives:
                 self._cluster.close()
 
     def __repr__(self) -> str:

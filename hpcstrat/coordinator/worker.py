@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections import deque
 from typing import Any
 
 from hpcstrat.context import pop, push
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.logs import place
-from hpcstrat.parameter_server.handles import pickled, unpickled
+from hpcstrat.parameter_server.handles import error_bytes, pickled, unpickled
 from hpcstrat.parameter_server.mailbox import REPLY
 from hpcstrat.parameter_server.variables import ServerVariable
 from hpcstrat.tree import tree_map
@@ -129,7 +127,7 @@ class Worker:
                 self._results.append((number, *self._result(number, value, keep)))
 
     def _fail(self, number: int, error: BaseException) -> None:
-        self._results.append((number, ERROR, _error_bytes(error)))
+        self._results.append((number, ERROR, error_bytes(error)))
         self._cancel()
 
     def _take(self, message: Any) -> None:
@@ -147,6 +145,9 @@ class Worker:
             self._kept.pop(rest[0], None)
         elif kind == "forget":
             self._functions.pop(rest[0], None)
+        elif kind == "renew":
+            self._functions.clear()
+            self._strategy.renew()
         else:
             self._mailbox.lost.update(rest[1])
             self._ended = bool(rest[0])
@@ -155,9 +156,11 @@ class Worker:
         try:
             return True, pickled(self._kept[number])
         except Exception as error:
-            return False, TypeError(
-                "expected a result that can be pickled, found "
-                f"{type(error).__name__}: {error}; return arrays or numbers"
+            return False, error_bytes(
+                TypeError(
+                    "expected a result that can be pickled, found "
+                    f"{type(error).__name__}: {error}; return arrays or numbers"
+                )
             )
 
     def _cancel(self) -> None:
@@ -238,7 +241,9 @@ class Worker:
         if self._results:
             results, self._results = self._results, []
             mean = self._seconds / self._ran if self._ran else 0.0
-            self._mailbox.send(self._coordinator, ("done", mean, results))
+            # One may have noticed a loss before the other.
+            lost = tuple(self._mailbox.lost)
+            self._mailbox.send(self._coordinator, ("done", mean, results, lost))
             self._ran, self._seconds = 0, 0.0
         self._reported_at = time.perf_counter()
 
@@ -248,18 +253,3 @@ def _at_rest(value: Any) -> Any:
     return tree_map(
         lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
     )
-
-
-def _error_bytes(error: BaseException) -> bytes:
-    """Return an exception, with where it was raised, in bytes."""
-    lines = "".join(traceback.format_exception(error)).rstrip()
-    error.add_note(f"raised on {place()}:\n{lines}")
-    if not isinstance(error, Exception):
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    try:
-        data = pickled(error)
-        # Some classes can be pickled, but not made again.
-        unpickled(data, lambda handle: None)
-    except Exception:
-        data = pickled(RuntimeError(f"{type(error).__name__}: {error}\n{lines}"))
-    return data

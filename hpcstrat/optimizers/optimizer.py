@@ -532,6 +532,9 @@ class Optimizer(MadeTogether, ABC):
             If there is none, or a name comes twice.
         """
         require_names(variables)
+        if self.iterations.lies_elsewhere:
+            self._strategy_elsewhere.slots.build(self, variables)
+            return
         self._current = frozenset(map(id, variables))
         for variable in variables:
             for kind, initial in self.state.items():
@@ -555,14 +558,10 @@ class Optimizer(MadeTogether, ABC):
         ValueError
             If two variables that have state have the same name.
         """
-        if self.state and self.iterations.lies_elsewhere:
-            raise NotImplementedError(
-                f"expected an optimizer without state on parameter servers to save, "
-                f"found {type(self).__name__}, whose state is beside its variables; "
-                "save the variables alone"
-            )
         self._slots.forget_garbage(self._current)
         rest = self._accumulation.own | self._slots.named()
+        if self.iterations.lies_elsewhere:
+            rest |= self._strategy_elsewhere.slots.named(self)
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
@@ -605,8 +604,35 @@ class Optimizer(MadeTogether, ABC):
         is_part : bool
             Whether it is this replica's part, where each has one, not their total.
         """
+        elsewhere = self.iterations.lies_elsewhere
+        # It goes to servers: what waits for that is of this process alone.
+        strategy = None if elsewhere else strategy
         if not self._accumulation.defer(name, value, strategy, is_part=is_part):
             self._slots.wait(name, value, strategy)
+        if elsewhere:
+            self._strategy_elsewhere.slots.wait(self)
+
+    def take_restored(self, name: str) -> Array | None:
+        """Return restored state, which waits no longer; None if there is none.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            ``<kind>/<variable>``.
+
+        Returns
+        -------
+        ndarray or None
+            For those who keep state beside variables that lie elsewhere.
+        """
+        return self._slots.take(name)
+
+    @property
+    def _strategy_elsewhere(self) -> Any:
+        """The strategy whose servers keep the state."""
+        return self.iterations.distribute_strategy
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Go on from what has been restored.
@@ -620,6 +646,8 @@ class Optimizer(MadeTogether, ABC):
         now : int
             How many have restored it.
         """
+        if self.iterations.lies_elsewhere:
+            self._strategy_elsewhere.slots.restored(self)
         if self._accumulation.restored(num_replicas, now):
             get_logger("optimizers").warning(
                 "the checkpoint holds sums of an accumulation that has not ended, and "

@@ -168,6 +168,14 @@ class Slots:
         slot = _made(name, strategy, value, is_sum=is_sum, is_own=True, each_has=True)
         self._waiting[name] = slot
 
+    def take(self, name: str) -> Array | None:
+        """Return restored state, which waits no longer; None if there is none.
+
+        Not collective.
+        """
+        found = next((n for n in spellings(name) if n in self._waiting), None)
+        return None if found is None else self._waiting.pop(found).component
+
     def waiting(self, kind: str) -> dict[str, Variable]:
         """Return restored state whose variable has not come, by the variable's name."""
         kinds = {n: n.partition("/") for n in self._waiting}

@@ -50,15 +50,19 @@ class Client:
             return None
         return self._readers.reader(place, shape, dtype)
 
+    def alive(self) -> list[int]:
+        """Return the servers that are not lost."""
+        return [rank for rank in self.servers if rank not in self.mailbox.lost]
+
     def ask(self, server: int, *message: Any) -> Any:
         """Return the answer of a server; after all updates that this rank has sent."""
         return self.mailbox.ask(server, message)
 
     def post(self, server: int, *message: Any) -> None:
         """Send an update."""
+        self.mailbox.send(server, message)
         self._sent[server] += 1
         self._dirty[server] = None
-        self.mailbox.send(server, message)
 
     def knows_rule(self, server: int, key: int) -> bool:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
@@ -71,20 +75,29 @@ class Client:
         if self.flushes:
             self.flush()
 
-    def settle(self, server: int) -> None:
-        """Wait until a server of this node has made all updates that it was sent."""
+    def _settle(self, server: int) -> None:
+        """Wait until a server of this node has made all updates that it was sent.
+
+        Raises UnavailableError if it is lost: what it leaves in memory may lack some.
+        """
         if server in self._dirty or server in self._unseen:
             applied = self._counts[server][0]
             sent, own = self._sent[server], self.mailbox.rank
             self._unseen.pop(server, None)
-            if applied[own] >= sent:
-                return
-            lost, drive = self.mailbox.lost, self.mailbox.drive
+            lost, notice = self.mailbox.lost, self.mailbox.notice
 
             def ready() -> bool:
-                return applied[own] >= sent or server in lost or (drive() and False)
+                return applied[own] >= sent or server in lost or notice()
 
             self.mailbox.wait(ready, lambda: f"rank {server} to make {sent} updates")
+        self._require(server)
+
+    def _require(self, server: int) -> None:
+        if server in self.mailbox.lost:
+            raise UnavailableError(
+                f"expected rank {server}, a parameter server, found that it was lost; "
+                "restore the last checkpoint on those that are left"
+            )
 
     def flush(self) -> None:
         """Wait until all updates of this rank are made; raise the first error."""
@@ -126,10 +139,8 @@ class Client:
 
     def wait_for(self, wanted: dict[int, int]) -> None:
         """Wait until servers have counted so much."""
-        drive = self.mailbox.drive
-        self.mailbox.wait(
-            lambda: self.is_made(wanted) or (drive() and False), lambda: "updates"
-        )
+        notice = self.mailbox.notice
+        self.mailbox.wait(lambda: self.is_made(wanted) or notice(), lambda: "updates")
 
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates that are made, or that a server is lost."""
@@ -141,15 +152,11 @@ class Client:
         if counts is None:
             self.ask(server, "flush")
             return
-        self.settle(server)
+        self._settle(server)
         self._check_one(server)
 
     def _check_one(self, server: int) -> None:
-        if server in self.mailbox.lost:
-            raise UnavailableError(
-                f"expected rank {server}, a parameter server, to make updates, found "
-                "that it was lost; restore the last checkpoint"
-            )
+        self._require(server)
         failed = int(self._counts[server][1][self.mailbox.rank])
         if failed != self._failed[server]:
             self._failed[server] = failed
@@ -158,7 +165,7 @@ class Client:
     def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
         """Copy a shard's value."""
         if reader is not None:
-            self.settle(server)
+            self._settle(server)
 
             def copy(array: Array) -> bool:
                 np.copyto(out, array)
@@ -173,7 +180,7 @@ class Client:
     ) -> Array:
         """Return rows of a shard, each as often as it is asked for."""
         if reader is not None:
-            self.settle(server)
+            self._settle(server)
             rows = reader.read(lambda array: array[indices])
             if rows is not None:
                 return np.asarray(rows)

@@ -78,6 +78,12 @@ def apply_at_servers(
     The number of a step, of which some rules depend, is counted at each shard.
     """
     optimizer.require_alone()
+    if not isinstance(optimizer.iterations, ServerVariable):
+        raise ValueError(
+            f"expected an optimizer that was made in the strategy's scope, found "
+            f"{type(optimizer).__name__} of elsewhere, whose steps nobody could count; "
+            "make it there"
+        )
     checked = _conditioned(optimizer, _checked(pairs), non_finite)
     if checked is None:
         return False
@@ -93,10 +99,6 @@ def apply_at_servers(
         if not client.knows_rule(server, key):
             client.post(server, "rule", key, pickled(optimizer.rule()))
         client.post(server, "steps", key, float(rate), steps)
-    one = np.ones((), np.int64)
-    if isinstance(optimizer.iterations, ServerVariable):
-        optimizer.iterations.assign_add(one, read_value=False)
-    else:
-        optimizer.iterations.component[...] += 1
+    optimizer.iterations.assign_add(np.ones((), np.int64), read_value=False)
     client.done()
     return True

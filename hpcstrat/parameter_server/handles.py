@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import io
 import pickle
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["pickled", "unpickled"]
+from hpcstrat.logs import place
+
+__all__ = ["error_bytes", "error_of", "pickled", "unpickled"]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -47,3 +50,24 @@ def pickled(value: Any) -> bytes:
 def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
     """Return the value of bytes; ``resolve`` takes handles."""
     return _Unpickler(io.BytesIO(data), resolve).load()
+
+
+def error_bytes(error: BaseException) -> bytes:
+    """Return an exception, with where it was raised, in bytes; for `error_of`."""
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    error.add_note(f"raised on {place()}:\n{lines}")
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    try:
+        data = pickled(error)
+        # Some classes can be pickled, but not made again.
+        error_of(data)
+    except Exception:
+        data = pickled(RuntimeError(f"{type(error).__name__}: {error}\n{lines}"))
+    return data
+
+
+def error_of(data: bytes) -> Exception:
+    """Return the exception of bytes; None stands for what are handles in it."""
+    error: Exception = unpickled(data, lambda handle: None)
+    return error

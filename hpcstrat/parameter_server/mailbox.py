@@ -7,14 +7,17 @@ until it is gone, and what arrives is given out when it is whole.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import RankLostError, UnavailableError
+from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.topology.survival import is_loss, lost_ranks
 from hpcstrat.topology.topology import Topology
 
@@ -27,6 +30,15 @@ _LARGE_BYTES = 32 << 10
 _PIECE_BYTES = 64 << 20
 _MARK = b"L"
 _LOOK_SECONDS = 1.0
+
+
+class _Sending:
+    """A message of MPI that may be on its way, with its memory."""
+
+    __slots__ = ("data", "request")
+
+    def __init__(self, request: Any, data: Any) -> None:
+        self.request, self.data = request, data
 
 
 class _Arriving:
@@ -64,10 +76,11 @@ class Mailbox:
         self.bells = bells
         self.rank = self._comm.rank
         self._status = self._mpi.Status()
-        self._outbox: list[tuple[Any, Any]] = []
+        self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
         self._looked_at = 0.0
+        self.warn_seconds = math.inf
         self.lost: set[int] = set()
         self.on_loss: Callable[[set[int]], None] = lambda lost: None
 
@@ -93,34 +106,58 @@ class Mailbox:
             views = [buffer.raw() for buffer in large]
             sizes = [view.nbytes for view in views]
             self._start(rank, _MARK + pickle.dumps((data, sizes), 5), tag)
-            for view in views:
-                for start in range(0, view.nbytes, _PIECE_BYTES):
-                    self._start(rank, view[start : start + _PIECE_BYTES], tag + _PIECES)
+            sent = [
+                self._start(rank, view[start : start + _PIECE_BYTES], tag + _PIECES)
+                for view in views
+                for start in range(0, view.nbytes, _PIECE_BYTES)
+            ]
         self.bells.ring(rank)
         if large and tag == INBOX:
-            # A reply's arrays are the server's own copies, and it must not wait.
-            self.wait(self.drive, lambda: f"rank {rank} to take {sum(sizes)} bytes")
+            # A reply's arrays are the server's own copies, and it must not wait. Nor is
+            # what others have not taken waited for.
+            self.wait(
+                lambda: self.drive() or not any(one in self._outbox for one in sent),
+                lambda: f"rank {rank} to take {sum(sizes)} bytes",
+            )
 
-    def _start(self, rank: int, data: Any, tag: int) -> None:
+    def _start(self, rank: int, data: Any, tag: int) -> _Sending | None:
+        """Start to send; return what is left in the outbox."""
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
-            if not request.Test():
-                self._outbox.append((request, data))
+            if request.Test():
+                return None
         except self._mpi.Exception as error:
             self._note_loss(error)
+            return None
+        one = _Sending(request, data)
+        self._outbox.append(one)
+        return one
 
     def drive(self) -> bool:
         """Drive what is being sent; return whether all has gone."""
         if self._outbox:
-            self._outbox = [one for one in self._outbox if not self._is_done(one[0])]
+            self._outbox = [one for one in self._outbox if not self._is_gone(one)]
         return not self._outbox
 
-    def _is_done(self, request: Any) -> bool:
+    def _is_gone(self, one: _Sending) -> bool:
         try:
-            return bool(request.Test())
+            return bool(one.request.Test())
         except self._mpi.Exception as error:
             self._note_loss(error)
             return True
+
+    def notice(self) -> bool:
+        """Drive what is being sent, and notice losses; return False.
+
+        For waits on shared memory, which ask nothing of MPI otherwise.
+        """
+        self.drive()
+        if self._survives:
+            try:
+                self._comm.Iprobe(self._mpi.ANY_SOURCE, INBOX)
+            except self._mpi.Exception as error:
+                self._note_loss(error)
+        return False
 
     def poll(self) -> tuple[int, Any] | None:
         """Return the next message of the inbox and who sent it, if there is one."""
@@ -134,16 +171,18 @@ class Mailbox:
     def _take_arrived(self) -> None:
         still = []
         for one in self._arriving:
-            try:
-                done = self._mpi.Request.Testall(one.requests)
-            except self._mpi.Exception as error:
-                self._note_loss(error)
-                continue
-            if done:
+            if self._is_whole(one):
                 self._whole.append((one.source, one.message()))
             else:
                 still.append(one)
-        self._arriving = still
+        self._arriving = [one for one in still if one.source not in self.lost]
+
+    def _is_whole(self, one: _Arriving) -> bool:
+        try:
+            return bool(self._mpi.Request.Testall(one.requests))
+        except self._mpi.Exception as error:
+            self._note_loss(error)
+            return False
 
     def _take(self, source: int, tag: int) -> tuple[int, Any] | None:
         """Receive a message, or the beginning of it."""
@@ -173,9 +212,11 @@ class Mailbox:
         ]
         one = _Arriving(source, payload, buffers, requests)
         if tag == REPLY:
-            everything = self._mpi.Request.Testall
-            self.wait(lambda: everything(requests), lambda: f"rank {source} to answer")
-            return source, one.message()
+            whole = self.wait(
+                lambda: self._is_whole(one) or (source in self.lost and "lost"),
+                lambda: f"rank {source} to answer",
+            )
+            return (source, one.message()) if whole is True else None
         # Its sender sends nothing more before this has been taken.
         self._arriving.append(one)
         return None
@@ -195,7 +236,8 @@ class Mailbox:
         def answer() -> Any:
             return self._take(rank, REPLY) or (rank in self.lost and (rank, None))
 
-        _, found = self.wait(answer, lambda: f"rank {rank} to answer {message[0]!r}")
+        what = f"rank {rank} to answer {message[0]!r}"
+        _, found = self.wait(answer, lambda: what, warns=True)
         if found is None:
             raise UnavailableError(
                 f"expected an answer of rank {rank}, found that it was lost; restore "
@@ -203,17 +245,28 @@ class Mailbox:
             )
         good, value = found
         if not good:
-            raise value
+            raise error_of(value)
         return value
 
-    def wait(self, ready: Callable[[], Any], what: Callable[[], str]) -> Any:
+    def wait(
+        self,
+        ready: Callable[[], Any],
+        what: Callable[[], str],
+        *,
+        warns: bool = False,
+    ) -> Any:
         """Wait for something, which ``what`` names; ``ready`` drives MPI's progress."""
         found = ready()
         if found:
             return found
+        warned = 0.0
 
         def look(seconds: float) -> None:
+            nonlocal warned
             self._look(seconds, what)
+            if warns and seconds > warned + self.warn_seconds:
+                warned = seconds
+                get_logger().warning("have waited %.0f s for %s", seconds, what())
 
         return self.bells.wait(ready, busy=self._is_busy, look=look)
 
@@ -224,11 +277,14 @@ class Mailbox:
         """Now and then, see whether processes of this node have died."""
         if seconds < self._looked_at:
             self._looked_at = 0.0
-        if self._survives or seconds < self._looked_at + _LOOK_SECONDS:
+        if seconds < self._looked_at + _LOOK_SECONDS:
             return
         self._looked_at = seconds
         dead = self._channel.dead()
-        if dead:
+        if self._survives:
+            # The launcher does not tell of a rank that has ended the job by itself.
+            self.hear(dead)
+        elif dead:
             raise RankLostError(
                 f"expected {what()}, found that the processes of ranks {list(dead)} "
                 "have died; look for their last output",
@@ -240,7 +296,11 @@ class Mailbox:
         if not (self._survives and is_loss(self._mpi, error, self._comm)):
             raise error
         self._comm.Ack_failed()
-        new = set(lost_ranks(self._comm)) - self.lost
+        self.hear(lost_ranks(self._comm))
+
+    def hear(self, lost: Iterable[int]) -> None:
+        """Take note of ranks that have died, which another one has noticed."""
+        new = set(lost) - self.lost
         self.lost |= new
         self._arriving = [one for one in self._arriving if one.source not in new]
         if new:

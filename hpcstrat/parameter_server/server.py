@@ -17,6 +17,7 @@ from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.row_updates import apply_at
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
+from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import REPLY, Mailbox
 from hpcstrat.parameter_server.memory import Memory, Place
 from hpcstrat.typing import Array
@@ -31,12 +32,11 @@ class _Shard:
 
     __slots__ = ("array", "free", "name", "place", "slots", "steps", "version")
 
-    def __init__(self, memory: Memory, name: str, value: Array) -> None:
+    def __init__(
+        self, memory: Memory, name: str, shape: tuple[int, ...], dtype: Any
+    ) -> None:
         self.name = name
-        self.array, self.version, self.place, self.free = memory.allocate(
-            value.shape, value.dtype
-        )
-        self.array[...] = value
+        self.array, self.version, self.place, self.free = memory.allocate(shape, dtype)
         # By optimizer and kind; and the number of steps, by optimizer.
         self.slots: dict[tuple[int, str], Array] = {}
         self.steps: dict[int, int] = {}
@@ -69,13 +69,15 @@ class VariableServer:
         self._memory = Memory()
         self._shards: dict[int, _Shard] = {}
         self._rules: dict[int, Any] = {}
-        self._errors: dict[int, Exception] = {}
+        # Of optimizers, the steps made before what was restored.
+        self._begun: dict[int, int] = {}
+        self._errors: dict[int, bytes] = {}
         self._answers: dict[str, Callable[..., Any]] = {
             "create": self._create,
             "read": self._read,
             "read_rows": self._read_rows,
             "slot": self._slot,
-            "flush": self._flush,
+            "stateful": self._stateful,
         }
         self._updates: dict[str, Callable[..., None]] = {
             "assign": self._assign,
@@ -85,6 +87,9 @@ class VariableServer:
             "rule": self._rule,
             "steps": self._take_steps,
             "set_slot": self._set_slot,
+            "restored": self._restored,
+            "build": self._build,
+            "forget_state": self._forget_state,
             "delete": self._delete,
         }
 
@@ -106,40 +111,59 @@ class VariableServer:
             update(kind, *rest)
         except Exception as error:
             # The first; it is raised where the client waits for its updates.
-            self._errors.setdefault(client, error)
+            if client not in self._errors:
+                self._errors[client] = error_bytes(error)
             self._failed[client] += 1
         self._applied[client] += 1
         self._bells.ring(client)
 
     def _answer(self, client: int, kind: str, rest: Any) -> None:
-        try:
-            answer = True, self._answers[kind](client, *rest)
-        except Exception as error:
-            answer = False, error
+        answer: tuple[bool, Any]
+        if kind == "flush":
+            # After all that this client has sent before; with its first error.
+            error = self._errors.pop(client, None)
+            answer = error is None, error
+        else:
+            try:
+                answer = True, self._answers[kind](*rest)
+            except Exception as error:
+                answer = False, error_bytes(error)
         self._mailbox.send(client, answer, REPLY)
 
-    def _create(self, client: int, number: int, name: str, value: Any) -> Place:
-        # A function makes its rows here, so that no other rank ever holds them.
-        array = pickle.loads(value)() if isinstance(value, bytes) else value
-        shard = self._shards[number] = _Shard(self._memory, name, np.asarray(array))
+    def _create(
+        self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
+    ) -> Place:
+        """Make a shard of an array, of what a function makes here, or of zeros."""
+        shard = _Shard(self._memory, name, shape, dtype)
+        try:
+            if isinstance(value, bytes):
+                pickle.loads(value)(shard.array)
+            elif value is not None:
+                shard.array[...] = value
+        except BaseException:
+            shard.free()
+            raise
+        self._shards[number] = shard
         return shard.place
 
-    def _read(self, client: int, number: int) -> Array:
+    def _read(self, number: int) -> Array:
         # A copy: it may be on its way while the next update is made.
         return self._shards[number].array.copy()
 
-    def _read_rows(self, client: int, number: int, indices: Array) -> Array:
+    def _read_rows(self, number: int, indices: Array) -> Array:
         return self._shards[number].array[indices]
 
-    def _slot(self, client: int, number: int, key: int, kind: str) -> Array | None:
+    def _slot(self, number: int, key: int, kind: str) -> Array | None:
         slot = self._shards[number].slots.get((key, kind))
         return None if slot is None else slot.copy()
 
-    def _flush(self, client: int) -> None:
-        """Answer after all that this client has sent before, with its first error."""
-        error = self._errors.pop(client, None)
-        if error is not None:
-            raise error
+    def _stateful(self, key: int) -> list[int]:
+        """Return which shards have state of an optimizer."""
+        return [
+            number
+            for number, shard in self._shards.items()
+            if any(owner == key for owner, _ in shard.slots)
+        ]
 
     def _assign(self, kind: str, number: int, value: Array) -> None:
         shard = self._shards[number]
@@ -177,7 +201,8 @@ class VariableServer:
             if isinstance(gradient, tuple):
                 values = IndexedSlices(values, gradient[0], shard.array.shape)
             slots = [self._slot_of(shard, key, *item) for item in rule.state.items()]
-            count = shard.steps[key] = shard.steps.get(key, 0) + 1
+            count = shard.steps.get(key, self._begun.get(key, 0)) + 1
+            shard.steps[key] = count
             step = Step(rate, count, shard.name)
             arrays = [shard.array, *slots]
             self._step(shard, rule, step, values, arrays)
@@ -199,11 +224,25 @@ class VariableServer:
     def _set_slot(
         self, kind: str, number: int, key: int, name: str, value: Any
     ) -> None:
-        shard = self._shards[number]
-        if name == "steps":
-            shard.steps[key] = int(value)
-        else:
-            shard.slots[key, name] = np.array(value)
+        self._shards[number].slots[key, name] = np.array(value)
+
+    def _restored(self, kind: str, key: int, steps: int) -> None:
+        """Count steps on from this one, on all shards, as other strategies do."""
+        self._begun[key] = steps
+        for shard in self._shards.values():
+            shard.steps.pop(key, None)
+
+    def _build(self, kind: str, number: int, key: int, state: dict[str, float]) -> None:
+        """Make an optimizer's state of a shard, where it is not there."""
+        for name, initial in state.items():
+            self._slot_of(self._shards[number], key, name, initial)
+
+    def _forget_state(self, kind: str) -> None:
+        """Let all optimizers begin anew."""
+        self._begun.clear()
+        for shard in self._shards.values():
+            shard.slots.clear()
+            shard.steps.clear()
 
     def _delete(self, kind: str, number: int) -> None:
         self._shards.pop(number).free()

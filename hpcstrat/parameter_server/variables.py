@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ _SCATTER = {
     "scatter_max": "maximum",
     "scatter_update": "replace",
 }
+_PIECE_BYTES = 64 << 20
 _numbers = itertools.count()
 
 
@@ -44,7 +45,7 @@ class Rows:
         Of the variable.
     make : callable
         Takes the first row and the one after the last, and returns these rows; runs on
-        a server.
+        a server, for pieces of its rows of at most 64 MiB, or one row.
     """
 
     def __init__(
@@ -111,24 +112,63 @@ class ServerVariable(Variable):
         """Put the shards on servers."""
         given = self.__dict__.pop("_given")
         strategy = self._strategy
-        self._number = next(_numbers)
-        self._shards = []
+        self._shards, self._held = [], list[tuple[int, int]]()
+        weakref.finalize(self, strategy.forget, self._held).atexit = False
         for start, stop in self._ranges():
-            server = strategy.next_server()
-            number = next(_numbers)
             if isinstance(given, Rows):
-                value: Any = pickled(_Make(given.make, start, stop))
+                # No other rank than the server ever holds them.
+                value: Any = pickled(_Make(given.make, start))
             else:
                 value = given[start:stop] if self.ndim else given
-            place = strategy.client.ask(server, "create", number, self.name, value)
-            self._shards.append(_Shard(server, number, start, stop, place))
+            self._shards.append(self._placed(start, stop, value))
+        self._begin()
+
+    def _placed(self, start: int, stop: int, value: Any) -> _Shard:
+        """Put rows on the next server: an array, what makes them, or None for zeros."""
+        server, number = self._strategy.next_server(), next(_numbers)
+        shape = (stop - start, *self.shape[1:]) if self.ndim else ()
+        place = self._strategy.client.ask(
+            server, "create", number, self.name, shape, self.dtype, value
+        )
+        self._held.append((server, number))
+        return _Shard(server, number, start, stop, place)
+
+    def _begin(self) -> None:
+        """Let others know the variable, where it is now."""
+        self._number = next(_numbers)
         self._attach()
-        strategy.known(self._number, self)
-        held = [(shard.server, shard.number) for shard in self._shards]
-        weakref.finalize(self, strategy.forget, held).atexit = False
+        self._strategy.known(self._number, self)
+
+    def move_from(self, lost: Collection[int]) -> bool:
+        """Put the shards of lost servers on others; they are zero there.
+
+        Not collective; on the coordinator, while no function is under way.
+
+        Parameters
+        ----------
+        lost : collection of int
+            Ranks.
+
+        Returns
+        -------
+        bool
+            Whether there were any; then it has another number, by which others know it.
+        """
+        if not any(shard.server in lost for shard in self._shards):
+            return False
+        for index, shard in enumerate(self._shards):
+            if shard.server in lost:
+                self._shards[index] = self._placed(shard.start, shard.stop, None)
+        self._begin()
+        return True
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         yield 0, self.shape[0] if self.shape else 1
+
+    def _parts(self, array: Array) -> Iterator[tuple[_Shard, Array]]:
+        """Yield the shards with their parts of an array of the variable's shape."""
+        for shard in self._shards:
+            yield shard, array[shard.start : shard.stop] if self.ndim else array
 
     def _attach(self) -> None:
         """Map what can be seen from here."""
@@ -189,8 +229,7 @@ class ServerVariable(Variable):
         """
         out = np.empty(self.shape, self.dtype)
         client = self._strategy.client
-        for shard in self._shards:
-            part = out[shard.start : shard.stop] if self.ndim else out
+        for shard, part in self._parts(out):
             client.read(shard.server, shard.number, shard.reader, part)
         return out
 
@@ -211,8 +250,7 @@ class ServerVariable(Variable):
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
         client = self._strategy.client
-        for shard in self._shards:
-            part = array[shard.start : shard.stop] if self.ndim else array
+        for shard, part in self._parts(array):
             client.post(shard.server, method, shard.number, part)
         client.done()
         return self if read_value else None
@@ -296,8 +334,7 @@ class ServerVariable(Variable):
             The part is an array, or a tuple of indices and rows.
         """
         if not isinstance(gradient, IndexedSlices):
-            for shard in self._shards:
-                part = gradient[shard.start : shard.stop] if self.ndim else gradient
+            for shard, part in self._parts(gradient):
                 yield shard.server, shard.number, part
             return
         for shard, chosen in self._by_shard(gradient.indices):
@@ -357,21 +394,24 @@ class ShardedVariable(ServerVariable):
 
 
 class _Make:
-    """Makes the rows of a shard, on its server."""
+    """Makes the rows of a shard, on its server, in pieces."""
 
-    def __init__(
-        self, make: Callable[[int, int], Array], start: int, stop: int
-    ) -> None:
-        self._make, self._start, self._stop = make, start, stop
+    def __init__(self, make: Callable[[int, int], Array], start: int) -> None:
+        self._make, self._start = make, start
 
-    def __call__(self) -> Array:
-        rows = np.asarray(self._make(self._start, self._stop))
-        if rows.shape[:1] != (self._stop - self._start,):
-            raise ValueError(
-                f"expected {self._stop - self._start} rows, found an array of shape "
-                f"{rows.shape}; make those from {self._start} to {self._stop}"
-            )
-        return rows
+    def __call__(self, array: Array) -> None:
+        row_bytes = array.nbytes // max(len(array), 1)
+        each = max(_PIECE_BYTES // max(row_bytes, 1), 1)
+        for first in range(0, len(array), each):
+            part = array[first : first + each]
+            start, stop = self._start + first, self._start + first + len(part)
+            rows = np.asarray(self._make(start, stop))
+            if rows.shape != part.shape:
+                raise ValueError(
+                    f"expected rows of shape {part.shape}, found {rows.shape}; make "
+                    f"those from {start} to {stop}"
+                )
+            part[...] = rows
 
 
 def _summed(indices: Array, values: Array) -> tuple[Array, Array]:

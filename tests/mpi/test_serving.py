@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcstrat import testing
-from tests.mpi.programs.started import IS_OPEN_MPI, start
+from tests.mpi.programs import served_kills
+from tests.mpi.programs.killing import Trial
+from tests.mpi.programs.started import IS_OPEN_MPI, start, ulfm
 
 ENDS = ("busy", "exit", "raise", "interrupt", "worker")
 CODES = {"busy": 0, "exit": 3}
@@ -39,3 +42,34 @@ def test_the_program_of_the_guide_trains() -> None:
     finished = testing.launch(4, command, timeout=100)
     assert finished.returncode == 0, finished.stderr
     assert "8 shards" in finished.stdout
+
+
+def _fail_for(trials: list[Trial]) -> None:
+    wrong = [str(trial) for trial in trials if trial.problem]
+    if wrong:
+        pytest.fail("\n\n".join(wrong), pytrace=False)
+
+
+@ulfm
+@pytest.mark.parametrize(
+    ("servers", "rank"), [(1, 3), (2, 2), pytest.param(2, 1, marks=pytest.mark.full)]
+)
+def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) -> None:
+    trial = served_kills.one_trial(servers, 2, [(rank, 0.05)])
+    _fail_for([trial])
+    assert trial.results[0]["losses"] == 1, str(trial)
+
+
+@ulfm
+@pytest.mark.full
+def test_random_kills() -> None:
+    _fail_for(served_kills.campaign(6, int(time.time())))
+
+
+@ulfm
+@pytest.mark.slow
+def test_hundred_random_kills(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = served_kills.campaign(100, 100)
+    with capsys.disabled():
+        print(f"\n{served_kills.figures(trials)}")
+    _fail_for(trials)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ class Trial:
         )
 
 
-def program(folder: Path, options: dict[str, Any]) -> list[str]:
+def program(
+    folder: Path, options: dict[str, Any], name: str = "elastic.py"
+) -> list[str]:
     """Return the words that start the program."""
-    path = str(PROGRAMS / "elastic.py")
+    path = str(PROGRAMS / name)
     return [sys.executable, path, str(folder), json.dumps(options)]
 
 
@@ -62,17 +65,19 @@ def attempt(
     launch: Sequence[str],
     options: dict[str, Any],
     *,
+    name: str = "elastic.py",
     limit: float = 100,
     disturb: Callable[[Path], float | None] | None = None,
     **env: str,
 ) -> Trial:
     """Run the program once; ``disturb`` gets its folder, and returns when it killed."""
     trial = Trial(f"{' '.join(launch[-2:])} {json.dumps(options)}")
-    with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-") as place:
+        folder = Path(place)
         output = folder / "output"
         output.mkdir()
-        job = Job([*launch, *program(folder, options)], output, environment(env))
+        command = [*launch, *program(folder, options, name)]
+        job = Job(command, output, environment(env))
         try:
             killed = None if disturb is None else disturb(folder)
             trial.returncode = job.wait(limit)
@@ -130,19 +135,21 @@ def kill_at_random(chance: random.Random, n: int) -> Callable[[Path], float | No
     """Return what kills one of n ranks at a random moment of the training."""
     rank, delay = chance.randrange(n), chance.uniform(0, _SPAN_SECONDS)
 
-    def disturb(folder: Path) -> float | None:
-        if not wait_until((folder / "started").exists, 60):
-            return None
-        time.sleep(delay)
-        pid = int((folder / f"{rank}.process").read_text())
-        moment = time.time()
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return None
-        return moment
+    return partial(kill_rank, rank=rank, delay=delay)
 
-    return disturb
+
+def kill_rank(folder: Path, rank: int, delay: float) -> float | None:
+    """Kill a rank some seconds after the start, and return when."""
+    if not wait_until((folder / "started").exists, 60):
+        return None
+    time.sleep(delay)
+    pid = int((folder / f"{rank}.process").read_text())
+    moment = time.time()
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return moment
 
 
 def campaign(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -307,8 +312,7 @@ def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> N
         table = made(strategy, start, name="table")
         count = made(strategy, np.int64(3), name="count")
         coordinator.schedule(lambda: count.assign_add(np.int64(4))).fetch()
-        with strategy.scope():
-            hs.CheckpointManager(tmp_path, table=table, count=count).save(1)
+        hs.CheckpointManager(tmp_path, table=table, count=count).save(1)
 
     def restore(strategy: Any, coordinator: Any) -> None:
         table = made(strategy, np.zeros((7, 3)), name="table")
@@ -317,11 +321,169 @@ def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> N
             hs.CheckpointManager(tmp_path, table=table, count=count).restore()
         np.testing.assert_array_equal(table.numpy(), start)
         assert coordinator.schedule(lambda: int(count.numpy())).fetch() == 7
-        with strategy.scope():
-            optimizer = hs.optimizers.Adam()
-        with strategy.scope(), pytest.raises(NotImplementedError, match="Adam"):
-            hs.CheckpointManager(tmp_path, optimizer=optimizer).save(2)
 
     partitioner = hs.partitioners.FixedShardsPartitioner(3)
     cluster.run(save, variable_partitioner=partitioner)
     cluster.run(restore)
+
+
+STARTS = np.ones((7, 3)), np.zeros(())
+
+
+def variables_of_net() -> list[Any]:
+    return [hs.Variable(start, name=f"v{i}") for i, start in enumerate(STARTS)]
+
+
+def apply(optimizer: Any, variables: Any, number: int, replicas: int = 1) -> None:
+    """Make a step, the same whatever the number of replicas."""
+    rows = np.arange(21.0).reshape(7, 3) - 3.0 * number
+    gradients = rows / replicas, np.float64(number) / replicas
+    optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+
+def two_steps(folder: Path, strategy: Any, first: int, run: Any) -> list[Any]:
+    """Restore, make two steps by Adam, and save; return the variables."""
+    with strategy.scope():
+        variables, optimizer = variables_of_net(), hs.optimizers.Adam(0.1)
+    manager = hs.CheckpointManager(folder, net=variables, optimizer=optimizer)
+    if first:
+        assert manager.restore() == first
+    for number in (first, first + 1):
+        run(apply, (optimizer, variables, number))
+    manager.save(first + 2)
+    return variables
+
+
+def test_state_of_optimizers_goes_to_other_servers_to_replicas_and_back(
+    job: Any, tmp_path: Path
+) -> None:
+    cluster, folder = Cluster(job), job.bcast(tmp_path)
+    plain, wanted = hs.optimizers.Adam(0.1), variables_of_net()
+    for number in range(8):
+        apply(plain, wanted, number)
+
+    def served(first: int) -> Callable[[Any, Any], None]:
+        def body(strategy: Any, coordinator: Any) -> None:
+            def run(function: Any, args: Any) -> None:
+                coordinator.schedule(function, args).fetch()
+
+            found = two_steps(folder, strategy, first, run)
+            for variable, value in zip(found, wanted, strict=True):
+                assert first < 6 or np.allclose(variable, value, rtol=1e-9)
+
+        return body
+
+    def on_all(function: Any, args: Any) -> None:
+        replicas.run(function, (*args, job.size))
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(3)
+    cluster.run(served(0), job.size - 2, variable_partitioner=partitioner)
+    cluster.run(served(2))
+    job.Barrier()
+    replicas = hs.MirroredStrategy()
+    two_steps(folder, replicas, 4, on_all)
+    replicas.close()
+    cluster.run(served(6), job.size - 2, variable_partitioner=partitioner)
+
+
+def test_state_waits_for_a_variable_that_comes_after_the_restore(
+    job: Any, tmp_path: Path
+) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        for round_ in range(2):
+            with strategy.scope():
+                optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+            manager = hs.CheckpointManager(tmp_path, optimizer=optimizer)
+            if round_:
+                assert manager.restore() == 1
+                again = hs.CheckpointManager(tmp_path / "again", optimizer=optimizer)
+                again.save(1)
+            variable = made(strategy, np.zeros(3), name="late/one")
+            pairs = [(np.ones(3), variable)]
+            coordinator.schedule(optimizer.apply_gradients, (pairs,)).fetch()
+            manager.save(1 + round_)
+            # One step with momentum of none, and with that of one before.
+            np.testing.assert_allclose(variable.numpy(), -1 - 0.5 * round_)
+            del variable, pairs
+
+    Cluster(job).run(body)
+
+
+class HeldError(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("of the server")
+        self.lock = threading.Lock()
+
+
+def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
+    cluster: Cluster,
+) -> None:
+    class Failing(hs.optimizers.SGD):
+        def _update_one(self, *args: Any) -> None:
+            raise HeldError
+
+    def rows(start: int, stop: int) -> Any:
+        raise HeldError
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        with pytest.raises(RuntimeError, match="HeldError: of the server"):
+            made(strategy, hs.Rows((3, 2), "float32", rows))
+        variable = made(strategy, np.zeros(3))
+        with strategy.scope():
+            optimizer = Failing(1.0)
+        pairs = [(np.ones(3), variable)]
+        for _ in range(2):
+            call = coordinator.schedule(optimizer.apply_gradients, (pairs,))
+            with pytest.raises(RuntimeError, match="HeldError: of the server"):
+                call.fetch()
+            with pytest.raises(RuntimeError):
+                coordinator.join()
+        assert coordinator.schedule(lambda: float(variable.numpy()[0])).fetch() == 0
+
+    cluster.run(body)
+
+
+def test_a_rank_without_room_for_a_pipe_looks_by_itself(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(flags: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if job.rank == 1:
+        monkeypatch.setattr(os, "pipe2", refuse)
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable = made(strategy, 0.0)
+        for _ in range(10):
+            coordinator.schedule(variable.assign_add, (1.0,)).fetch()
+        assert variable.numpy() == 10
+
+    Cluster(job).run(body)
+
+
+def test_a_stopped_worker_is_named_and_holds_up_nobody_else(
+    job: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hs.get_logger(), "propagate", True)
+    if job.size < 4:
+        pytest.skip("there is one worker")
+
+    def stop() -> int:
+        pid = os.getpid()
+        with subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"]):
+            os.kill(pid, signal.SIGSTOP)
+        return hs.coordinator.experimental_get_current_worker_index()
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        stopped = coordinator.schedule(stop)
+        others = [coordinator.schedule(lambda x: x, (i,)) for i in range(200)]
+        assert coordinator.fetch(others) == list(range(200))
+        assert "waiting" in repr(stopped)
+        coordinator.join()
+        index = stopped.fetch()
+        rank = strategy.roles.workers[index]
+        assert f"worker {index} (rank {rank}) has not ended" in caplog.text
+
+    Cluster(job).run(body, settings=hs.Settings(warn_seconds=0.3))

@@ -1,0 +1,130 @@
+"""The state of optimizers that lies beside variables on servers, as checkpoints see it.
+
+Servers know an optimizer by its key, and make state with the first step of a shard. In
+files it has the names that it has with other strategies: state of a variable is one
+dataset, whatever its shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.optimizers.optimizer import Optimizer
+from hpcstrat.optimizers.slots import file_names
+from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.typing import Array
+from hpcstrat.variables import Variable
+
+__all__ = ["ServerSlots"]
+
+
+class _ServerSlot(Variable):
+    """State of one kind, of all shards of a variable; read and assigned as a whole."""
+
+    lies_elsewhere = True
+    _variable: ServerVariable
+    _place: tuple[int, str]
+    _initial: float
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, kind: str, variable: ServerVariable
+    ) -> _ServerSlot:
+        """Return the state of a variable, also where no step has made it yet."""
+        self = object.__new__(cls)
+        self.name, self.trainable = f"{kind}/{variable.name}", False
+        self.aggregation = variable.aggregation
+        self.synchronization = variable.synchronization
+        self._strategy, self._component = variable._strategy, variable._component
+        self._variable, self._initial = variable, optimizer.state[kind]
+        self._place = optimizer.key, kind
+        return self
+
+    def value(self) -> Array:
+        """Return a copy."""
+        out = np.full(self.shape, self._initial, self.dtype)
+        client = self._strategy.client
+        for shard, part in self._variable._parts(out):
+            found = client.ask(shard.server, "slot", shard.number, *self._place)
+            if found is not None:
+                np.copyto(part, found)
+        return out
+
+    def assign(self, value: Any, read_value: bool = True) -> Any:
+        """Replace the value, on all shards."""
+        if value.shape != self.shape:
+            raise ValueError(
+                f"expected a saved value of shape {self.shape} for {self.name!r}, "
+                f"found {value.shape}; restore a checkpoint of the same model"
+            )
+        client = self._strategy.client
+        for shard, part in self._variable._parts(value.astype(self.dtype, copy=False)):
+            client.post(shard.server, "set_slot", shard.number, *self._place, part)
+        client.done()
+
+
+class ServerSlots:
+    """State of optimizers on the servers; on the coordinator, which has ``variables``.
+
+    What was restored before its variable was made waits with the optimizer.
+    """
+
+    def __init__(self, client: Client, variables: Mapping[int, ServerVariable]) -> None:
+        self._client, self._variables = client, variables
+        self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def named(self, optimizer: Optimizer) -> dict[str, Variable]:
+        """Return all state that there is, by its names for files."""
+        there = {
+            number
+            for server in self._client.alive()
+            for number in self._client.ask(server, "stateful", optimizer.key)
+        }
+        slots = [
+            _ServerSlot.of(optimizer, kind, variable)
+            for variable in list(self._variables.values())
+            if any(shard.number in there for shard in variable._shards)
+            for kind in optimizer.state
+        ]
+        return dict(zip(file_names([s.name for s in slots]), slots, strict=True))
+
+    def build(self, optimizer: Optimizer, variables: Sequence[ServerVariable]) -> None:
+        """Make the state of variables, where no step has made it yet."""
+        state = dict(optimizer.state)
+        for variable in variables:
+            for shard in variable._shards:
+                number = shard.number
+                self._client.post(shard.server, "build", number, optimizer.key, state)
+        self._client.done()
+
+    def forget(self) -> None:
+        """Let all optimizers begin anew, on the servers that are left."""
+        for server in self._client.alive():
+            self._client.post(server, "forget_state")
+        self._client.done()
+
+    def wait(self, optimizer: Optimizer) -> None:
+        """Give what was restored to its variables, now or as soon as they are made."""
+        self._waiting.add(optimizer)
+        for variable in list(self._variables.values()):
+            self.give(variable)
+
+    def give(self, variable: ServerVariable) -> None:
+        """Put what waits for a variable of this name on its servers."""
+        for optimizer in list(self._waiting):
+            for kind in optimizer.state:
+                value = optimizer.take_restored(f"{kind}/{variable.name}")
+                if value is not None:
+                    _ServerSlot.of(optimizer, kind, variable).assign(value)
+
+    def restored(self, optimizer: Optimizer) -> None:
+        """Let servers count steps on from those that the optimizer has made."""
+        steps = int(optimizer.iterations.numpy())
+        for server in self._client.alive():
+            self._client.post(server, "restored", optimizer.key, steps)
+        self._client.done()

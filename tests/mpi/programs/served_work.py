@@ -1,0 +1,151 @@
+"""Count functions on servers, whoever is killed: ``served_work.py FOLDER OPTIONS``.
+
+The options are in JSON. Each function adds one to an element of its own of ``done``:
+``counts`` says how often each has run. ``again`` are those that a lost worker had: they
+may count twice, all others count once. After each round is a checkpoint, from which the
+coordinator goes on when a server is lost. All ranks write their process numbers into
+FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hpcstrat as hs
+from hpcstrat.cluster_resolver import launch_from_environment
+
+LENGTH = 3000
+
+
+class Ledger:
+    """Which functions lost workers had."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self.again: list[int] = []
+        self.losses = 0
+        self._workers = coordinator._by_rank
+        self._lose = coordinator._mailbox.on_loss
+        coordinator._mailbox.on_loss = self.lose
+
+    def lose(self, lost: set[int]) -> None:
+        """Write down what runs again."""
+        self.losses += len(lost)
+        for rank in lost:
+            if rank in self._workers:
+                calls = self._workers[rank].under_way.values()
+                self.again += [call.args[0][0] for call in calls]
+        self._lose(lost)
+
+
+class Program:
+    """What the coordinator does."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], strategy: Any) -> None:
+        self.folder, self.options = folder, options
+        self.coordinator = hs.coordinator.ClusterCoordinator(strategy)
+        self.ledger = Ledger(self.coordinator)
+        length = options["rounds"] * options["functions"]
+        with strategy.scope():
+            self.done = hs.Variable(np.zeros(length, np.int64), name="done")
+            self.whole = hs.Variable(np.zeros(LENGTH), name="whole")
+            self.slow = hs.Variable(np.zeros(3), name="slow")
+            self.optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+        self.manager = hs.CheckpointManager(
+            folder / "saved",
+            net=[self.done, self.whole, self.slow],
+            optimizer=self.optimizer,
+        )
+        # By step, what had run again by then.
+        self.saved: dict[int, list[int]] = {}
+        self.result: dict[str, Any] = {}
+
+    def function(self) -> Callable[[int], int]:
+        """Return what is scheduled."""
+        done, whole, slow, optimizer = self.done, self.whole, self.slow, self.optimizer
+        seconds = self.options["seconds"]
+        ones, one = np.ones(LENGTH), np.ones(1, np.int64)
+
+        def work(number: int) -> int:
+            time.sleep(seconds)
+            whole.assign_add(ones, read_value=False)
+            optimizer.apply_gradients([(np.ones(3), slow)])
+            done.scatter_add(hs.IndexedSlices(one, [number]))
+            return number
+
+        return work
+
+    def run(self) -> None:
+        """Run all rounds."""
+        work, rounds = self.function(), self.options["rounds"]
+        step = self.guarded(lambda: self.save(0))
+        while step < rounds:
+            step = self.guarded(lambda step=step: self.run_round(step, work))
+        self.result.update(again=self.ledger.again, losses=self.ledger.losses)
+        (self.folder / "0.result").write_text(json.dumps(self.result))
+
+    def guarded(self, action: Callable[[], int]) -> int:
+        """Return the step that comes next: after a loss, that of the checkpoint."""
+        try:
+            return action()
+        except hs.UnavailableError:
+            if not self.saved:
+                raise
+        while True:
+            try:
+                self.coordinator.recover()
+                step = self.manager.restore()
+                self.ledger.again[:] = self.saved[step]
+                return step
+            except hs.UnavailableError:
+                continue
+
+    def run_round(self, step: int, work: Callable[[int], int]) -> int:
+        """Run the functions of a round, and save what they have counted."""
+        many = self.options["functions"]
+        numbers = range(step * many, (step + 1) * many)
+        values = []
+        for number in numbers:
+            values.append(self.coordinator.schedule(work, (number,)))
+            if len(values) == many // 4:
+                (self.folder / "started").touch()
+        self.coordinator.join()
+        assert self.coordinator.fetch(values) == list(numbers)
+        return self.save(step + 1)
+
+    def save(self, step: int) -> int:
+        """Save, and write down what is there then."""
+        values = self.whole.numpy()
+        pieces = [values[a:b] for a, b in self.whole.shard_rows]
+        self.result.update(
+            counts=self.done.numpy().tolist(),
+            whole=[sorted(set(piece.tolist())) for piece in pieces],
+            iterations=int(self.optimizer.iterations.numpy()),
+        )
+        self.manager.save(step, overwrite=True)
+        self.saved[step] = list(self.ledger.again)
+        return step
+
+
+def main() -> None:
+    """Run."""
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    rank = launch_from_environment().rank
+    (folder / f"{rank}.process").write_text(str(os.getpid()))
+    strategy = hs.ParameterServerStrategy(
+        num_ps=options["servers"],
+        variable_partitioner=hs.partitioners.FixedShardsPartitioner(3),
+        on_lost_rank="raise",
+    )
+    Program(folder, options, strategy).run()
+
+
+if __name__ == "__main__":
+    main()
