@@ -5,40 +5,60 @@ Run it on three or four ranks of a quiet machine: one coordinates, one holds var
     mpirun -n 4 python benchmarks/bench_parameter_server.py --json served.json
 
 Each round schedules a number of functions and joins; the figures are for one function.
+With ``--tensorflow PYTHON``, an interpreter with TensorFlow, its strategy does the same
+afterwards, with as many processes. With ``--table-bytes`` a table of that size is
+trained on instead, and the memory of each rank is told::
+
+    mpirun -n 4 python bench_parameter_server.py --servers 2 --table-bytes 4GiB
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 from mpi4py import MPI
-from report import row, write_json
+from report import parse_size, row, size_text, write_json
 
 import hpcstrat as hs
 
 ROWS, WIDTH, ASKED = 1_000_000, 16, 1000
 VECTOR = 1 << 20
+TIMES = {
+    "empty function": 2000,
+    "scalar assign_add": 1000,
+    "pull and push": 50,
+    "rows, read": 200,
+    "rows, read and added": 100,
+}
+BYTES = {
+    "scalar assign_add": 4,
+    "pull and push": 8 * VECTOR,
+    "rows, read": 4 * ASKED * WIDTH,
+    "rows, read and added": 8 * ASKED * WIDTH,
+}
+TABLE_SECONDS = 20.0
+# A large table is trained on in batches of so many rows.
+BATCH = 4096
 
 
-@click.command()
-@click.option("--rounds", default=10, help="Timed rounds, after one to warm up.")
-@click.option("--servers", default=1, help="Ranks that hold variables.")
-@click.option("--json", "json_path", help="File for the figures.")
-def main(rounds: int, servers: int, json_path: str | None) -> None:
-    """Measure functions, pull and push of 4 MiB, and rows of a table."""
-    strategy = hs.ParameterServerStrategy(num_ps=servers)
-    coordinator = hs.coordinator.ClusterCoordinator(strategy)
-    with strategy.scope():
-        count = hs.Variable(0.0)
-        vector = hs.Variable(np.zeros(VECTOR, np.float32))
-        table = hs.Variable(
-            hs.Rows(
-                (ROWS, WIDTH), "float32", lambda a, b: np.zeros((b - a, WIDTH), "f4")
-            )
-        )
+def _zeros(start: int, stop: int) -> Any:
+    return np.zeros((stop - start, WIDTH), np.float32)
+
+
+def _functions() -> dict[str, Callable[[], Any]]:
+    """Return what is measured, by its name; in the strategy's scope."""
+    count = hs.Variable(0.0)
+    vector = hs.Variable(np.zeros(VECTOR, np.float32))
+    table = hs.Variable(hs.Rows((ROWS, WIDTH), "float32", _zeros))
     ids = np.random.default_rng(0).integers(0, ROWS, ASKED)
 
     def empty() -> None:
@@ -48,35 +68,147 @@ def main(rounds: int, servers: int, json_path: str | None) -> None:
         count.assign_add(1.0)
 
     def pull_and_push() -> None:
-        vector.assign_add(vector.numpy())
+        vector.assign_add(vector.numpy() * np.float32(0.5))
 
-    def some_rows() -> None:
-        found = hs.embedding_lookup(table, ids)
+    def some_rows() -> float:
+        return float(hs.embedding_lookup(table, ids)[0, 0])
+
+    def add_rows() -> None:
+        found = hs.embedding_lookup(table, ids) * np.float32(0.5)
         table.scatter_add(hs.IndexedSlices(found, ids))
 
-    kinds: dict[str, tuple[Callable[[], None], int, int]] = {
-        "empty function": (empty, 2000, 0),
-        "scalar assign_add": (add, 1000, 4),
-        "pull and push": (pull_and_push, 50, 8 * VECTOR),
-        "rows, read and added": (some_rows, 100, 8 * ASKED * WIDTH),
-    }
-    ranks = 1 + servers + len(strategy.roles.workers)
-    rows = []
-    for what, (function, times, nbytes) in kinds.items():
-        seconds = []
+    functions = (empty, add, pull_and_push, some_rows, add_rows)
+    return dict(zip(TIMES, functions, strict=True))
+
+
+def measured(strategy: Any, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of one function, of each round after the first."""
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        functions = _functions()
+    seconds: dict[str, list[float]] = {}
+    for what, function in functions.items():
         for _ in range(1 + rounds):
             start = time.perf_counter()
-            for _ in range(times):
+            for _ in range(TIMES[what]):
                 coordinator.schedule(function)
             coordinator.join()
-            seconds.append((time.perf_counter() - start) / times)
-        rows.append(row(what, "hpcstrat", ranks, nbytes, seconds[1:]))
-        median = float(np.median(seconds[1:]))
-        click.echo(f"{what:22} {1e6 * median:10.1f} us")
+            took = (time.perf_counter() - start) / TIMES[what]
+            seconds.setdefault(what, []).append(took)
+        del seconds[what][0]
+    return seconds
+
+
+def of_tensorflow(
+    python: str, servers: int, workers: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return what TensorFlow's strategy takes for the same, in processes of its own."""
+    program = Path(__file__).with_name("tensorflow_served.py")
+    wanted = {
+        "servers": servers,
+        "workers": workers,
+        "rounds": rounds,
+        "times": TIMES,
+        "sizes": [ROWS, WIDTH, ASKED, VECTOR],
+    }
+    # Nothing of this job's launcher, and nothing of this package.
+    kept = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    words = [python, str(program), json.dumps(wanted)]
+    ended = subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True)
+    found: dict[str, list[float]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _memory() -> dict[str, int]:
+    """Return the peak of this process' memory, and how much is its own now, in bytes.
+
+    What it has mapped of a server's memory counts as resident, and is nobody's copy.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    names = {"peak": "VmHWM", "own": "RssAnon", "mapped": "RssShmem"}
+    return {key: int(fields[name].split()[0]) << 10 for key, name in names.items()}
+
+
+def train_table(strategy: Any, nbytes: int) -> dict[str, Any]:
+    """Train a table of so many bytes for a while; return how fast, and the memory."""
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    length = nbytes // (4 * WIDTH)
+    with strategy.scope():
+        table = hs.Variable(hs.Rows((length, WIDTH), "float32", _zeros), name="table")
+        optimizer = hs.optimizers.SGD(1.0)
+
+    def step(seed: int) -> None:
+        ids = np.random.default_rng(seed).integers(0, length, BATCH)
+        error = hs.embedding_lookup(table, ids) - 1
+        gradient = hs.IndexedSlices(error / 2, ids, table.shape)
+        optimizer.apply_gradients([(gradient, table)])
+
+    start, steps = time.perf_counter(), 0
+    while time.perf_counter() < start + TABLE_SECONDS:
+        for _ in range(100):
+            coordinator.schedule(step, (steps,))
+            steps += 1
+        coordinator.join()
+    seconds = time.perf_counter() - start
+    first = np.random.default_rng(0).integers(0, length, BATCH)
+    assert (hs.embedding_lookup(table, first) > 0.4).all()
+    return {"rows_per_second": steps * BATCH / seconds, "steps": steps}
+
+
+@click.command()
+@click.option("--rounds", default=10, help="Timed rounds, after one to warm up.")
+@click.option("--servers", default=1, help="Ranks that hold variables.")
+@click.option("--tensorflow", help="An interpreter that has TensorFlow, to compare.")
+@click.option("--table-bytes", help="Train a table of this size instead, as 4GiB.")
+@click.option("--json", "json_path", help="File for the figures.")
+def main(
+    rounds: int,
+    servers: int,
+    tensorflow: str | None,
+    table_bytes: str | None,
+    json_path: str | None,
+) -> None:
+    """Measure functions, pull and push of 4 MiB, and rows of a table."""
+    nbytes = parse_size(table_bytes) if table_bytes else 0
+    partitioner = hs.partitioners.FixedShardsPartitioner(servers) if nbytes else None
+    if MPI.COMM_WORLD.rank:
+        hs.Server(num_ps=servers).join()
+        if nbytes:
+            MPI.COMM_WORLD.gather(_memory())
+        return
+    strategy = hs.ParameterServerStrategy(None, partitioner, num_ps=servers)
+    if nbytes:
+        told = train_table(strategy, nbytes)
+        strategy.close()
+        told["memory"] = MPI.COMM_WORLD.gather(_memory())
+        click.echo(
+            f"{size_text(nbytes)}: {told['rows_per_second']:.0f} rows per second"
+        )
+        for rank, memory in enumerate(told["memory"]):
+            words = (f"{key} {size_text(value)}" for key, value in memory.items())
+            click.echo(f"rank {rank}: {', '.join(words)}")
+        if json_path:
+            write_json(json_path, MPI, [], table=told)
+        return
+    workers = len(strategy.roles.workers)
+    found = {"hpcstrat": measured(strategy, rounds)}
+    strategy.close()
+    if tensorflow:
+        found["tensorflow"] = of_tensorflow(tensorflow, servers, workers, rounds)
+    ranks, rows = 1 + servers + workers, []
+    for what in TIMES:
+        medians = []
+        for impl, seconds in found.items():
+            rows.append(row(what, impl, ranks, BYTES.get(what, 0), seconds[what]))
+            medians.append(float(np.median(seconds[what])))
+        times = "".join(f"{1e6 * median:12.1f} us" for median in medians)
+        faster = f"{medians[-1] / medians[0]:9.1f} x" if tensorflow else ""
+        click.echo(f"{what:22}{times}{faster}")
     if json_path:
         write_json(json_path, MPI, rows)
-    strategy.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
