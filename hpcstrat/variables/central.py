@@ -17,7 +17,6 @@ from hpcstrat.collectives.slices import (
     slice_of,
     write_between,
 )
-from hpcstrat.options import VariableSynchronization
 from hpcstrat.topology.segment import Segment
 from hpcstrat.typing import Array
 from hpcstrat.values import Adopted, HostValue
@@ -40,8 +39,6 @@ class CentralVariable(MirroredVariable):
     _danger = "the replicas would overwrite one another's value"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
-        if self.synchronization is VariableSynchronization.AUTO:
-            self.synchronization = VariableSynchronization.ON_WRITE
         what = f"creation of variable {self.name!r}"
         component: Array = self._strategy.collectives.call(
             what, self._made_of, initial_value, dtype, what
