@@ -39,7 +39,11 @@ WITH_CODE = [name for name, path in PAGES.items() if runnable(path, 2)]
 WITH_RANKS = [
     name
     for name in WITH_CODE
-    if any("MirroredStrategy(" in block.code for block in runnable(PAGES[name], 2))
+    if any(
+        f"{kind}Strategy(" in block.code
+        for kind in ("Mirrored", "CentralStorage")
+        for block in runnable(PAGES[name], 2)
+    )
 ]
 WITH_EXTRAS = [
     (name, extra)
