@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hpcstrat.errors import ReplicaError as ReplicaError
     from hpcstrat.errors import TopologyError as TopologyError
     from hpcstrat.errors import UnavailableError as UnavailableError
+    from hpcstrat.groups import SyncGroups as SyncGroups
     from hpcstrat.logs import get_logger as get_logger
     from hpcstrat.logs import print_once as print_once
     from hpcstrat.losses import compute_average_loss as compute_average_loss
@@ -149,6 +150,7 @@ _NAMES = {
         "UnavailableError",
     ),
     "arrays.indexed_slices": ("IndexedSlices",),
+    "groups": ("SyncGroups",),
     "losses": ("compute_average_loss", "scale_regularization_loss"),
     "options": (
         "AutoShardPolicy",

@@ -62,6 +62,9 @@ class Replicas(Protocol):
     @property
     def cross_entry(self) -> Any: ...
 
+    @property
+    def split(self) -> Any: ...
+
     # `Settings` without None, which its fields allow until all ranks have agreed.
     @property
     def settings(self) -> Any: ...

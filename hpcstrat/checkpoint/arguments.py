@@ -29,7 +29,8 @@ def strategy_of(things: Any) -> Any:
             continue
         strategy = getattr(thing, "distribute_strategy", None)
         if getattr(strategy, "distributes", False):
-            return strategy
+            split = getattr(strategy, "split", None)
+            return strategy if split is None else split.whole
         if isinstance(thing, SupportsCheckpoint):
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())

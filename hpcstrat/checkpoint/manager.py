@@ -28,13 +28,12 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.on_first import on_first
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
+from hpcstrat.checkpoint.save.comparison import compare_copies
 from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.errors import CheckpointError
 from hpcstrat.observe.job_timeline import measure
 from hpcstrat.observe.timeline import traced
-from hpcstrat.safety.divergence.divergence import check_mirrored
-from hpcstrat.variables import read_all
 
 __all__ = ["CheckpointManager"]
 
@@ -277,10 +276,11 @@ class CheckpointManager:
         # Comparing all variables may take longer than copying this replica's share.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
-        compare = partial(check_mirrored, self._strategy, variables, turn)
-        read = read_all(list(variables.values()), own_rows=True)
-        values = dict(zip(variables, read, strict=True))
+        compare = partial(compare_copies, self._strategy, variables, turn)
+        values = self._objects.values(variables)
         header = Header(step, self._strategy.num_replicas_in_sync)
+        if self._strategy.split is not None:
+            header.group_of = tuple(self._strategy.split.group_of)
         header.entries = self._objects.entries(variables, values)
         header.iterators, header.python = iterators, python
         header.metrics = numbers

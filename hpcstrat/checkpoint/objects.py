@@ -12,9 +12,14 @@ from hpcstrat.checkpoint.file.schema import RESERVED, Entry, Header, section_of
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array, SupportsCheckpoint, SupportsDeferredCheckpoint
-from hpcstrat.variables import DistributedVariable, SyncOnReadVariable, Variable
+from hpcstrat.variables import (
+    DistributedVariable,
+    SyncOnReadVariable,
+    Variable,
+    read_all,
+)
 
-__all__ = ["Objects"]
+__all__ = ["Objects", "is_of_group"]
 
 
 @runtime_checkable
@@ -109,15 +114,24 @@ class Objects:
             )
 
     def _common_strategy(self) -> Any:
-        strategies = {
-            id(variable.distribute_strategy): variable.distribute_strategy
+        found = [
+            variable.distribute_strategy
             for variable in self.variables().values()
             if isinstance(variable, DistributedVariable) or variable.lies_elsewhere
-        }
-        for thing in self._iterators.values():
+        ]
+        for name, thing in self._iterators.items():
             strategy = getattr(thing, "distribute_strategy", None)
             if strategy is not None and strategy.distributes:
-                strategies[id(strategy)] = strategy
+                found.append(strategy)
+                if is_of_group(thing):
+                    raise ValueError(
+                        f"expected a data set or random streams of all replicas as "
+                        f"{name!r}, found those of a group; make them by the strategy "
+                        "of all replicas, SyncGroups.everyone"
+                    )
+        # A manager of variables of groups is one of all replicas.
+        wholes = [s.split.whole if s.split is not None else s for s in found]
+        strategies = {id(strategy): strategy for strategy in wholes}
         if len(strategies) > 1:
             raise ValueError(
                 "expected variables and random streams of one strategy, found those of "
@@ -158,6 +172,13 @@ class Objects:
                 for part in path.split("/"):
                     _check_name(part)
                 found[f"{name}/{path}"] = variable
+        for path, variable in found.items():
+            if _is_apart(variable) and is_of_group(variable):
+                raise ValueError(
+                    f"expected an aggregation of the SyncOnRead variable at {path}, "
+                    "which each group has, found NONE; give it one, or make it in the "
+                    "scope of SyncGroups.everyone"
+                )
         return found
 
     def spellings(self, path: str) -> list[str]:
@@ -210,18 +231,34 @@ class Objects:
         ]
         return f"{len(words)} variables: {', '.join(words)}"
 
+    def values(self, variables: dict[str, Variable]) -> dict[str, Array]:
+        """Return the logical value of each, or this replica's or its group's row.
+
+        Collective over the strategy's replicas, if there are SyncOnRead variables.
+        """
+        # One strategy after the other: a call is of the replicas of one.
+        values: dict[str, Array] = {}
+        for of_group in (False, True):
+            some = {p: v for p, v in variables.items() if is_of_group(v) is of_group}
+            read = read_all(list(some.values()), own_rows=True)
+            values.update(zip(some, read, strict=True))
+        return {path: values[path] for path in variables}
+
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Array]
     ) -> dict[str, Entry]:
         """Return what the file says of each variable, by path.
 
-        ``values`` are logical ones; with a row for each replica, that of this one.
+        ``values`` are logical ones; with a row for each replica, or group, that of
+        this one.
         """
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            apart = on_read and variable.aggregation is VariableAggregation.NONE
+            apart = _is_apart(variable)
             rows = (self.strategy.num_replicas_in_sync,) if apart else ()
+            if of_group := is_of_group(variable):
+                rows = (self.strategy.split.num_groups,)
             entries[path] = Entry(
                 path,
                 (*rows, *values[path].shape),
@@ -229,7 +266,8 @@ class Objects:
                 "on_read" if on_read else "on_write",
                 variable.aggregation.name.lower(),
                 variable.trainable,
-                apart,
+                apart and not of_group,
+                of_group,
             )
         return entries
 
@@ -286,6 +324,18 @@ class Objects:
             there = name in header.python
             if there and (only is None or name in only):
                 thing.load_state_dict(header.python[name])
+
+
+def _is_apart(variable: Variable) -> bool:
+    none = variable.aggregation is VariableAggregation.NONE
+    return none and isinstance(variable, SyncOnReadVariable)
+
+
+def is_of_group(thing: Any) -> bool:
+    """Whether a variable, or the like, is one of each group, not of all replicas."""
+    strategy = thing.distribute_strategy
+    split = None if strategy is None else strategy.split
+    return split is not None and split.part is strategy
 
 
 def _check_name(name: str) -> str:

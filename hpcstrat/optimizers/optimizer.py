@@ -232,10 +232,21 @@ class Optimizer(MadeTogether, ABC):
         """Limit of the norm over all combined gradients together."""
         return self._limit
 
-    def require_alone(self) -> None:
+    def require_alone(
+        self,
+        where: str = "with parameter servers",
+        advice: str = "sum gradients in the function",
+    ) -> None:
         """Refuse options that need state on this rank.
 
         Not collective.
+
+        Parameters
+        ----------
+        where : str
+            Who has no such state, for the message.
+        advice : str
+            What to do instead.
 
         Raises
         ------
@@ -245,8 +256,8 @@ class Optimizer(MadeTogether, ABC):
         accumulation = vars(self).get("_accumulation")
         if accumulation is not None and accumulation.steps > 1:
             raise ValueError(
-                f"expected accumulate_steps=1 with parameter servers, found "
-                f"{accumulation.steps}; sum gradients in the function"
+                f"expected accumulate_steps=1 {where}, found {accumulation.steps}; "
+                f"{advice}"
             )
 
     @property
@@ -328,6 +339,45 @@ class Optimizer(MadeTogether, ABC):
             raise
         self._accumulation.restart()
         return updated
+
+    @collective
+    def apply_combined(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
+    ) -> bool:
+        """Update variables in place with gradients that have been combined already.
+
+        Logically collective over the strategy's replicas: call it on all of them,
+        inside ``strategy.run``. It communicates only to make state that `build` has not
+        made, and nothing is accumulated.
+
+        Parameters
+        ----------
+        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
+            Gradients of the variables' shapes, equal bit for bit on every replica;
+            arrays of the variables' types are overwritten.
+        rate : float, optional
+            The learning rate of this step; default: the optimizer's.
+
+        Returns
+        -------
+        bool
+            Whether the variables were updated, as `apply_gradients` returns it.
+
+        Raises
+        ------
+        ValueError
+            If there is no gradient, a name comes twice, or a gradient does not fit.
+        NonFiniteError
+            As in `apply_gradients`.
+        """
+        strategy = get_strategy()
+        pairs = checked(grads_and_vars)
+        require_gradients(pairs)
+        present = [(g, v) for g, v in pairs if g is not None]
+        routine = Routine(strategy, present, self._label(pairs))
+        if rate is None:
+            rate = self._rate(strategy.collectives)
+        return self._use([g for g, _ in present], present, routine, rate)
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         sums = self._accumulation

@@ -38,6 +38,7 @@ from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.settings import Settings
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
+from hpcstrat.strategies.split import Split
 from hpcstrat.tree import is_leaf, tree_map
 from hpcstrat.typing import Tree
 from hpcstrat.values import DistributedValues, PerReplica, localize
@@ -336,6 +337,8 @@ class Strategy:
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     run_ends : list of callable
         Called once with whether the ``run`` under way failed, on any replica.
+    split : Split, optional
+        How the replicas form groups; None where they are in sync.
     """
 
     is_default = False
@@ -363,6 +366,7 @@ class Strategy:
         self.replica_entry = ContextEntry(self, ReplicaContext(self, replica_id))
         self.raises_together = on_error == "raise"
         self.run_ends: list[Callable[[bool], None]] = []
+        self.split: Split | None = None
         self._settings: Settings | None = None
 
     @property

@@ -325,6 +325,10 @@ def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connecti
 def _found(key: Any, wish: Wish) -> Connection:
     """Return an open connection, or form one."""
     connection, settings = _connections.get(key), wish.settings
+    if connection is not None and connection.channel is not None:
+        # What was started there uses the communicators of the calls below. The ranks
+        # have met over the channel of another connection, if there are several.
+        connection.channel.started.drain()
     if connection is None:
         given = settings or Settings()
         connection = _formed(wish.comm, wish.replicas_per_worker, given, wish.survives)

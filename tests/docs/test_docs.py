@@ -40,8 +40,8 @@ WITH_RANKS = [
     name
     for name in WITH_CODE
     if any(
-        f"{kind}Strategy(" in block.code
-        for kind in ("Mirrored", "CentralStorage")
+        maker in block.code
+        for maker in ("MirroredStrategy(", "CentralStorageStrategy(", "SyncGroups(")
         for block in runnable(PAGES[name], 2)
     )
 ]

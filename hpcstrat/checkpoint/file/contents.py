@@ -154,10 +154,13 @@ def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
         _text(attribute(dataset, "aggregation")),
         bool(attribute(dataset, "trainable")),
         bool(h5a.exists(dataset.id, b"replica_axis")),
+        bool(h5a.exists(dataset.id, b"group_axis")),
     )
     require_stored_as(dataset, entry.dtype)
     if entry.per_replica and entry.shape[:1] != (num_replicas,):
         raise ValueError(f"{name} has not a row for each replica")
+    if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
+        raise ValueError(f"{name} has not a row for each group of replicas")
     return entry
 
 

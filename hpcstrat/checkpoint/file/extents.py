@@ -39,14 +39,15 @@ _BLOCKS_PER_REPLICA = 8
 class Extent:
     """The place of a dataset's values, of which there is at least one byte.
 
-    ``num_rows`` is one for each replica, which alone has it; 0 where all have all
-    values.
+    ``num_rows`` is one for each replica, which alone has it, or with ``by_group`` one
+    for each group, all of whose replicas have it; 0 where all have all values.
     """
 
     path: str
     offset: int
     nbytes: int
     num_rows: int = 0
+    by_group: bool = False
 
     @property
     def stop(self) -> int:
@@ -77,6 +78,7 @@ class Plan:
     The table of hashes ends, and the data begin, at ``data_start``; the commit record
     begins at ``data_end``. Both are multiples of a page. The last block may be shorter
     than ``block_bytes``. Extents are in the order of the file, and do not overlap.
+    ``group_of`` has the group of each replica that saves; empty where all are in sync.
     """
 
     table_start: int
@@ -84,6 +86,7 @@ class Plan:
     data_end: int
     block_bytes: int
     extents: tuple[Extent, ...] = ()
+    group_of: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -98,6 +101,16 @@ class Plan:
         """Whether a replica has values that the others do not have."""
         return any(extent.num_rows for extent in self.extents)
 
+    def row_of(self, extent: Extent, replica: int) -> int:
+        """Return which row of an extent that has rows is a replica's."""
+        return self.group_of[replica] if extent.by_group else replica
+
+    def holders(self, extent: Extent, row: int) -> list[int]:
+        """Return the replicas that have a row; the first of them sends it."""
+        if not extent.by_group:
+            return [row]
+        return [r for r, group in enumerate(self.group_of) if group == row]
+
     # A plan is made once and used by many saves, which ask for the same parts.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
@@ -106,9 +119,9 @@ class Plan:
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
         """Return which blocks each replica writes, ascending; each is in one part.
 
-        A block more than half of which is one replica's row is that replica's. All
-        others are dealt out so that all have equally many, as far as that goes.
-        ``size`` is that of the rows where there are any.
+        A block more than half of which is one row is of a replica that has this row.
+        All others are dealt out so that all have equally many, as far as that goes.
+        ``size`` is the number of the replicas that save.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
@@ -195,13 +208,15 @@ def _row_owners(plan: Plan) -> dict[int, int]:
         # Smaller rows fill no block by half; they are sent to whoever writes the block.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
-        for rank in range(extent.num_rows):
-            start = extent.offset + rank * extent.row_bytes
+        for row in range(extent.num_rows):
+            start = extent.offset + row * extent.row_bytes
             stop = start + extent.row_bytes
-            for block in plan.blocks_of(start, stop):
+            holders, blocks = plan.holders(extent, row), plan.blocks_of(start, stop)
+            for index, block in enumerate(blocks):
                 low, high = plan.span(block)
                 if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
-                    owners[block] = rank
+                    # A run for each of those that have the row.
+                    owners[block] = holders[index * len(holders) // len(blocks)]
     return owners
 
 

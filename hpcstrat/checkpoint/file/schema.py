@@ -57,7 +57,7 @@ class Entry:
 
     ``dtype`` is NumPy's name of the variable's type, not of the stored one;
     synchronization and aggregation are in lower case. With ``per_replica``, as of
-    aggregation ``none``, the first axis counts replicas.
+    aggregation ``none``, the first axis counts replicas; with ``per_group``, groups.
     """
 
     path: str
@@ -67,6 +67,12 @@ class Entry:
     aggregation: str
     trainable: bool
     per_replica: bool = False
+    per_group: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether not all replicas have the same value."""
+        return self.per_replica or self.per_group
 
 
 @dataclass(slots=True)
@@ -75,7 +81,9 @@ class Header:
 
     ``iterators`` are positions in data sets and states of random streams, which
     `section_of` tells apart. In a header that is to be saved, ``python`` holds text
-    from `as_text`. ``created_unix_ns`` is when the save began; 0 before it has.
+    from `as_text`. ``created_unix_ns`` is when the save began; 0 before it has. In a
+    header that is to be saved, ``group_of`` has the group of each replica, if they form
+    any.
     """
 
     step: int
@@ -85,6 +93,7 @@ class Header:
     python: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     created_unix_ns: int = 0
+    group_of: tuple[int, ...] = ()
 
 
 def checkpoint_name(step: int) -> str:

@@ -168,7 +168,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
         (e.path, e.shape, e.dtype, e.synchronization, e.aggregation, e.trainable)
         for e in header.entries.values()
     )
-    rows = tuple(e.path for e in header.entries.values() if e.per_replica)
+    rows = tuple((e.path, e.per_group) for e in header.entries.values() if e.has_rows)
     states = tuple(
         (name, section_of(state), tuple((k, _kind(v)) for k, v in state.items()))
         for name, state in header.iterators.items()
@@ -176,7 +176,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
     # The job and the version are in attributes that `prefix` does not write again.
-    about = header.num_replicas, _job(), _version(python)
+    about = header.num_replicas, header.group_of, _job(), _version(python)
     return about, entries, rows, states, sizes, metrics
 
 
@@ -253,9 +253,11 @@ def _make(
                 if offset is not None:
                     nbytes = math.prod(shape) * dtype.itemsize
                     entry = header.entries.get(path)
-                    apart = entry is not None and entry.per_replica
-                    rows = header.num_replicas if apart else 0
-                    extents.append(Extent(path, offset, nbytes, rows))
+                    extent = Extent(path, offset, nbytes)
+                    if entry is not None and entry.has_rows:
+                        rows = shape[0] if entry.per_group else header.num_replicas
+                        extent = Extent(path, offset, nbytes, rows, entry.per_group)
+                    extents.append(extent)
             data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
             extents.sort(key=lambda extent: extent.offset)
             data_start = (table_start or 0) + 8 * words
@@ -265,6 +267,7 @@ def _make(
                 data_end=data_end or 0,
                 block_bytes=block_bytes,
                 extents=tuple(extents),
+                group_of=header.group_of,
             )
             _describe(maker, header, plan, _version(python))
         finally:
@@ -316,6 +319,8 @@ def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
         maker.attribute(path, "trainable", np.int8(entry.trainable))
         if entry.per_replica:
             maker.attribute(path, "replica_axis", number(0))
+        if entry.per_group:
+            maker.attribute(path, "group_axis", number(0))
     for name, state in header.iterators.items():
         path = f"{section_of(state)}/{name}"
         maker.group(path)

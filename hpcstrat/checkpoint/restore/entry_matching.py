@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.schema import Entry, Header, section_of
-from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.objects import Objects, is_of_group
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
 from hpcstrat.options import VariableAggregation
@@ -19,6 +20,7 @@ from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
 
 __all__ = ["Match", "is_wanted", "match_entries", "renamed"]
 
+_OF_GROUPS = "has a value for each group of replicas, and the variable wants one"
 _POLICIES = ("error", "first", "cycle", "init")
 
 
@@ -39,16 +41,25 @@ class Match:
 
         No replica needs another's: each takes its part by rules that all know.
         """
+        if self.entry.has_rows:
+            row = self.row(strategy)
+            if row is not None:
+                self.assign_row(value[row], strategy)
+            return
+        self._place(value, strategy)
+
+    def assign_row(self, row: Array, strategy: Replicas) -> None:
+        """Put one row, which `row` has chosen, into this replica's component."""
+        # The value of a group is that of all its replicas.
+        self._place(row, strategy.split.part if self.entry.per_group else strategy)
+
+    def _place(self, value: Array, strategy: Replicas) -> None:
+        """Give this replica its part of what all of a strategy have."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
             return
-        if self.entry.per_replica:
-            row = self.row(strategy)
-            if row is None:
-                return
-            value = value[row]
-        elif self.divides:
+        if self._is_total:
             cast = value.astype(variable.dtype, copy=False)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
@@ -58,27 +69,27 @@ class Match:
             _store(variable.component, value)
 
     @property
-    def divides(self) -> bool:
-        """Whether this replica's part is not the saved value itself."""
-        # A total is divided, so that the sum over today's replicas is the total again.
-        shared = (
+    def _is_total(self) -> bool:
+        # It is divided, so that the sum over today's replicas is the total again.
+        return (
             isinstance(self.variable, SyncOnReadVariable)
             and self.variable.aggregation is VariableAggregation.SUM
         )
-        return shared or self.entry.per_replica
 
-    def assign_row(self, row: Array) -> None:
-        """Put one row, which `row` has chosen, into this replica's component."""
-        assert self.variable is not None
-        _store(self.variable.component, row)
+    @property
+    def divides(self) -> bool:
+        """Whether this replica's part is not the saved value itself."""
+        return self._is_total or self.entry.has_rows
 
     def row(self, strategy: Replicas) -> int | None:
         """Return which of the saved rows this replica takes; None for none."""
         saved = self.entry.shape[0]
-        replica = int(strategy.replica_id)
-        if saved == strategy.num_replicas_in_sync:
-            return replica
-        return {"first": 0, "cycle": replica % saved, "init": None}[self.per_replica]
+        own, count = int(strategy.replica_id), strategy.num_replicas_in_sync
+        if self.entry.per_group:
+            own, count = strategy.split.own, strategy.split.num_groups
+        if saved == count:
+            return own
+        return {"first": 0, "cycle": own % saved, "init": None}[self.per_replica]
 
 
 def _store(component: Array, value: Array) -> None:
@@ -98,19 +109,27 @@ def match_entries(
     expect_partial: bool,
     per_replica: str,
     num_replicas: int,
+    num_groups: int = 0,
     only: Collection[str] | None = None,
 ) -> list[Match]:
     """Find for every variable its saved value; the same on every rank.
 
     One match for each variable, and for each value that its owner keeps for later. The
-    rules are those of `CheckpointManager.restore`; ValueError for an unknown
-    ``per_replica``, CheckpointMismatchError if anything does not fit, naming all of it.
+    rules are those of `CheckpointManager.restore`; ``num_groups`` is 0 where replicas
+    do not form groups. ValueError for an unknown ``per_replica``,
+    CheckpointMismatchError if anything does not fit, naming all of it.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
             f"expected per_replica to be one of {', '.join(_POLICIES)}, found "
             f"{per_replica!r}; choose one"
         )
+    rows_misfit = partial(
+        _rows_misfit,
+        num_replicas=num_replicas,
+        num_groups=num_groups,
+        chooses=per_replica != "error",
+    )
     # All problems at once: a restore of a large job is not tried one mistake at a time.
     matches, problems, unused = [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
@@ -122,9 +141,7 @@ def match_entries(
         if entry is None:
             problems.append(f"{path} is not in the checkpoint")
             continue
-        problem = _misfit(entry, variable, allow_cast)
-        if not problem and entry.per_replica and per_replica == "error":
-            problem = _rows_misfit(entry, num_replicas)
+        problem = _misfit(entry, variable, allow_cast) or rows_misfit(entry)
         if problem:
             problems.append(f"{path} {problem}")
         matches.append(Match(entry, variable, per_replica=per_replica))
@@ -133,8 +150,11 @@ def match_entries(
         owner = objects.owner(path)
         if owner is None:
             unused.append(path)
-        else:
-            matches.append(Match(header.entries[path], None, *owner))
+            continue
+        entry = header.entries[path]
+        if problem := rows_misfit(entry):
+            problems.append(f"{path} {problem}")
+        matches.append(Match(entry, None, *owner, per_replica=per_replica))
     problems += objects.state_problems(header, only)
     if unused and not expect_partial:
         problems.append(f"nothing takes {', '.join(unused)} (pass expect_partial=True)")
@@ -198,17 +218,28 @@ def renamed(header: Header, names: Mapping[str, str]) -> Header:
     return found
 
 
-def _rows_misfit(entry: Entry, num_replicas: int) -> str:
-    if entry.shape[0] == num_replicas:
+def _rows_misfit(
+    entry: Entry, *, num_replicas: int, num_groups: int, chooses: bool
+) -> str:
+    if entry.per_group and not num_groups:
+        return _OF_GROUPS
+    count, what = num_replicas, "replicas"
+    if entry.per_group:
+        count, what = num_groups, "groups"
+    if not entry.has_rows or chooses or entry.shape[0] == count:
         return ""
     return (
-        f"has a value for each of {entry.shape[0]} replicas, not of {num_replicas} "
+        f"has a value for each of {entry.shape[0]} {what}, not of {count} "
         "(pass per_replica='first', 'cycle' or 'init')"
     )
 
 
 def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
     shape = entry.shape
+    if entry.per_group:
+        if not is_of_group(variable):
+            return _OF_GROUPS
+        shape = shape[1:]
     if entry.per_replica:
         none = variable.aggregation is VariableAggregation.NONE
         if not (isinstance(variable, SyncOnReadVariable) and none):

@@ -155,7 +155,7 @@ class _ParallelRead:
         if extent is None:
             self._empty.append(match)
         elif (
-            match.entry.per_replica
+            match.entry.has_rows
             and match.variable is not None
             and extent.nbytes > self._plan.block_bytes
         ):
@@ -282,7 +282,7 @@ class _ParallelRead:
             shared.close()
         # After the last exchange, so that nothing is between these and the end.
         for match, row in self._row_values:
-            match.assign_row(row)
+            match.assign_row(row, self._strategy)
         for match in self._empty:
             match.assign(value_of(match, None), self._strategy)
         return self._nbytes

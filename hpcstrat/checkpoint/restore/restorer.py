@@ -88,7 +88,7 @@ class Restorer:
         rename: Mapping[str, str],
         rules: dict[str, Any],
     ) -> int:
-        variables = self._objects.variables()
+        variables, split = self._objects.variables(), self._strategy.split
         # Ranks that would restore something else, or otherwise, find out here.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
@@ -100,6 +100,7 @@ class Restorer:
             variables,
             self._objects,
             num_replicas=self._strategy.num_replicas_in_sync,
+            num_groups=0 if split is None else split.num_groups,
             **rules,
         )
         nbytes, read_seconds = restore_values(

@@ -1,7 +1,8 @@
-"""Values of which each replica has a row of its own.
+"""Values of which each replica, or each group of them, has a row of its own.
 
-Each replica writes its row. Blocks are hashed as a whole, so that the replica whose
-block holds bytes of other rows, too, is sent these, and no others.
+Each replica writes its row, those of a group a part each. Blocks are hashed as
+a whole, so that the replica whose block holds bytes of other rows, too, is sent these,
+and no others.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ _ROUND_BYTES = 256 << 20
 
 
 class Rows:
-    """The bytes that a replica has, or is sent, of a dataset with a row for each."""
+    """The bytes that a replica has, or is sent, of a dataset with a row for each.
 
-    def __init__(self, extent: Extent, rank: int, own: Array) -> None:
-        self._each, self._rank, self._own = extent.row_bytes, rank, own
+    ``row`` is which of the rows ``own`` is.
+    """
+
+    def __init__(self, extent: Extent, row: int, own: Array) -> None:
+        self.extent = extent
+        self._each, self.row, self._own = extent.row_bytes, row, own
         # Pieces with bytes of other rows, by where they begin.
         self._mixed: dict[int, Array] = {}
         # From the memory of a GPU, and where in host memory it has to go.
@@ -40,7 +45,7 @@ class Rows:
 
     def own(self, source: slice) -> Array:
         """Return a view of what of a piece is in this replica's row; may be empty."""
-        before = self._rank * self._each
+        before = self.row * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
 
@@ -59,24 +64,24 @@ class Rows:
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
         """Make room for a piece, if it is not in this replica's row alone.
 
-        Yields the other replicas of which it holds bytes, and where these are to go.
+        Yields the other rows of which it holds bytes, and where these are to go.
         """
         first, last = source.start // self._each, (source.stop - 1) // self._each
-        if first == last == self._rank:
+        if first == last == self.row:
             return
         piece: Array = np.empty(source.stop - source.start, np.uint8)
         self._mixed[source.start] = piece
-        for rank in range(first, last + 1):
-            low = max(rank * self._each, source.start) - source.start
-            high = min((rank + 1) * self._each, source.stop) - source.start
-            if rank == self._rank:
+        for row in range(first, last + 1):
+            low = max(row * self._each, source.start) - source.start
+            high = min((row + 1) * self._each, source.stop) - source.start
+            if row == self.row:
                 own = self.own(source)
                 if is_device(own):
                     self.missing.append((own, piece[low:high]))
                 else:
                     piece[low:high] = own
             else:
-                yield rank, piece[low:high]
+                yield row, piece[low:high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,9 @@ def exchange_rows(
     place = strategy.replica_id, strategy.num_replicas_in_sync
     try:
         rows = {
-            extent.path: Rows(extent, place[0], as_bytes(values[extent.path]))
+            extent.path: Rows(
+                extent, plan.row_of(extent, place[0]), as_bytes(values[extent.path])
+            )
             for extent in plan.extents
             if extent.num_rows
         }
@@ -141,7 +148,7 @@ def _mixed_blocks(plan: Plan, owners: Array) -> list[int]:
             start, stop = plan.span(block)
             first = max(start - extent.offset, 0) // extent.row_bytes
             last = (min(stop, extent.stop) - 1 - extent.offset) // extent.row_bytes
-            if not first == last == owners[block]:
+            if not first == last == plan.row_of(extent, int(owners[block])):
                 found.add(block)
     return sorted(found)
 
@@ -165,11 +172,15 @@ def _rounds(
             for piece in plan.pieces(block):
                 if piece.path not in rows:
                     continue
-                if owners[block] != rank:
-                    made.sent[owners[block]].append(rows[piece.path].sent(piece.source))
-                    continue
-                for other, there in rows[piece.path].prepare(piece.source):
-                    made.received[other].append(there)
+                own, owner = rows[piece.path], int(owners[block])
+                if owner == rank:
+                    for row, there in own.prepare(piece.source):
+                        sender = plan.holders(own.extent, row)[0]
+                        made.received[sender].append(there)
+                elif plan.holders(own.extent, own.row)[0] == rank and own.row != (
+                    plan.row_of(own.extent, owner)
+                ):
+                    made.sent[owner].append(own.sent(piece.source))
         rounds.append(made)
     return rounds
 

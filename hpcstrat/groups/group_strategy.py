@@ -1,0 +1,60 @@
+"""The strategy of one group of replicas, and which replicas form the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.arrays.kinds import is_half
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
+from hpcstrat.strategies.connection import subset
+from hpcstrat.strategies.split import Split
+from hpcstrat.topology.topology import Topology
+from hpcstrat.variables import MirroredVariable
+
+__all__ = ["GroupStrategy", "make_groups"]
+
+
+class GroupStrategy(MultiWorkerMirroredStrategy):
+    """Synchronous training on the replicas of a group.
+
+    Collective over ``comm``; making a trainable variable of floating type in its scope
+    is collective over all replicas, through ``take``, which is given each of them.
+    """
+
+    def __init__(
+        self, take: Callable[[MirroredVariable], None], **options: Any
+    ) -> None:
+        self._take = take
+        super().__init__(**options)
+
+    def register(self, variable: MirroredVariable) -> None:
+        """Take a new variable; collective over all replicas if groups average it."""
+        super().register(variable)
+        kind = variable.dtype
+        if variable.trainable and (kind.kind in "fc" or is_half(kind)):
+            self._take(variable)
+
+
+def make_groups(
+    whole: MultiWorkerMirroredStrategy,
+    size: int | None,
+    take: Callable[[MirroredVariable], None],
+    **options: Any,
+) -> GroupStrategy:
+    """Return the strategy of this replica's group; ``split`` of both says who is where.
+
+    Collective over the replicas of ``whole``. Groups are workers, or runs of ``size``
+    replicas.
+    """
+    topology = whole.topology
+    group = topology.worker_id if size is None else topology.replica_id // size
+    world = Topology.world()
+    found = whole.collectives.all_gather_object((group, world.rank), "forming groups")
+    comm = subset([rank for other, rank in found if other == group])
+    try:
+        part = GroupStrategy(take, comm=comm, settings=whole.settings, **options)
+    finally:
+        comm.Free()
+    whole.split = part.split = Split(whole, part, [group for group, _ in found])
+    return part
