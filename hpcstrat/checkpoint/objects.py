@@ -130,7 +130,7 @@ class Objects:
                         "of all replicas, SyncGroups.everyone"
                     )
         # A manager of variables of groups is one of all replicas.
-        wholes = [s.split.whole if s.split is not None else s for s in found]
+        wholes = [s.split.whole if s and s.split else s for s in found]
         strategies = {id(strategy): strategy for strategy in wholes}
         if len(strategies) > 1:
             raise ValueError(

@@ -191,21 +191,27 @@ def test_parts_are_equal_and_complete(count: int, size: int) -> None:
     assert lengths[0] - lengths[-1] <= 1
 
 
-_ROWED = st.tuples(st.integers(1, 400), st.booleans(), st.integers(0, 60))
+_ROWED = st.tuples(
+    st.integers(1, 400), st.sampled_from(["", "replica", "group"]), st.integers(0, 60)
+)
 
 
 def _rowed_plan(
-    datasets: list[tuple[int, bool, int]], block: int, size: int
+    datasets: list[tuple[int, str, int]], block: int, size: int
 ) -> tuple[Plan, dict[str, Any]]:
-    """Return a layout, and the bytes of each dataset; of some, replicas have rows."""
+    """Return a layout, and the bytes of each dataset; some have rows."""
     place, extents, values = 64, [], {}
     draw = np.random.default_rng(len(datasets))
-    for number, (length, rowed, gap) in enumerate(datasets):
-        nbytes = length * size if rowed else length
-        extents.append(Extent(f"v{number}", place, nbytes, size if rowed else 0))
+    # Groups of replicas that are not of one size, nor each of neighbors.
+    groups = min(size, 1 + len(datasets) % 3)
+    group_of = [*range(groups), *draw.integers(0, groups, size - groups).tolist()]
+    for number, (length, axis, gap) in enumerate(datasets):
+        rows = {"": 0, "replica": size, "group": groups}[axis]
+        nbytes = length * max(rows, 1)
+        extents.append(Extent(f"v{number}", place, nbytes, rows, axis == "group"))
         values[f"v{number}"] = draw.integers(1, 256, nbytes, np.uint8)
         place += nbytes + gap
-    return Plan(32, 64, place, block, tuple(extents)), values
+    return Plan(32, 64, place, block, tuple(extents), tuple(group_of)), values
 
 
 @given(
@@ -215,7 +221,7 @@ def _rowed_plan(
 )
 @settings(max_examples=150, deadline=None)
 def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
-    datasets: list[tuple[int, bool, int]], block: int, size: int
+    datasets: list[tuple[int, str, int]], block: int, size: int
 ) -> None:
     plan, _ = _rowed_plan(datasets, block, size)
     parts = plan.parts(size)
@@ -225,14 +231,15 @@ def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
     assert all(list(part) == sorted(part) for part in parts)
     mine: list[set[int]] = [set() for _ in range(size)]
     for extent in plan.extents:
-        for rank in range(extent.num_rows):
-            start = extent.offset + rank * extent.row_bytes
+        for row in range(extent.num_rows):
+            start = extent.offset + row * extent.row_bytes
             for number in plan.blocks_of(start, start + extent.row_bytes):
                 low, high = plan.span(number)
                 inside = min(start + extent.row_bytes, high) - max(start, low)
                 if 2 * inside > block:
+                    [rank] = [r for r, part in enumerate(parts) if number in part]
+                    assert plan.row_of(extent, rank) == row
                     mine[rank].add(number)
-    assert all(own <= set(part) for own, part in zip(mine, parts, strict=True))
     # Who was dealt others has no more than anybody else, or one more.
     least = min(map(len, parts))
     for own, part in zip(mine, parts, strict=True):
@@ -247,7 +254,7 @@ def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
 )
 @settings(max_examples=150, deadline=None)
 def test_rows_come_to_where_they_are_written(
-    datasets: list[tuple[int, bool, int]], block: int, size: int, at_a_time: int
+    datasets: list[tuple[int, str, int]], block: int, size: int, at_a_time: int
 ) -> None:
     plan, values = _rowed_plan(datasets, block, size)
     shares: list[dict[str, Any]] = [dict(values) for _ in range(size)]
@@ -257,7 +264,9 @@ def test_rows_come_to_where_they_are_written(
         for rank, share in enumerate(shares):
             own = {
                 extent.path: row_exchange.Rows(
-                    *(extent, rank, np.split(values[extent.path], size)[rank])
+                    extent,
+                    (row := plan.row_of(extent, rank)),
+                    np.split(values[extent.path], extent.num_rows)[row],
                 )
                 for extent in plan.extents
                 if extent.num_rows
