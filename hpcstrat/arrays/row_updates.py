@@ -8,7 +8,21 @@ from hpcstrat.arrays.casting import quietly
 from hpcstrat.arrays.kinds import array_module, is_device, to_device, to_host
 from hpcstrat.typing import Array
 
-__all__ = ["apply_at", "replace_at"]
+__all__ = ["apply_at", "replace_at", "summed_rows"]
+
+
+def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
+    """Add up the rows that come several times, in their order; fresh, and ascending.
+
+    In host memory. NumPy adds at indices slowly, so only what comes again.
+    """
+    unique, first, places = np.unique(indices, return_index=True, return_inverse=True)
+    sums = values[first]
+    if unique.size < indices.size:
+        again = np.ones(indices.size, bool)
+        again[first] = False
+        quietly(np.add.at, sums, places[again], values[again])
+    return unique, sums
 
 
 def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:

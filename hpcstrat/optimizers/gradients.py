@@ -18,6 +18,7 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_reducible,
 )
+from hpcstrat.arrays.row_updates import summed_rows
 from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
 from hpcstrat.gpu.optimizer_steps.update_kernels import prepare
 from hpcstrat.gpu.optimizer_steps.updates import Spans, real_view
@@ -137,11 +138,7 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     if is_device(rows.values):
         return IndexedSlices(*sum_rows(rows.values, rows.indices), rows.dense_shape)
     # An index may come from several replicas, or twice from one batch.
-    indices, places = np.unique(rows.indices, return_inverse=True)
-    values = np.zeros((len(indices), *rows.values.shape[1:]), rows.values.dtype)
-    # Quiet, as the sums of arrays are.
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.add.at(values, places, rows.values)
+    indices, values = summed_rows(rows.indices, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
 
 

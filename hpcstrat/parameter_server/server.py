@@ -180,10 +180,14 @@ class VariableServer:
         shard = self._shards[number]
 
         def change() -> None:
+            array = shard.array
             if name == "replace":
-                shard.array[indices] = values
+                array[indices] = values
+            elif name in ("add", "subtract"):
+                # Each comes once: the client has added them up.
+                array[indices] = quietly(getattr(np, name), array[indices], values)
             else:
-                apply_at(name, shard.array, indices, values)
+                apply_at(name, array, indices, values)
 
         shard.update(change)
 

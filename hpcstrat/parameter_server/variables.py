@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.row_updates import summed_rows
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.memory import Place, Reader
 from hpcstrat.typing import Array
@@ -260,7 +261,7 @@ class ServerVariable(Variable):
         indices = rows.indices
         if name in ("add", "subtract"):
             # Each row travels once.
-            indices, values = _summed(indices, values)
+            indices, values = summed_rows(indices, values)
         client = self._strategy.client
         for shard, chosen in self._by_shard(indices):
             own = indices[chosen] - shard.start
@@ -412,14 +413,3 @@ class _Make:
                     f"those from {start} to {stop}"
                 )
             part[...] = rows
-
-
-def _summed(indices: Array, values: Array) -> tuple[Array, Array]:
-    """Add up the rows that come several times."""
-    unique, places = np.unique(indices, return_inverse=True)
-    if unique.size == indices.size:
-        return indices, values
-    sums = np.zeros((unique.size, *values.shape[1:]), values.dtype)
-    with np.errstate(all="ignore"):
-        np.add.at(sums, places, values)
-    return unique, sums
