@@ -1,10 +1,11 @@
-"""Lanes of tests: jobs that mostly wait run beside those that compute.
+"""Lanes of tests: jobs that wait run beside those that compute.
 
 On two cores the jobs of the rank tests leave little idle, but a job in which a rank has
-left, and the others wait for a limit, does. So the whole suite runs in two processes of
-pytest-xdist, one for each lane; a lane that has ended takes tests from the end of the
-other. With a third one, jobs of ranks that wait for each other's cores took twice as
-long. Each test is reported by itself, and a time limit prints stacks.
+left, and the others wait for a limit, does. So the whole suite runs in processes of
+pytest-xdist, one for each lane: tests that compute; jobs that wait and compute; and what
+hardly computes. One of the first two that has ended takes tests from the end of the
+others. A third one of jobs that compute made all of them slower: ranks wait for each
+other's cores. Each test is reported by itself, and a time limit prints stacks.
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-NUM_LANES = 2
-# Their jobs leave the cores alone most of the time.
-WAITING = (
-    "tests/cluster/",
-    "tests/gpu/test_failed_nccl.py",
-    "tests/gpu/test_lost_ranks.py",
-    "tests/gpu/test_probe.py",
-    "tests/mpi/test_chaos.py",
-    "tests/mpi/test_elastic.py",
-    "tests/mpi/test_exits.py",
-    "tests/mpi/test_failing_disk.py",
-    "tests/mpi/test_lateness.py",
-    "tests/mpi/test_resume.py",
-    "tests/mpi/test_starting.py",
-    "tests/mpi/test_testing.py",
-    "tests/mpi/test_watchdog.py",
-)
+NUM_LANES = 3
+# By lane: their jobs leave the cores alone some of the time, or nearly always.
+OF_LANE = {
+    1: (
+        "tests/cluster/test_checkpoint_hosts.py",
+        "tests/cluster/test_hosts.py",
+        "tests/gpu/test_lost_ranks.py",
+        "tests/gpu/test_probe.py",
+        "tests/mpi/test_chaos.py",
+        "tests/mpi/test_elastic.py",
+        "tests/mpi/test_exits.py",
+        "tests/mpi/test_failing_disk.py",
+        "tests/mpi/test_resume.py",
+        "tests/mpi/test_watchdog.py",
+    ),
+    2: (
+        "tests/cluster/",
+        "tests/fuzz/",
+        "tests/gpu/test_failed_nccl.py",
+        "tests/mpi/test_lateness.py",
+        "tests/mpi/test_starting.py",
+        "tests/mpi/test_testing.py",
+        "tests/unit/test_probe.py",
+    ),
+}
 # Files of long jobs without a fixture in common: they may be torn apart.
 LONG = ("tests/mpi/test_ranks.py", "tests/gpu/test_ranks_on_gpu.py")
 
@@ -46,8 +55,14 @@ def num_lanes(config: pytest.Config) -> int:
     return NUM_LANES if whole and not one_by_one else 0
 
 
+def lane_of(unit: str) -> int:
+    """Return the lane of a file, or of a test."""
+    lanes = (lane for lane, files in OF_LANE.items() if unit.startswith(files))
+    return next(lanes, 0)
+
+
 class LaneScheduling(LoadScopeScheduling):
-    """Gives each process the files of its own lane, then the last of the other's."""
+    """Gives each process the files of its own lane, then the last of the others'."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -55,9 +70,11 @@ class LaneScheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: Any) -> None:
         # One that replaces a process that crashed has a higher number.
-        waits = node.gateway.id == "gw1"
+        lane = {"gw1": 1, "gw2": 2}.get(node.gateway.id, 0)
         while self.workqueue:
-            own = [unit for unit in self.workqueue if unit.startswith(WAITING) == waits]
+            own = [unit for unit in self.workqueue if lane_of(unit) == lane]
+            if not own and lane == NUM_LANES - 1:
+                break
             unit = own[0] if own else next(reversed(self.workqueue))
             # What the class itself takes is the first.
             self.workqueue.move_to_end(unit, last=False)

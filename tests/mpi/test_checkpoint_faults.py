@@ -113,17 +113,20 @@ def _cases(name: str) -> list[tuple[str, int, str]]:
     return [(name, rank, how) for rank in place.ranks for how in place.hows]
 
 
-# Where nothing was written since the place that is listed before.
+# Where nothing was written since the place that is listed before; and of the others
+# every second one.
 _REPEATED = [name for name in PLACES if name.startswith("before")][1:]
+_WRITTEN = [name for name in PLACES if name not in _REPEATED]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [name for name in PLACES if name not in _REPEATED],
+        _WRITTEN[::2],
+        pytest.param(_WRITTEN[1::2], marks=FULL),
         pytest.param(_REPEATED, marks=FULL),
     ],
-    ids=["written", "repeated"],
+    ids=["written", "between", "repeated"],
 )
 def test_kill_at_each_step_of_a_save(names: list[str], tmp_path: Path) -> None:
     """Kill one rank, in one kind of save, at each."""

@@ -58,7 +58,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("n", "late", "options"), [(3, 1, ()), (3, 2, (1,)), (4, 3, (2,))]
+    ("n", "late", "options"),
+    [(3, 1, ()), (3, 2, (1,)), pytest.param(4, 3, (2,), marks=pytest.mark.full)],
 )
 def test_late_rank_is_named_with_what_it_does(
     n: int, late: int, options: tuple[int, ...]

@@ -654,6 +654,7 @@ def test_a_small_memory_file_system_gives_smaller_slots(
     made.close()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("full", [False, True])
 def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
     make_strategy: Any, job: Any, monkeypatch: Any, full: bool

@@ -527,6 +527,7 @@ def _resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.once
 def test_hundreds_of_small_saves_keep_nothing(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:

@@ -40,6 +40,7 @@ def test_all_workers_measure_all_links(topology: Any, job: Any) -> None:
     assert len(told["between"]) == len(links.between)
 
 
+@pytest.mark.once
 def test_nobody_waits_for_one_that_does_not_come(topology: Any, job: Any) -> None:
     last = job.size - 1
     if job.rank != last:

@@ -158,6 +158,7 @@ def test_a_notice_and_a_failure_in_one_call_lose_neither(
         job.handler.close()
 
 
+@pytest.mark.once
 def test_a_time_that_comes_near_is_a_notice(strategy: Any, folder: Path) -> None:
     # Before a first save one is taken to last 5 seconds; the margin is three times it.
     job = Job(strategy, folder, job_end=time.time() + 16, signals=())
@@ -169,6 +170,7 @@ def test_a_time_that_comes_near_is_a_notice(strategy: Any, folder: Path) -> None
     job.handler.close()
 
 
+@pytest.mark.once
 def test_a_function_of_the_program_is_asked(strategy: Any, folder: Path) -> None:
     asked = []
 
@@ -185,6 +187,7 @@ def test_a_function_of_the_program_is_asked(strategy: Any, folder: Path) -> None
     job.handler.close()
 
 
+@pytest.mark.once
 def test_in_a_grace_period_the_training_goes_on(strategy: Any, folder: Path) -> None:
     saves: list[int] = []
     job = Job(

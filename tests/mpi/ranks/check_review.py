@@ -10,6 +10,8 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
+pytestmark = pytest.mark.rule
+
 
 class _Unprintable(Exception):
     def __str__(self) -> str:

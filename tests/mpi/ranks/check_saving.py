@@ -328,6 +328,7 @@ def _resident_bytes() -> int:
     )
 
 
+@pytest.mark.once
 def test_many_saves_keep_neither_files_nor_memory(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:

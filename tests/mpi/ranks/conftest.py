@@ -47,12 +47,14 @@ LAYOUTS = (
 
 
 # By a test's marker: the numbers of ranks at which it can fail in another way than at
-# those before, and the layouts there (None: all). A rule of values sees one replica, 2,
-# and workers of unequal size; an algorithm, a header or a wait has first, last and
-# middle ranks from 3 on, and at 4 workers of equal size that are not alone in theirs.
+# those before, and the layouts there (None: all). A rule of values sees one replica, 2
+# of a worker, and workers of unequal size; an algorithm, a header or a wait has first,
+# last and middle ranks from 3 on, and at 4 workers of equal size that are not alone in
+# theirs. What takes seconds and fails anywhere, if it does, runs once.
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
-    "rule": {1: None, 2: None, 3: ("two_replicas_per_worker",)},
+    "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
     "algorithm": {3: None, 4: ("two_replicas_per_worker",)},
+    "once": {3: ("two_replicas_per_worker",)},
 }
 
 
@@ -66,6 +68,8 @@ def _layout(item: pytest.Item) -> str | None:
 def _can_fail(item: pytest.Item, size: int) -> bool:
     """Whether a test can fail at this size and in its layout as nowhere else."""
     kinds = {mark.name for mark in item.iter_markers()} & CAN_FAIL.keys()
+    if "once" in kinds:
+        kinds = {"once"}
     layout = _layout(item)
     for kind in kinds:
         layouts = CAN_FAIL[kind].get(size, ())
