@@ -2,10 +2,10 @@
 
 On two cores the jobs of the rank tests leave little idle, but a job in which a rank has
 left, and the others wait for a limit, does. So the whole suite runs in processes of
-pytest-xdist, one for each lane: tests that compute; jobs that wait and compute; and what
-hardly computes. One of the first two that has ended takes tests from the end of the
-others. A third one of jobs that compute made all of them slower: ranks wait for each
-other's cores. Each test is reported by itself, and a time limit prints stacks.
+pytest-xdist, one for each lane: tests that compute, jobs that wait and compute, and
+what hardly computes. One of the first two that has ended takes tests from the end of
+the others. A third one of jobs that compute made all of them slower: ranks wait for
+each other's cores. Each test is reported by itself, and a time limit prints stacks.
 """
 
 from __future__ import annotations
