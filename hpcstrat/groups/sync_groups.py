@@ -263,7 +263,8 @@ class SyncGroups:
     def end_round(self) -> None:
         """End the round now, so that all groups have the outer parameters.
 
-        Collective over all replicas. For the end of a training; the next round begins.
+        Collective over all replicas. For the end of a training, or of a part of it: the
+        next round begins. Where a round has just ended, nothing is sent.
 
         Raises
         ------
@@ -273,9 +274,13 @@ class SyncGroups:
             In a replica function.
         """
         self._require_outside("end_round")
-        if self._counts.component[_UNDER_WAY] >= 0:
+        counts = self._counts.component
+        if counts[_UNDER_WAY] >= 0:
             self._merge()
-        self._begin(delay=0)
+        if counts[_SINCE]:
+            self._begin(delay=0)
+        else:
+            self._take_outer()
 
     def _require_outside(self, what: str) -> None:
         entry = current()
@@ -301,8 +306,7 @@ class SyncGroups:
         self._rate = self.outer._rate(collectives)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
-            for variable, outer in self._pairs:
-                variable.component[...] = outer.component
+            self._take_outer()
         else:
             self._sum = collectives.start_reduce(
                 ReduceOp.MEAN, changes, what, out=changes
@@ -311,6 +315,11 @@ class SyncGroups:
                 start.component[...] = variable.component
             self._counts.component[_UNDER_WAY] = 0
         self._counts.component[_SINCE] = 0
+
+    def _take_outer(self) -> None:
+        """Let the group go on from the outer parameters."""
+        for variable, outer in self._pairs:
+            variable.component[...] = outer.component
 
     def _use(self, gradients: list[Array]) -> None:
         """Change the outer parameters by the mean over the groups."""

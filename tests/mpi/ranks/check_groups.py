@@ -130,6 +130,10 @@ def test_groups_train_as_the_algorithm_says(
         np.testing.assert_allclose(training.value.numpy(), wanted, rtol=1e-12)
     groups.end_round()
     groups.everyone.check_equal(training.value.numpy())
+    value, rounds = training.value.numpy(), groups.outer.iterations.numpy()
+    groups.end_round()
+    np.testing.assert_array_equal(training.value.numpy(), value)
+    assert groups.outer.iterations.numpy() == rounds
     assert training.still.numpy() == 7
 
 
