@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +25,17 @@ from hpcstrat.topology.segment import Segment
 from hpcstrat.typing import Array
 
 __all__ = [
+    "Pool",
     "SlicedPiece",
-    "flat_array",
     "lay_out",
     "reduce_slices",
     "slice_of",
     "write_between",
 ]
 
+_LINE_BYTES = 64
+_POOL_BYTES = 4 << 20
+_POOLED_BYTES = 256 << 10
 # Sums between workers under way at once.
 _MOST_UNDER_WAY = 4
 
@@ -52,25 +56,62 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Aw
     yield channel.step(call)
 
 
-def lay_out(
-    value: Array, made: list[Segment], call: Call, channel: Channel, *, sends: bool
-) -> Awaits:
-    """Make memory that each worker shares, with a value in it.
+class Pool:
+    """Memory of a worker's ranks, given out in the same order on all of them.
 
-    Collective over ``topology.replica_comm``. The memory is added to ``made``. The
-    value is that of replica 0; unless ``sends``, it is the same on every replica.
+    It goes with the last array that shows it. A segment of its own costs a file
+    descriptor, which is too much for small arrays: these share some.
+    """
+
+    def __init__(self) -> None:
+        self._shared = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, like: Array, comm: Any) -> Array:
+        """Return a flat array of a type and size; collective over ``comm``."""
+        nbytes = like.nbytes
+        if nbytes > _POOLED_BYTES:
+            octets = _segment(comm, nbytes)
+        else:
+            span = nbytes + -nbytes % _LINE_BYTES
+            if self._used + span > self._shared.size:
+                self._shared, self._used = _segment(comm, _POOL_BYTES), 0
+            octets = self._shared[self._used :][:nbytes]
+            self._used += span
+        array: Array = octets.view(like.dtype)
+        return array
+
+
+def _segment(comm: Any, nbytes: int) -> Array:
+    octets: Array = np.frombuffer(Segment(comm, nbytes).buffer, np.uint8, nbytes)
+    return octets
+
+
+def lay_out(
+    value: Array,
+    pool: Pool,
+    made: list[Array],
+    call: Call,
+    channel: Channel,
+    *,
+    sends: bool,
+) -> Awaits:
+    """Take memory that each worker shares, and write a value there.
+
+    Collective over ``topology.replica_comm``. The memory, of the value's shape, is
+    added to ``made``. The value is that of replica 0; unless ``sends``, it is the same
+    on every replica.
     """
     topology = channel.topology
     yield HEADER
     comm = channel.patient(topology.worker_comm)
-    segment = Segment(comm, max(1, value.nbytes))
-    made.append(segment)
-    target = flat_array(segment, value)
+    target = pool.take(value, comm)
+    made.append(target.reshape(value.shape))
     own = slice_of(target.size, comm.rank, comm.size)
     if not sends:
         quietly(assign, target[own], ..., value.reshape(-1)[own])
     elif topology.replica_id == 0:
-        quietly(assign, target.reshape(value.shape), ..., value)
+        quietly(assign, made[-1], ..., value)
     yield channel.step(call)
     if sends and topology.num_workers > 1:
         # The worker of replica 0 is the first.
@@ -78,13 +119,6 @@ def lay_out(
             own = slice_of(target.size, comm.rank, topology.smallest_worker)
             channel.patient(topology.cross_worker_comm).cast_array(target[own], 0)
         yield channel.step(call)
-
-
-def flat_array(segment: Segment, like: Array) -> Array:
-    """Return the memory of a segment as a flat array of a type and size."""
-    octets = np.frombuffer(segment.buffer, np.uint8, like.nbytes)
-    array: Array = octets.view(like.dtype)
-    return array
 
 
 def slice_of(count: int, number: int, of: int) -> slice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.collectives.slices import Pool
 from hpcstrat.options import CommunicationOptions, VariableSynchronization
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.settings import Settings
@@ -51,6 +52,8 @@ class CentralStorageStrategy(MpiStrategy):
     ----------
     parameter_devices : tuple of str
         Where variables lie.
+    pool : Pool
+        For the library's own modules.
 
     Raises
     ------
@@ -109,6 +112,7 @@ class CentralStorageStrategy(MpiStrategy):
         if wrong:
             self.close()
             raise ValueError(wrong)
+        self.pool = Pool()
         if names is not None:
             names = [names[replica] for replica in self.topology.worker_replicas]
         self._bind(names)

@@ -11,13 +11,7 @@ import numpy as np
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import as_array, is_device
 from hpcstrat.channel.call import describe_call
-from hpcstrat.collectives.slices import (
-    flat_array,
-    lay_out,
-    slice_of,
-    write_between,
-)
-from hpcstrat.topology.segment import Segment
+from hpcstrat.collectives.slices import lay_out, slice_of, write_between
 from hpcstrat.typing import Array
 from hpcstrat.values import Adopted, HostValue
 from hpcstrat.variables.replicated import MirroredVariable
@@ -68,11 +62,10 @@ class CentralVariable(MirroredVariable):
             own: Array = np.array(array, order="C")
             return own
         call = describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
-        made: list[Segment] = []
-        steps = lay_out(array, made, call, channel, sends=sends)
+        made: list[Array] = []
+        steps = lay_out(array, self._strategy.pool, made, call, channel, sends=sends)
         channel.drive(steps, call, collectives.timeout_seconds)
-        # The memory goes with the last array that shows it.
-        return flat_array(made[0], array).reshape(array.shape)
+        return made[0]
 
     def _made(self) -> None:
         # Copies, which are compared, there are only of several workers.
