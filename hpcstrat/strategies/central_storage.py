@@ -45,6 +45,9 @@ class CentralStorageStrategy(MpiStrategy):
         How buffers are summed, but for gradients; default: chosen by the library.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
+    on_lost_rank : str
+        As for `MultiWorkerMirroredStrategy`. After a loss an update may be half made:
+        restore a checkpoint.
     settings : Settings, optional
         How the strategy watches over its ranks.
 
@@ -60,6 +63,8 @@ class CentralStorageStrategy(MpiStrategy):
     ValueError
         If a device is a GPU, one comes twice, or their number differs from that of
         ranks; with the setting ``device="gpu"``. On every rank.
+    RankLostError
+        If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
 
     is_central = True
@@ -75,6 +80,7 @@ class CentralStorageStrategy(MpiStrategy):
         comm: MPI.Intracomm | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         on_error: str = "abort",
+        on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
         names, problem = None, None
@@ -91,6 +97,7 @@ class CentralStorageStrategy(MpiStrategy):
             cross_device_ops=cross_device_ops,
             communication_options=communication_options,
             on_error=on_error,
+            on_lost_rank=on_lost_rank,
             settings=settings,
             devices=names,
             problem=problem,

@@ -14,8 +14,8 @@ from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 pytestmark = pytest.mark.rule
 
-# Of no elements, of less than a line of the cache, of no even parts, of several blocks.
-SHAPES = ((3,), (), (0, 2), (33, 7), (3, 37011))
+# Of less than a line of the cache, of no elements, of no even parts, of several blocks.
+SHAPES = [(3,), (), (0, 2), (33, 7), (3, 11003)]
 RULES: dict[str, Any] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: optimizers.Adam(0.1, clip_global_norm=5.0),
@@ -37,44 +37,50 @@ def central(topology_layout: Any, kept_strategies: dict[str, Any]) -> Any:
     return kept_strategies[name]
 
 
-def _variables(strategy: Any, dtype: Any) -> list[Any]:
+def _variables(strategy: Any, dtype: Any, shapes: Any = SHAPES) -> list[Any]:
     numbers = np.random.default_rng(5)
     with strategy.scope():
         return [
             hs.Variable(numbers.normal(size=shape).astype(dtype), name=f"v{index}")
-            for index, shape in enumerate(SHAPES)
+            for index, shape in enumerate(shapes)
         ]
 
 
-def _gradients(rank: int, step: int, dtype: Any, sparse: bool) -> list[Any]:
+def _gradients(rank: int, step: int, variables: list[Any], sparse: bool) -> list[Any]:
     numbers = np.random.default_rng((rank, step))
-    found: list[Any] = [numbers.normal(size=shape).astype(dtype) for shape in SHAPES]
+    found: list[Any] = [numbers.normal(size=v.shape).astype(v.dtype) for v in variables]
     if sparse:
         # Some rows of it come twice, and from several replicas.
         rows = numbers.integers(0, 33, 5)
-        found[3] = hs.IndexedSlices(found[3][:5], rows, SHAPES[3])
+        found[3] = hs.IndexedSlices(found[3][:5], rows, variables[3].shape)
     return found
 
 
 def _train(strategy: Any, optimizer: Any, variables: list[Any], *steps: Any) -> None:
-    for step, dtype, sparse in steps:
-        own = _gradients(strategy.replica_id, step, dtype, sparse)
+    for step, sparse in steps:
+        own = _gradients(strategy.replica_id, step, variables, sparse)
         pairs = list(zip(own, variables, strict=True))
         strategy.run(optimizer.apply_gradients, args=(pairs,))
 
 
+@pytest.mark.algorithm
 @pytest.mark.parametrize("name", RULES)
 def test_steps_are_those_of_mirrored_variables(
     strategy: Any, central: Any, name: str
 ) -> None:
     one_worker = strategy.topology.num_workers == 1
-    for dtype, sparse in (("f8", False), ("f4", True), ("f2", False)):
+    numbers = np.random.default_rng(sum(name.encode()))
+    some = [tuple(numbers.integers(1, 99, n)) for n in numbers.integers(0, 4, 7)]
+    for dtype, sparse, shapes in (
+        *(("f8", False, SHAPES), ("f8", False, some), ("f4", True, SHAPES)),
+        *(("f2", False, SHAPES), ("f4", False, [(1,)])),
+    ):
         found = []
         for each in (strategy, central):
-            variables = _variables(each, dtype)
+            variables = _variables(each, dtype, shapes)
             with each.scope():
                 optimizer = RULES[name]()
-            _train(each, optimizer, variables, *((n, dtype, sparse) for n in range(3)))
+            _train(each, optimizer, variables, *((n, sparse) for n in range(3)))
             slots = optimizer.checkpoint_variables()
             found.append([*(v.numpy() for v in (*variables, *slots.values()))])
             assert int(optimizer.iterations) == 3
@@ -166,7 +172,7 @@ def test_updates_in_cross_replica_context_are_made_once(central: Any) -> None:
 def test_checkpoints_go_between_strategies(
     central: Any, strategies: dict[int, Any], job: Any, folder: Path
 ) -> None:
-    steps = [(step, "f8", False) for step in range(3)]
+    steps = [(step, False) for step in range(3)]
 
     def trained(strategy: Any, *, restores: Path | None, saves: Path | None) -> Any:
         variables = _variables(strategy, "f8")
@@ -183,7 +189,7 @@ def test_checkpoints_go_between_strategies(
             manager.save(3)
         state = optimizer.checkpoint_variables()
         values = [v.numpy() for v in (*variables, *state.values())]
-        _train(strategy, optimizer, variables, (9, "f8", False))
+        _train(strategy, optimizer, variables, (9, False))
         manager.close()
         return values, [variable.numpy() for variable in variables]
 
@@ -304,3 +310,22 @@ def test_memory_of_others_is_not_adopted(central: Any, job: Any) -> None:
     with central.scope(), pytest.raises(ValueError, match="found memory to adopt"):
         hs.Variable.adopt(np.zeros(3), name="v")
     assert_usable(central, job)
+
+
+def test_copies_of_several_workers_are_compared(central: Any, job: Any) -> None:
+    with central.scope():
+        variable = hs.Variable(np.zeros(50), name="v")
+    topology = central.topology
+    job.Barrier()
+    if topology.worker_id == 1 and topology.worker_comm.rank == 0:
+        variable.component[7] = 1
+    job.Barrier()
+    error = outcome(central.check_divergence)
+    if topology.num_workers == 1:
+        assert error is None
+    else:
+        assert isinstance(error, hs.DivergenceError)
+        assert "'v'" in str(error)
+    with central.scope():
+        variable.assign(np.zeros(50))
+    central.check_divergence()
