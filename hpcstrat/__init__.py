@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from hpcstrat.arrays.indexed_slices import IndexedSlices as IndexedSlices
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
     from hpcstrat.checkpoint import KeepBest as KeepBest
+    from hpcstrat.coordinator.between_graph import (
+        ParameterServerStrategyV1 as ParameterServerStrategyV1,
+    )
     from hpcstrat.coordinator.strategy import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
@@ -135,6 +138,7 @@ _NAMES = {
         "ReductionToOneDevice",
         "SharedMemoryAllReduce",
     ),
+    "coordinator.between_graph": ("ParameterServerStrategyV1",),
     "coordinator.strategy": ("ParameterServerStrategy", "Server"),
     "data": ("Dataset", "DistributedDataset"),
     "errors": (

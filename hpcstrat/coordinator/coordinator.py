@@ -93,7 +93,7 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         """Return the strategy's coordinator."""
-        if not isinstance(strategy, ParameterServerStrategy):
+        if type(strategy) is not ParameterServerStrategy:
             raise TypeError(
                 f"expected a ParameterServerStrategy, found {strategy!r:.80}; make one"
             )

@@ -1,4 +1,4 @@
-"""The strategy of coordinator, workers and parameter servers, and who is which."""
+"""The strategy of a coordinator, workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -8,157 +8,25 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cluster_resolver import ClusterResolver
-from hpcstrat.coordinator.worker import Worker
-from hpcstrat.errors import RankLostError, UnavailableError
+from hpcstrat.coordinator.cluster import Cluster, Roles, wish_of
+from hpcstrat.errors import UnavailableError
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.options import InputContext, InputOptions, VariableSynchronization
-from hpcstrat.parameter_server.bells import Bells
-from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.gradients import apply_at_servers
-from hpcstrat.parameter_server.mailbox import Mailbox
-from hpcstrat.parameter_server.server import VariableServer
 from hpcstrat.parameter_server.slots import ServerSlots
 from hpcstrat.parameter_server.variables import ServerVariable, ShardedVariable
 from hpcstrat.settings import Settings
-from hpcstrat.strategies.connection import Wish, connect
 from hpcstrat.strategies.default import SingleReplicaStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ParameterServerStrategy", "Roles", "Server"]
+__all__ = ["ParameterServerStrategy", "Server"]
 
-_COORDINATORS = ("chief", "coordinator", "master")
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Which rank does what; workers are in the order of their indices."""
-
-    coordinator: int
-    servers: tuple[int, ...]
-    workers: tuple[int, ...]
-
-
-class _Cluster:
-    """The connection of all ranks of a strategy, and this rank's part in it.
-
-    Collective over ``wish.comm``. What is wrong is raised on every rank.
-    """
-
-    def __init__(self, wish: Wish, resolver: Any, num_ps: Any) -> None:
-        problem: Exception | None = None
-        if resolver is not None and not isinstance(resolver, ClusterResolver):
-            problem = TypeError(
-                f"expected a ClusterResolver, found {resolver!r:.80}; leave it out, or "
-                "pass one of hs.cluster_resolver"
-            )
-        if not isinstance(num_ps, int) or num_ps < 1:
-            problem = ValueError(
-                f"expected num_ps >= 1, found {num_ps!r}; give at least one rank to "
-                "variables"
-            )
-        self._key, self._connection = connect(wish, problem)
-        topology = self._connection.topology
-        self.settings = self._connection.settings
-        self.topology = topology
-        with ExitStack() as undo:
-            undo.callback(self._connection.close, self._key)
-            task = None if resolver is None else (resolver.task_type, resolver.task_id)
-            tasks = topology.replica_comm.allgather((task, num_ps))
-            self.roles = _roles(tasks)
-            channel = self._connection.channel
-            assert channel is not None
-            undo.pop_all()
-        self.bells = Bells(topology)
-        self.mailbox = Mailbox(topology, channel, self.bells)
-        self.mailbox.warn_seconds = float(self.settings.warn_seconds or 0)
-        self.rank = self.mailbox.rank
-        self.client = Client(self.mailbox, self.roles.servers)
-
-    @property
-    def coordinates(self) -> bool:
-        """Whether this rank is the coordinator."""
-        return self.rank == self.roles.coordinator
-
-    def serve(self, strategy: ParameterServerStrategy) -> None:
-        """Serve, until the coordinator closes its strategy or ends."""
-        roles = self.roles
-        self.mailbox.on_loss = self._require_coordinator
-        if self.rank in roles.servers:
-            closes = VariableServer(self.mailbox, roles.coordinator).serve()
-        else:
-            index = roles.workers.index(self.rank)
-            closes = Worker(strategy, roles.coordinator, index).serve()
-        if closes:
-            self.close()
-
-    def _require_coordinator(self, lost: set[int]) -> None:
-        if self.roles.coordinator in lost:
-            raise RankLostError(
-                "expected the coordinator to go on, found that it was lost; start the "
-                "job again",
-                [self.roles.coordinator],
-            )
-
-    def end(self, *, closes: bool) -> None:
-        """Let all others end; for the coordinator."""
-        # Some may not have heard of a loss, with which nothing collective ends.
-        lost = tuple(self.mailbox.lost)
-        closes = closes or self.topology.survives
-        for rank in (*self.roles.workers, *self.roles.servers):
-            self.mailbox.send(rank, ("end", closes, lost))
-        self.mailbox.wait(self.mailbox.drive, lambda: "the other ranks to end")
-
-    def close(self) -> None:
-        """Free everything; collective, unless a rank may be lost by now."""
-        if self.topology.survives:
-            self._connection.abandon(self._key)
-            return
-        self.mailbox.close()
-        self.bells.close()
-        self._connection.close(self._key)
-
-
-def _roles(tasks: Sequence[Any]) -> Roles:
-    """Return who does what, or raise the same error on every rank."""
-    size = len(tasks)
-    counts = {num_ps for _, num_ps in tasks}
-    if all(task is not None and task[0] for task, _ in tasks):
-        return _resolved([task for task, _ in tasks])
-    if len(counts) > 1:
-        raise ValueError(
-            f"expected the same num_ps on every rank, found {sorted(counts)}; give all "
-            "the same"
-        )
-    num_ps = counts.pop()
-    if size < num_ps + 2:
-        raise ValueError(
-            f"expected at least {num_ps + 2} ranks, a coordinator, num_ps={num_ps} for "
-            f"variables and a worker, found {size}; start more, or lower num_ps"
-        )
-    return Roles(0, tuple(range(1, 1 + num_ps)), tuple(range(1 + num_ps, size)))
-
-
-def _resolved(tasks: Sequence[tuple[str, int]]) -> Roles:
-    """Return the roles that the ranks' resolvers give them."""
-
-    def ranks(*kinds: str) -> tuple[int, ...]:
-        chosen = [(task[1] or 0, r) for r, task in enumerate(tasks) if task[0] in kinds]
-        return tuple(rank for _, rank in sorted(chosen))
-
-    first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
-    if len(first) != 1 or not servers or not workers:
-        raise ValueError(
-            "expected one task 'chief', and at least one 'ps' and one 'worker', found "
-            f"{[task[0] for task in tasks]}; change the cluster"
-        )
-    return Roles(first[0], servers, workers)
+_NAME = "ParameterServerStrategy"
 
 
 class Server:
@@ -190,7 +58,7 @@ class Server:
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
-        self._wish = _wish(comm, settings, on_lost_rank)
+        self._wish = wish_of(_NAME, comm, settings, on_lost_rank)
         self._resolver, self._num_ps = cluster_resolver, num_ps
 
     def join(self) -> None:
@@ -203,7 +71,7 @@ class Server:
         ValueError
             If this rank is the coordinator, or there are too few ranks.
         """
-        cluster = _Cluster(self._wish, self._resolver, self._num_ps)
+        cluster = Cluster(self._wish, self._resolver, self._num_ps)
         if cluster.coordinates:
             # The others serve already, and wait for this rank.
             cluster.end(closes=True)
@@ -215,19 +83,6 @@ class Server:
         strategy = object.__new__(ParameterServerStrategy)
         strategy._begin(cluster, None)
         cluster.serve(strategy)
-
-
-def _wish(comm: Any, settings: Any, on_lost_rank: str) -> Wish:
-    return Wish(
-        kind="ParameterServerStrategy",
-        comm=comm,
-        replicas_per_worker=None,
-        on_error="abort",
-        on_lost_rank=on_lost_rank,
-        progress_thread=False,
-        settings=settings,
-        devices=None,
-    )
 
 
 class ParameterServerStrategy(SingleReplicaStrategy):
@@ -289,8 +144,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
-        wish = _wish(comm, settings, on_lost_rank)
-        cluster = _Cluster(wish, cluster_resolver, num_ps)
+        wish = wish_of(_NAME, comm, settings, on_lost_rank)
+        cluster = Cluster(wish, cluster_resolver, num_ps)
         self._resolver = cluster_resolver
         self._begin(cluster, variable_partitioner)
         if not cluster.coordinates:
@@ -298,7 +153,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             sys.exit(0)
         _end_at_exit(self)
 
-    def _begin(self, cluster: _Cluster, partitioner: Any) -> None:
+    def _begin(self, cluster: Cluster, partitioner: Any) -> None:
         super().__init__()
         self._cluster = cluster
         self._settings = cluster.settings
@@ -361,6 +216,23 @@ class ParameterServerStrategy(SingleReplicaStrategy):
                 "scope, found a scheduled function, the function of a data set, "
                 "or a closed strategy; make it before"
             )
+
+    def told_of(self, variable: ServerVariable) -> Any:
+        """Return where another rank has put a new variable; None: this one does.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        variable : ServerVariable
+            That is being made.
+
+        Returns
+        -------
+        tuple or None
+            Its number and its shards.
+        """
+        return None
 
     def next_server(self) -> int:
         """Return the rank that holds the next variable or shard: all in turn.
@@ -473,6 +345,10 @@ class ParameterServerStrategy(SingleReplicaStrategy):
                 "on the coordinator, which runs no step; use "
                 "ClusterCoordinator.create_per_worker_dataset"
             )
+        return self._independent(options)
+
+    @staticmethod
+    def _independent(options: InputOptions | None) -> InputOptions:
         return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
@@ -536,7 +412,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if kind == "optimizer":
             if number not in self._optimizers:
                 rule, *rest = parts
-                self._optimizers[number] = Optimizer.from_rule(rule, number, *rest)
+                self._optimizers[number] = Optimizer.from_rule(rule, *rest)
             return self._optimizers[number]
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +50,8 @@ __all__ = ["Optimizer"]
 # What is of one process, or of its variables.
 _STATEFUL = (
     *("_slots", "_current", "_accumulation", "_buffers", "_labels", "_filling"),
-    *("_routine", "_non_finite", "iterations", "learning_rate", "_key"),
+    *("_routine", "_non_finite", "iterations", "learning_rate"),
 )
-_keys = itertools.count()
 
 
 class Optimizer(MadeTogether, ABC):
@@ -170,15 +168,17 @@ class Optimizer(MadeTogether, ABC):
 
     @property
     def key(self) -> int:
-        """A number that this optimizer and its copies on other ranks have alone."""
-        # Given by the rank that has made it, before copies are.
-        key = vars(self).get("_key")
-        if key is None:
-            key = self._key = next(_keys)
-        return int(key)
+        """Number that this optimizer and its copies on other ranks have alone."""
+        return int(self._iterations_elsewhere.number)
 
     def _handle(self) -> tuple[str, int, Any]:
         """Return what another rank makes a copy of; the state stays where it is."""
+        if not self.iterations.lies_elsewhere:
+            raise ValueError(
+                f"expected an optimizer that was made in the strategy's scope, found "
+                f"{type(self).__name__} of elsewhere in a scheduled function; make it "
+                "there, or in the function"
+            )
         return "optimizer", self.key, (self.rule(), self.learning_rate, self.iterations)
 
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -197,7 +197,6 @@ class Optimizer(MadeTogether, ABC):
     @staticmethod
     def from_rule(
         rule: tuple[type[Optimizer], dict[str, Any]],
-        key: int = -1,
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
@@ -209,8 +208,6 @@ class Optimizer(MadeTogether, ABC):
         ----------
         rule : tuple of type and dict
             From `rule`.
-        key : int
-            Of the optimizer.
         learning_rate : float or callable
             Of the optimizer.
         iterations : Variable, optional
@@ -223,7 +220,7 @@ class Optimizer(MadeTogether, ABC):
         """
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
-        copied.__dict__.update(options, _key=key, _buffers={})
+        copied.__dict__.update(options, _buffers={})
         copied.learning_rate, copied.iterations = learning_rate, iterations
         return copied
 
@@ -678,6 +675,11 @@ class Optimizer(MadeTogether, ABC):
             For those who keep state beside variables that lie elsewhere.
         """
         return self._slots.take(name)
+
+    @property
+    def _iterations_elsewhere(self) -> Any:
+        """The number of steps, where servers keep it, and the state."""
+        return self.iterations
 
     @property
     def _strategy_elsewhere(self) -> Any:

@@ -51,15 +51,15 @@ class _Shard:
 
 
 class VariableServer:
-    """Serves until the coordinator ends.
+    """Serves until all who run the ``programs`` have ended.
 
     ``client`` is the rank that an update came from: what it counts of them is told to
     it in shared memory, or when it asks.
     """
 
-    def __init__(self, mailbox: Mailbox, coordinator: int) -> None:
+    def __init__(self, mailbox: Mailbox, programs: int) -> None:
         self._mailbox, self._bells = mailbox, mailbox.bells
-        self._coordinator = coordinator
+        self._programs = programs
         place = mailbox.bells.place(mailbox.rank)
         assert place is not None
         self._applied, self._failed = (
@@ -94,15 +94,19 @@ class VariableServer:
         }
 
     def serve(self) -> bool:
-        """Serve; return whether the coordinator closes, rather than leaves."""
+        """Serve; return whether strategies were closed, rather than left."""
+        closes = True
         while True:
             client, (kind, *rest) = self._mailbox.next(lambda: "a request")
             update = self._updates.get(kind)
             if update is not None:
                 self._apply(client, update, kind, rest)
             elif kind == "end":
+                closes = closes and rest[0]
                 self._mailbox.lost.update(rest[1])
-                return bool(rest[0])
+                self._programs -= 1
+                if self._programs == 0:
+                    return closes
             else:
                 self._answer(client, kind, rest)
 

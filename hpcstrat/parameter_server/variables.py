@@ -91,6 +91,7 @@ class ServerVariable(Variable):
 
     lies_elsewhere = True
     _shards: list[_Shard]
+    _number: int
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = initial_value() if callable(initial_value) else initial_value
@@ -113,6 +114,11 @@ class ServerVariable(Variable):
         """Put the shards on servers."""
         given = self.__dict__.pop("_given")
         strategy = self._strategy
+        told = strategy.told_of(self)
+        if told is not None:
+            self._number, self._shards = told
+            self._attach()
+            return
         self._shards, self._held = [], list[tuple[int, int]]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
         for start, stop in self._ranges():
@@ -193,6 +199,11 @@ class ServerVariable(Variable):
         self._component = np.broadcast_to(np.zeros((), dtype), shape)
         self._attach()
         return self
+
+    @property
+    def number(self) -> int:
+        """The same on every rank, and of no other variable."""
+        return self._number
 
     @property
     def component(self) -> Array:

@@ -14,8 +14,8 @@ from tests.mpi.programs import served_kills
 from tests.mpi.programs.killing import Trial
 from tests.mpi.programs.started import IS_OPEN_MPI, start, ulfm
 
-ENDS = ("busy", "exit", "raise", "interrupt", "worker")
-CODES = {"busy": 0, "exit": 3}
+ENDS = ("busy", "exit", "raise", "interrupt", "worker", "workers")
+CODES = {"busy": 0, "exit": 3, "workers": 0}
 
 
 @pytest.mark.parametrize("way", ENDS)

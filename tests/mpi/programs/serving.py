@@ -15,9 +15,25 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def workers() -> None:
+    """Let each worker run the program, the first one longer than the others."""
+    strategy = hs.ParameterServerStrategyV1()
+    with strategy.scope():
+        variable = hs.Variable(0.0)
+    variable.assign_add(1.0)
+    if strategy.worker_index == 0:
+        deadline = time.monotonic() + 10
+        while variable.numpy() < len(strategy.roles.workers):
+            assert time.monotonic() < deadline
+        print("value", float(variable.numpy()), flush=True)
+
+
 def main() -> None:
     """Schedule a function, and end."""
     way = sys.argv[1]
+    if way == "workers":
+        workers()
+        return
     strategy = hs.ParameterServerStrategy()
     coordinator = hs.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():

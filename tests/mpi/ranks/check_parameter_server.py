@@ -445,6 +445,64 @@ def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
     cluster.run(body)
 
 
+def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
+    kinds = ["worker"] * (job.size - 2) + ["ps", "chief"]
+    resolver = hs.cluster_resolver.SimpleClusterResolver(
+        hs.cluster_resolver.ClusterSpec({}), task_type=kinds[job.rank]
+    )
+    if job.rank < job.size - 1:
+        hs.Server(resolver).join()
+        return
+    strategy = hs.ParameterServerStrategy(resolver)
+    assert strategy.roles.servers == (job.size - 2,)
+    assert strategy.roles.workers == tuple(range(job.size - 2))
+    assert strategy.cluster_resolver is resolver
+    variable = made(strategy, 1.0)
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    assert coordinator.schedule(variable.numpy).fetch() == 1
+    strategy.close()
+
+
+def test_workers_run_the_program_themselves_without_a_coordinator(job: Any) -> None:
+    try:
+        strategy = hs.ParameterServerStrategyV1(num_ps=1)
+    except SystemExit:
+        assert job.rank == 1
+        return
+    workers = strategy.roles.workers
+    assert workers == (0, *range(2, job.size))
+    assert workers[strategy.worker_index] == job.rank
+    with strategy.scope():
+        # The first worker's value holds.
+        count = hs.Variable(np.int64(1000 * job.rank), name="count")
+        slow = hs.Variable(np.zeros(3), name="slow")
+        optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: [
+            np.full(2, 10 * context.num_input_pipelines + context.input_pipeline_id)
+        ]
+    )
+    assert int(next(iter(dataset))[0]) == 10 * len(workers) + strategy.worker_index
+    for _ in range(20):
+        count.assign_add(np.int64(1))
+        strategy.run(optimizer.apply_gradients, ([(np.zeros(3), slow)],))
+    deadline = time.monotonic() + 20
+    # Nobody waits for the others: they are seen to be done.
+    while optimizer.iterations.numpy() < 20 * len(workers):
+        assert time.monotonic() < deadline
+    assert count.numpy() == 20 * len(workers)
+    with pytest.raises(TypeError):
+        hs.coordinator.ClusterCoordinator(strategy)
+    name = "same" if job.size == 3 or job.rank != job.size - 1 else "another"
+    with strategy.scope():
+        if name == "same":
+            hs.Variable(0.0, name=name)
+        else:
+            with pytest.raises(ValueError, match=r"'another', .*'same'"):
+                hs.Variable(0.0, name=name)
+    strategy.close()
+
+
 def test_a_rank_without_room_for_a_pipe_looks_by_itself(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,205 @@
+"""Parameter servers without a coordinator: each worker runs the program."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.coordinator.cluster import Cluster, wish_of
+from hpcstrat.coordinator.strategy import ParameterServerStrategy
+from hpcstrat.options import InputContext, InputOptions
+from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mpi4py import MPI
+
+__all__ = ["ParameterServerStrategyV1"]
+
+
+class ParameterServerStrategyV1(ParameterServerStrategy):
+    """Variables on some ranks; all others run the program, each for itself.
+
+    Collective over ``comm``, as is making a variable in its scope over the workers: the
+    same ones, in the same order. On parameter servers the constructor serves until all
+    workers have ended or closed the strategy, and then ends the program by SystemExit.
+    Nothing else keeps workers in step; there is one replica in sync. The form of
+    ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Says which task each rank is: any number of ``ps`` and ``worker``, and a
+        ``chief``, which is a worker, or none. Default: ranks 1 to ``num_ps`` hold
+        variables, the others work.
+    num_ps : int
+        Number of ranks for variables, where no resolver says it.
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: all ranks of the job.
+    settings : Settings, optional
+        Rank 0's hold.
+
+    Raises
+    ------
+    ValueError
+        If there is not at least one rank for variables and one worker. On every rank.
+    SystemExit
+        On parameter servers, once all workers have ended.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int = 1,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        wish = wish_of("ParameterServerStrategyV1", comm, settings)
+        cluster = Cluster(wish, cluster_resolver, num_ps, between_graph=True)
+        self._resolver = cluster_resolver
+        self._begin(cluster, None)
+        if cluster.rank in cluster.roles.servers:
+            cluster.serve(self)
+            sys.exit(0)
+        # Before MPI ends, however this process does.
+        atexit.register(self.leave)
+
+    @property
+    def worker_index(self) -> int:
+        """Which worker this is; the first one makes variables and saves checkpoints."""
+        return self.roles.workers.index(self._cluster.rank)
+
+    def _require_coordinator(self, what: str) -> None:
+        if self.closed:
+            raise ValueError(
+                f"expected {what} of an open strategy, found it closed; make another"
+            )
+
+    def told_of(self, variable: ServerVariable) -> Any:
+        """Return where the first worker has put a new variable; None on that one.
+
+        Collective over the workers.
+
+        Parameters
+        ----------
+        variable : ServerVariable
+            That is being made.
+
+        Returns
+        -------
+        tuple or None
+            Its number and its shards.
+
+        Raises
+        ------
+        ValueError
+            If the first worker has made another one.
+        """
+        if self._cluster.coordinates:
+            return None
+        mailbox = self.client.mailbox
+        _, (found, *told) = mailbox.wait(
+            mailbox.poll,
+            lambda: f"rank {self.roles.coordinator} to make {variable.name!r}",
+            warns=True,
+        )
+        if found != _described(variable):
+            raise ValueError(
+                f"expected all workers to make the same variables, found "
+                f"{_described(variable)} here, and {found} on rank "
+                f"{self.roles.coordinator}; make them in the same order"
+            )
+        return told
+
+    def known(self, number: int, variable: ServerVariable) -> None:
+        """Tell the other workers of a variable; for variables alone.
+
+        Not collective; on the first worker.
+
+        Parameters
+        ----------
+        number : int
+            The same on every rank.
+        variable : ServerVariable
+            Of this rank.
+        """
+        super().known(number, variable)
+        for rank in self.roles.workers[1:]:
+            message = _described(variable), number, variable._shards
+            self.client.mailbox.send(rank, message)
+
+    def forget(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Keep the shards of a variable that is gone: other workers may have it.
+
+        Not collective.
+
+        Parameters
+        ----------
+        shards : iterable of (int, int)
+            Not used.
+        """
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Return a data set of which each worker sees all.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DistributedDataset or DealtDataset
+            This worker's.
+        """
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Return the batches that a function makes for this worker.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext, with as many pipelines as there are workers, and
+            returns an iterable of batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            This worker's.
+        """
+        context = InputContext(len(self.roles.workers), self.worker_index, 1)
+        return super().distribute_datasets_from_function(
+            lambda _: dataset_fn(context), options
+        )
+
+    def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
+        return self._independent(options)
+
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        return super().__repr__().replace("Strategy(", "StrategyV1(", 1)
+
+
+def _described(variable: ServerVariable) -> tuple[str, tuple[int, ...], str]:
+    return variable.name, variable.shape, str(variable.dtype)
