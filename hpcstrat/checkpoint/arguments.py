@@ -57,6 +57,11 @@ def refuse_torch(name: str, thing: Any) -> None:
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Refuse objects of which each rank of a job would write the same files."""
     size = launch_from_environment().size
+    if not strategy.saves_checkpoints:
+        raise RuntimeError(
+            f"expected the first worker to save and restore, found another of "
+            f"{strategy!r}; make the manager on worker 0 alone"
+        )
     if size == 1 or strategy.distributes or strategy.applies_elsewhere:
         return
     found, advice = f"those of {strategy!r}", "use MultiWorkerMirroredStrategy"

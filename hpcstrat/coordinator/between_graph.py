@@ -71,6 +71,11 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         atexit.register(self.leave)
 
     @property
+    def saves_checkpoints(self) -> bool:  # type: ignore[override]
+        """Whether this is the first worker."""
+        return self._cluster.coordinates
+
+    @property
     def worker_index(self) -> int:
         """Which worker this is; the first one makes variables and saves checkpoints."""
         return self.roles.workers.index(self._cluster.rank)

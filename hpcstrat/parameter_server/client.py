@@ -89,7 +89,8 @@ class Client:
             def ready() -> bool:
                 return applied[own] >= sent or server in lost or notice()
 
-            self.mailbox.wait(ready, lambda: f"rank {server} to make {sent} updates")
+            what = f"rank {server} to make {sent} updates"
+            self.mailbox.wait(ready, lambda: what, warns=True)
         self._require(server)
 
     def _require(self, server: int) -> None:
@@ -140,7 +141,11 @@ class Client:
     def wait_for(self, wanted: dict[int, int]) -> None:
         """Wait until servers have counted so much."""
         notice = self.mailbox.notice
-        self.mailbox.wait(lambda: self.is_made(wanted) or notice(), lambda: "updates")
+        self.mailbox.wait(
+            lambda: self.is_made(wanted) or notice(),
+            lambda: f"ranks {list(wanted)} to make updates",
+            warns=True,
+        )
 
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates that are made, or that a server is lost."""

@@ -333,6 +333,8 @@ class Strategy:
         Whether a variable lies once in each worker, for all its replicas.
     applies_elsewhere : bool
         Whether optimizers make their steps where the variables are, not here.
+    saves_checkpoints : bool
+        Whether this rank may have a CheckpointManager.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     run_ends : list of callable
@@ -346,6 +348,7 @@ class Strategy:
     puts_on_gpu = False
     is_central = False
     applies_elsewhere = False
+    saves_checkpoints = True
 
     def __init__(
         self,

@@ -62,6 +62,15 @@ def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) 
 
 @ulfm
 @pytest.mark.full
+def test_loss_of_the_coordinator_ends_the_job() -> None:
+    trial = served_kills.one_trial(1, 2, [(0, 0.05)])
+    assert trial.returncode, str(trial)
+    assert not trial.results, str(trial)
+    assert "coordinator to go on, found that it was lost" in trial.stderr, str(trial)
+
+
+@ulfm
+@pytest.mark.full
 def test_random_kills() -> None:
     _fail_for(served_kills.campaign(6, int(time.time())))
 

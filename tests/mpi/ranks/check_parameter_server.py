@@ -463,7 +463,9 @@ def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
     strategy.close()
 
 
-def test_workers_run_the_program_themselves_without_a_coordinator(job: Any) -> None:
+def test_workers_run_the_program_themselves_without_a_coordinator(
+    job: Any, tmp_path: Path
+) -> None:
     try:
         strategy = hs.ParameterServerStrategyV1(num_ps=1)
     except SystemExit:
@@ -493,6 +495,11 @@ def test_workers_run_the_program_themselves_without_a_coordinator(job: Any) -> N
     assert count.numpy() == 20 * len(workers)
     with pytest.raises(TypeError):
         hs.coordinator.ClusterCoordinator(strategy)
+    if strategy.worker_index:
+        with pytest.raises(RuntimeError, match="worker 0 alone"):
+            hs.CheckpointManager(tmp_path, slow=slow, optimizer=optimizer)
+    else:
+        hs.CheckpointManager(tmp_path, slow=slow, optimizer=optimizer).save()
     name = "same" if job.size == 3 or job.rank != job.size - 1 else "another"
     with strategy.scope():
         if name == "same":
