@@ -1,7 +1,8 @@
 """The backend ``hpcstrat`` of torch.distributed: a process group over MPI.
 
 Every call of the group is one of the library's own, whose header compares what the
-ranks call. All have ended when they return; only send and recv go on.
+ranks call. All have ended when they return; only send and recv go on, and where a
+hook asks for all_reduce, that is made at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from hpcstrat.call_sites import pass_over
 from hpcstrat.errors import CollectiveError, TopologyError
 from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.exchanges import Exchanges
@@ -38,15 +40,24 @@ _logger = logging.getLogger("hpcstrat")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _operation(what: str) -> Callable[[_Method], _Method]:
+def _operation(
+    what: str, *, postponed: bool = False
+) -> Callable[[_Method], _Method]:
     """Make a method a call of the library, whose errors all ranks learn of."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
             bound = functools.partial(method, self, *args, **kwargs)
-            with torch.no_grad(), _recorded(what):
-                return self.collectives.call(what, bound)
+
+            def make() -> Any:
+                with torch.no_grad(), _recorded(what):
+                    return self.collectives.call(what, bound)
+
+            if postponed and Postponed.possible():
+                return self.postponed.add(make)
+            self.postponed.give_way()
+            return make()
 
         # Of no use to a compiler: it would break the graph at each line.
         return torch.compiler.disable(operation)
@@ -131,6 +142,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._rank, self._size = rank, strategy.num_replicas_in_sync
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
+        self.postponed = Postponed()
         # A communicator made for this group, to be freed with it.
         self._comm = comm
         # FSDP2, DTensor and functional collectives find groups by their names.
@@ -171,7 +183,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    @_operation("all_reduce")
+    @_operation("all_reduce", postponed=True)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors in place, on all ranks, in as few messages as fit."""
         tensors = _listed(tensors)

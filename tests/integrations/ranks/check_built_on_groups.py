@@ -98,6 +98,59 @@ def test_ddp_join_lets_ranks_have_fewer_batches(job: Any) -> None:
     require_equal(model, alone)
 
 
+class Doubled(torch.autograd.Function):
+    """Whose backward asks for sums: one that it needs at once, one that it leaves."""
+
+    left: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, values: Any) -> Any:
+        """Return the values."""
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Return twice the gradient."""
+        left, needed = torch.ones(2), torch.ones(3)
+        Doubled.left = left, dist.all_reduce(left, async_op=True)
+        dist.all_reduce(needed)
+        return 2 * gradient * needed[0] / dist.get_world_size()
+
+
+class Between(nn.Module):
+    """A layer whose gradient is doubled."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, values: Any) -> Any:
+        """Return the values."""
+        return self.function(values)
+
+
+@pytest.mark.parametrize("option", [None, "static_graph", "find_unused_parameters"])
+def test_sums_within_a_backward_pass_keep_their_order(job: Any, option: Any) -> None:
+    batches = rows(job)
+    own = batches.chunk(job.size, dim=1)[job.rank]
+    model, alone = (
+        nn.Sequential(net(), Between(function), nn.Linear(2, 2).double())
+        for function in (Doubled.apply, lambda values: 2 * values - values.detach())
+    )
+    alone.load_state_dict(model.state_dict())
+    # Each parameter has a bucket of its own.
+    options = {option: True} if option else {}
+    model = DistributedDataParallel(model, bucket_cap_mb=1e-5, **options)
+    for batch, whole in zip(own, batches, strict=True):
+        mean(model, batch).backward()
+        mean(alone, whole).backward()
+        left, work = Doubled.left
+        assert work.is_completed()
+        torch.testing.assert_close(left, torch.full((2,), float(job.size)))
+    for one, two in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, **CLOSE)
+
+
 def test_ddp_compiled(job: Any) -> None:
     batches = rows(job)
     own = batches.chunk(job.size, dim=1)[job.rank]
