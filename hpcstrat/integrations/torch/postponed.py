@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 __all__ = ["Postponed"]
 
+# Before torch 2.6, what C++ gets from Python forgets what Python has made of it.
+_KEEPS_WORK = hasattr(torch._C._distributed_c10d, "_register_work")
+
 
 class _Future(torch.futures.Future):
     """The future of such a call, which is made when somebody waits for it."""
@@ -65,7 +68,7 @@ class Postponed:
 
         A callback at the end of a pass does not: DDP waits there at once.
         """
-        return torch._C._current_autograd_node() is not None
+        return _KEEPS_WORK and torch._C._current_autograd_node() is not None
 
     def add(self, call: Callable[[], Any]) -> dist.Work:
         """Postpone a call, which returns its work; return a work that stands for it."""
