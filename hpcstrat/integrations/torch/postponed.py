@@ -1,7 +1,7 @@
 """Calls that DDP asks for within a backward pass, made together at its end.
 
-It asks for one whenever a bucket of gradients is complete. To make each at once would
-let all ranks wait for the latest of them at every bucket, where nothing goes on meanwhile.
+It asks for one whenever a bucket of gradients is complete. If each were made at once,
+all ranks would wait for the latest of them at every bucket, and compute nothing then.
 """
 
 from __future__ import annotations

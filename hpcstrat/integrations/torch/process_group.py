@@ -40,9 +40,7 @@ _logger = logging.getLogger("hpcstrat")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _operation(
-    what: str, *, postponed: bool = False
-) -> Callable[[_Method], _Method]:
+def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Method]:
     """Make a method a call of the library, whose errors all ranks learn of."""
 
     def decorate(method: _Method) -> _Method:
