@@ -656,6 +656,8 @@ class Channel:
             if self.device_group is not None:
                 self.device_group.close()
             self._let_go()
+            if self.wire is not None:
+                self.wire.close()
             self._comm.Free()
 
     def abandon(self) -> None:

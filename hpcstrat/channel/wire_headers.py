@@ -36,19 +36,28 @@ HEADER_BYTES = _HEADER.size
 # No header that a rank announces: sequence numbers are positive.
 _DIFFERENT = b"\xff" * HEADER_BYTES
 _TAG = 17
-# What a rank gets at most in all steps: with more, two exchanges are faster that send
-# each value less often. Of two workers, these messages need no answer, either.
-_ROOM_BYTES = 32 << 10
-_LEAST_ROOM_BYTES = 64
+# What a wire carries in the time of a message: 10 Gbit/s for 13 us.
+_DELAY_BYTES = 16 << 10
+# Larger values are better sent in pieces, so that a wire is busy while ranks add.
+_MOST_DELAYS = 16
+_ALIGNMENT_BYTES = 16
 
 # Where a rank is in the comparison of a header.
 _INSIDE, _ACROSS, _TOLD, _DONE = range(4)
 
 
 def room_bytes(num_workers: int) -> int:
-    """Return the most bytes of values of each worker that a header carries."""
-    room = _ROOM_BYTES // max(1, num_workers - 1)
-    return max(_LEAST_ROOM_BYTES, room // _LEAST_ROOM_BYTES * _LEAST_ROOM_BYTES)
+    """Return the most bytes of values of each worker that a header carries.
+
+    A rank gets ``p - 1`` times the values. By parts, see `collectives.exchanged`, it
+    gets ``2 (p - 1) / p`` times, in two more exchanges, each of which takes as long as
+    so many bytes: up to here the header is faster.
+    """
+    delays = float(_MOST_DELAYS)
+    if num_workers > 2:
+        delays = min(delays, 2 * num_workers / (num_workers - 2))
+    room = int(delays * _DELAY_BYTES) // max(1, num_workers - 1)
+    return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
 class WireHeaders:
@@ -83,10 +92,18 @@ class WireHeaders:
             np.zeros(HEADER_BYTES + count * room, np.uint8)
             for count in (self.counts if self._leads else ())
         ]
+        # The sum of all.
+        self.total = np.zeros(room if self._leads else 0, np.uint8)
         self._header: Any = self.out.data[:HEADER_BYTES]
         # Much faster than a comparison of the memory itself.
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
-        self._plain = [self.out[:HEADER_BYTES]] * len(self._peers)
+        # Requests that are used again and again take half of the time.
+        plain = self.out[:HEADER_BYTES]
+        self._receives: list[Any] = []
+        self._plain: list[Any] = []
+        for came, (to, source) in zip(self.came, self._peers, strict=False):
+            self._receives.append(comm.Recv_init(came, source, _TAG))
+            self._plain.append(comm.Send_init(plain, to, _TAG))
         # What is to travel in the next header.
         self.carried: Carried | None = None
         self._load: Carried | None = None
@@ -115,6 +132,12 @@ class WireHeaders:
     def missing(self) -> list[int]:
         """Return ``[-1]`` while ranks are missing: it is not known which."""
         return [] if self._phase == _DONE or self._came() else [-1]
+
+    def close(self) -> None:
+        """Free the requests; not collective."""
+        for request in (*self._receives, *self._plain):
+            request.Free()
+        self._receives, self._plain = [], []
 
     def _came(self) -> bool:
         """Go as far as that can be without waiting; whether that is to the end."""
@@ -157,17 +180,21 @@ class WireHeaders:
 
     def _send(self) -> None:
         step, load = self._step, self._load
-        to, source = self._peers[step]
-        messages = self._plain if load is None else load.messages
-        self._sent = self._comm.Isend(messages[step], to, _TAG)
-        self._received = self._comm.Irecv(self.came[step], source, _TAG)
+        if load is None:
+            self._sent = self._plain[step]
+            self._sent.Start()
+        else:
+            to = self._peers[step][0]
+            self._sent = self._comm.Isend(load.messages[step], to, _TAG)
+        self._received = self._receives[step]
+        self._received.Start()
 
     def _compare_across(self) -> None:
         # What is sent next is laid out where this one is sent from.
         while self._received.Test() and self._sent.Test():
             step = self._step
             if self._same and self._reads[step]() != self._own:
-                self._same, self._own, self._load = False, _DIFFERENT, None
+                self._same, self._load = False, None
                 self._header[:] = _DIFFERENT
             self._step = step + 1
             if self._step == len(self._peers):

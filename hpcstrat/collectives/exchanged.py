@@ -12,6 +12,7 @@ result has the same bits on all of them. Several such sums under way at once, se
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from typing import Any
 
@@ -27,9 +28,11 @@ from hpcstrat.collectives.work import Work, add_in_order, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = [
+    "FEW_EXCHANGING",
     "MOST_EXCHANGING",
     "PART_BYTES",
     "exchanged_sum",
+    "exchanges",
     "reduce_by_exchange",
     "rounded_sum",
 ]
@@ -40,8 +43,13 @@ PART_BYTES = 256 << 10
 MOST_EXCHANGING = 64
 """More ranks leave it to MPI: each would send as many messages."""
 
-# With smaller ones, MPI's own all-reduce takes less time.
-_LEAST_PART_BYTES = 16 << 10
+FEW_EXCHANGING = 4
+"""Up to this number, ranks exchange parts of any size."""
+
+# The least part by the number of ranks: MPI sends ``2 log2(p)`` messages of each rank
+# in place of ``2 (p - 1)``, but one after the other, and each of these takes as long as
+# five that are under way at once.
+_LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 # Sums under way at once.
 _MOST_UNDER_WAY = 4
 _PARTS_TAG, _SUMS_TAG = 31, 37
@@ -82,6 +90,14 @@ def _reduce_run(run: Run, work: Work, comm: PatientComm) -> Awaits:
     comm.give_room(room)
 
 
+def exchanges(nbytes: int, size: int) -> bool:
+    """Whether so many ranks exchange parts of so many bytes, or leave it to MPI."""
+    if size <= FEW_EXCHANGING:
+        return True
+    least = (part for most, part in _LEAST_PART_BYTES if size <= most)
+    return nbytes >= size * next(least, math.inf)
+
+
 def exchanged_sum(
     values: Array, total: Array, comm: PatientComm, divisor: int = 0
 ) -> Awaits:
@@ -90,7 +106,7 @@ def exchanged_sum(
     Collective over ``comm``.
     """
     size, me = comm.size, comm.rank
-    if size > MOST_EXCHANGING or total.nbytes < size * _LEAST_PART_BYTES:
+    if not exchanges(total.nbytes, size):
         # Never in place, see hpcstrat.collectives.flat.
         if np.may_share_memory(values, total):
             values = values.copy()

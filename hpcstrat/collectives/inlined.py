@@ -77,8 +77,9 @@ class InlineReduction:
             self._make_blocks(nbytes)
         self._views: _Views | None = None
         # Of each run, where this rank is alone.
-        self._totals = [np.empty(run.size, run.dtype) for run in piece]
+        self._totals: list[Array] = []
         if channel.topology.worker_comm.size == 1:
+            self._totals = [_part(self._headers.total, run) for run in piece]
             own = [values for values, _ in self._blocks]
             self._views = self._make_views(own, self._totals)
 

@@ -18,8 +18,9 @@ import numpy as np
 from hpcstrat.channel.patient import PIECE_BYTES
 from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.collectives.exchanged import (
-    MOST_EXCHANGING,
+    FEW_EXCHANGING,
     PART_BYTES,
+    exchanges,
     reduce_by_exchange,
 )
 from hpcstrat.collectives.flat import reduce_by_mpi
@@ -55,12 +56,11 @@ MOST_DIRECT_RANKS = 8
 FROM_BYTES_PER_RANK = 1 << 10
 """With more ranks, the size from which shared memory serves, for each rank."""
 
+GATHERED_BYTES = 256 << 10
+"""Most bytes of all replicas of a worker that one adds, for the header."""
+
 HIERARCHICAL_FROM_BYTES = 16 << 10
 """Size from which several workers reduce inside each worker first."""
-
-
-EXCHANGE_FROM_BYTES = 32 << 10
-"""Size from which workers of one replica exchange parts, for each of them."""
 
 _MOST_EXCHANGED_BYTES = 8 << 20
 _MEMORY = "shared memory"
@@ -89,7 +89,9 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     """
     if topology.num_workers > 1:
         choice = _between_workers(nbytes, topology, options)
-        return replace(choice, small=nbytes <= room_bytes(topology.num_workers))
+        each = -(-topology.num_replicas // topology.num_workers)
+        most = min(room_bytes(topology.num_workers), GATHERED_BYTES // each)
+        return replace(choice, small=nbytes <= most)
     choice = shared_memory(nbytes, topology, options)
     # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
     if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
@@ -102,13 +104,12 @@ def _between_workers(
 ) -> Choice:
     if options.wire_dtype is not None:
         return hierarchical(nbytes, topology, options)
-    if topology.num_workers < topology.num_replicas:
-        if nbytes >= HIERARCHICAL_FROM_BYTES:
+    # So up to FEW_EXCHANGING it is in the order of the workers in any case.
+    workers = topology.num_workers
+    if workers < topology.num_replicas:
+        if workers <= FEW_EXCHANGING or nbytes >= HIERARCHICAL_FROM_BYTES:
             return hierarchical(nbytes, topology, options)
-    elif (
-        topology.num_workers <= MOST_EXCHANGING
-        and nbytes >= EXCHANGE_FROM_BYTES * topology.num_workers
-    ):
+    elif exchanges(nbytes, workers):
         return by_exchange(nbytes, topology, options)
     return by_mpi(nbytes, topology, options)
 

@@ -49,9 +49,6 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Aw
     Collective over ``topology.replica_comm``; ``write`` cannot fail.
     """
     yield HEADER
-    if channel.topology.num_workers > 1:
-        # The header of several workers orders no memory.
-        yield channel.step(call)
     write()
     yield channel.step(call)
 
@@ -154,9 +151,6 @@ def reduce_slices(
 
     place = put(pieces[0][0]) if pieces else 0
     yield HEADER
-    if topology.num_workers > 1:
-        # As above.
-        yield channel.step(call)
     for number, (piece, total) in enumerate(pieces):
         after, step = 0, None
         if number + 1 < len(pieces):

@@ -76,6 +76,9 @@ def add_in_order(
         if terms[0] is not total:
             quietly(assign, total, ..., terms[0])
         return
+    if len(terms) == 2:
+        quietly(np.add, terms[0], terms[1], total)
+        return
     if scratch is not None:
         scratch = scratch[: len(total)]
     last = len(terms) - 1

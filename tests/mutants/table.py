@@ -194,6 +194,31 @@ MUTANTS = (
         """        for start in range(0, data.size - 1, PIECE_BYTES):
             self.Bcast""",
     ),
+    # Headers between workers, and the values in them.
+    _m(
+        "wire: who finds another header does not tell those after it",
+        "4:inlined",
+        "                self._header[:] = _DIFFERENT\n",
+        "",
+    ),
+    _m(
+        "wire: ranks of a worker that come between two looks are others",
+        "3:inlined 4:inlined",
+        "self._same = self._same and segment.agreed()",
+        "self._same = False",
+    ),
+    _m(
+        "inlined: what has come is not sent on",
+        "4:inlined",
+        "        out[...] = came\n",
+        "        del out, came\n",
+    ),
+    _m(
+        "inlined: a sum replaces values that are to be added once more",
+        "4:inlined",
+        "if self._load is not None and not self._flags:",
+        "if self._load is not None:",
+    ),
     # What one rank could not do.
     _m(
         "agreement: a problem of rank 0 is not told",

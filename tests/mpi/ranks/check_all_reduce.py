@@ -154,6 +154,7 @@ def _all_algorithms_agree(
         if not small:
             patch.setattr(select, "SMALL_BYTES", 0)
             patch.setattr(select, "DIRECT_PIECE_BYTES", 512)
+            patch.setattr(select, "GATHERED_BYTES", 0)
         for name, ops in algorithms(strategy).items():
             collectives = Collectives(strategy.collectives.channel, ops, options)
             own = [array.copy() for array in parts[job.rank]]
