@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays.casting import assign, quietly
-from hpcstrat.arrays.packing import Piece
+from hpcstrat.arrays.packing import Piece, Run
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
@@ -145,8 +145,9 @@ def reduce_slices(
 
     def put(piece: Piece) -> int:
         place = places.take(place_bytes)
-        for run in piece:
-            fill(run, sources, places.rows(run, place)[me])
+        for rank, run in enumerate(piece):
+            if rank != me or _near(run, sources) is None:
+                fill(run, sources, places.rows(run, place)[me])
         return place
 
     place = put(pieces[0][0]) if pieces else 0
@@ -157,12 +158,24 @@ def reduce_slices(
             after = put(pieces[number + 1][0])
             step = channel.step(call)
         if total is not None:
-            add_in_order(places.rows(piece[me], place), total)
+            own, terms = _near(piece[me], sources), places.rows(piece[me], place)
+            if own is not None:
+                terms = [*terms[:me], own, *terms[me + 1 :]]
+            add_in_order(terms, total)
             yield from cross.add(total)
         if step is not None:
             yield step
         place = after
     yield from cross.under_way
+
+
+def _near(run: Run, sources: Sequence[Array]) -> Array | None:
+    """Return this rank's values of a run where they are; None unless side by side."""
+    if len(run.spans) != 1:
+        return None
+    index, start, stop, _ = run.spans[0]
+    values = sources[index][start:stop]
+    return values if values.dtype == run.dtype else None
 
 
 class _Cross:
