@@ -260,6 +260,19 @@ def test_error_names_the_lost_rank_and_the_others_can_go_on(each: int) -> None:
 
 
 @ulfm
+@FULL
+@pytest.mark.parametrize(("each", "seconds"), [(0, 0.1), (2, 0.13)])
+def test_central_storage_goes_on_from_a_checkpoint(
+    tmp_path: Path, each: int, seconds: float
+) -> None:
+    ended = _run(4, "central_lost.py", tmp_path, each, seconds)
+    assert ended.returncode == 0, str(ended)
+    assert not ended.survivors, str(ended)
+    for text in ("noticed (3,)", "done"):
+        assert ended.stdout.count(text) == 3, str(ended)
+
+
+@ulfm
 @pytest.mark.parametrize("way", ["nothing", "leave"])
 def test_loss_that_is_not_handled_ends_the_job(way: str) -> None:
     ended = _run(3, "lost_rank.py", way, 0)
