@@ -28,8 +28,9 @@ __all__ = ["StepSlices"]
 
 _LINE_BYTES = 64
 _PIECE_BYTES = 512 << 10
-# A rule of elements goes over its arrays many times: so many of them stay in a cache.
-_BLOCK = 1 << 15
+# A rule of elements goes over its arrays many times: so much of each stays in a cache.
+# A step of Adam in one thread took 0.6 of the time that whole arrays of 64 MiB took.
+_BLOCK_BYTES = 256 << 10
 
 
 class StepSlices:
@@ -114,8 +115,9 @@ class StepSlices:
         self, spans: Sequence[tuple[int, int, int, int]], gradient: Array
     ) -> None:
         """Take note of this rank's slices, whose gradients lie side by side."""
+        most = _BLOCK_BYTES // gradient.dtype.itemsize
         for place, start, stop, at in spans:
-            block = _BLOCK if self._by_elements else stop - start
+            block = most if self._by_elements else stop - start
             for begin in range(start, stop, block):
                 end, first = min(begin + block, stop), at + begin - start
                 part = gradient[first : first + end - begin]

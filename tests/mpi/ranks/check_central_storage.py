@@ -15,7 +15,7 @@ from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 pytestmark = pytest.mark.rule
 
 # Of less than a line of the cache, of no elements, of no even parts, of several blocks.
-SHAPES = [(3,), (), (0, 2), (33, 7), (3, 11003)]
+SHAPES = [(3,), (), (0, 2), (33, 7), (5, 14009)]
 RULES: dict[str, Any] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: optimizers.Adam(0.1, clip_global_norm=5.0),
