@@ -296,10 +296,13 @@ class SyncGroups:
             )
 
     @quiet
+    def _changes(self) -> list[Array]:
+        """Return what this group has changed since the last round, negative."""
+        return [outer.component - own.component for own, outer in self._pairs]
+
     def _begin(self, delay: int) -> None:
         """Begin the sum over the groups, and end it where it is not delayed."""
-        collectives = self.collectives
-        changes: list[Array] = [o.component - v.component for v, o in self._pairs]
+        collectives, changes = self.collectives, self._changes()
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
         # A program's own function, which may fail on one rank: the header then tells.
@@ -345,16 +348,19 @@ class SyncGroups:
             started, self._sum = self._sum, None
             self._use(started.wait())
 
-    @quiet
     def _merge(self) -> None:
         """Bring what the outer parameters have changed by into the group's."""
         self._finish()
+        self._add_changes()
+        self._counts.component[_UNDER_WAY] = -1
+
+    @quiet
+    def _add_changes(self) -> None:
         for (variable, outer), start in zip(self._pairs, self._starts, strict=True):
             # Its memory is free from here on.
             change = np.subtract(outer.component, start.component, out=start.component)
             value = variable.component
             value += change
-        self._counts.component[_UNDER_WAY] = -1
 
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return the state to save; a sum that is under way is awaited first.

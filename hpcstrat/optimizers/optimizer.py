@@ -337,15 +337,15 @@ class Optimizer(MadeTogether, ABC):
         self._accumulation.restart()
         return updated
 
-    @collective
+    # No entry: an error here comes after the calls of the one that combined them.
     def apply_combined(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
     ) -> bool:
         """Update variables in place with gradients that have been combined already.
 
-        Logically collective over the strategy's replicas: call it on all of them,
-        inside ``strategy.run``. It communicates only to make state that `build` has not
-        made, and nothing is accumulated.
+        Logically collective over the strategy's replicas: for what has combined them in
+        a call of its own, inside ``strategy.run``. It communicates only to make state
+        that `build` has not made, and nothing is accumulated.
 
         Parameters
         ----------

@@ -276,6 +276,26 @@ def _stepped(self: Any, context: Any, step: int) -> Any:
     return before - self.weights.numpy()
 
 
+def _make_groups(self: Any) -> None:
+    comm = self.strategy.topology.replica_comm
+    self.groups = hs.SyncGroups(size=1, every=1, outer=optimizers.SGD(1.0), comm=comm)
+    with self.groups.strategy.scope():
+        self.weights = hs.Variable(np.zeros(3), name="weights")
+
+
+def _averaged(self: Any, step: int) -> Any:
+    # What the groups agreed on last, and this one's change.
+    before = self.groups.checkpoint_variables()["value/weights"].numpy()
+    self.weights.component[...] = before - self.own(step)
+    self.groups.step()
+    return (before - self.weights.numpy()) * self.size
+
+
+def _abandon(self: Any) -> None:
+    self.groups.strategy.abandon()
+    self.groups.everyone.abandon()
+
+
 def _make_metric(self: Any) -> None:
     with self.strategy.scope():
         self.metric = metrics.Sum()
@@ -437,6 +457,11 @@ CALLS: dict[str, type[Case]] = {
         lambda self, step: self.strategy.reduce("sum", array_of(4)(self, step)),
         full(4),
         cross_device_ops=hs.ReductionToOneDevice(),
+    ),
+    "groups_step": type(
+        "averaged",
+        (cross("averaged", _averaged, full(3), _make_groups),),
+        {"end": _abandon},
     ),
     "gather": cross(
         "gather",
