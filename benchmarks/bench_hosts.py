@@ -9,8 +9,11 @@ namespaces by a network of a limited rate, runs itself there, and takes them dow
 ranks are dealt to the hosts in turn, which is the worst placement for an algorithm that
 does not know of hosts. Every way to sum is checked before it is timed; ``timing.py``
 says how times are taken. The bytes are those that left each host's interface, headers
-and acknowledgements included. A host must send ``2 (hosts - 1) / hosts`` times the
-buffer, as if it were one rank (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002).
+and acknowledgements included. torch's gloo is measured where torch is installed. With
+``--overlap`` a program computes for as long as the sum takes by itself, while that is
+under way; the share of its time that the step does not take more is hidden. A host must
+send ``2 (hosts - 1) / hosts`` times the buffer, as if it were one rank (Patarasuk and
+Yuan, doi:10.1016/j.jpdc.2008.09.002).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +30,8 @@ from typing import Any
 
 import click
 import numpy as np
+from buffers import in_pieces
+from gloo import start_gloo
 from report import (
     byte_ticks,
     describe,
@@ -45,6 +51,10 @@ from hpcstrat import testing
 HIERARCHICAL = "hpcstrat, hierarchical"
 HALF = "hpcstrat, hierarchical, float16 on the wire"
 FLAT = "mpi4py, Allreduce"
+PIECES = (256 << 10, 1 << 20)
+GLOO = "torch gloo"
+# A layer of a model, after which a program, or a hook of it, asks how far a sum is.
+LAYER_SECONDS = 0.002
 MAKE: dict[str, Callable[[], dict[str, Any]]] = {
     "hpcstrat, default": dict,
     HIERARCHICAL: lambda: {"cross_device_ops": hs.HierarchicalCopyAllReduce()},
@@ -105,9 +115,14 @@ class Case:
         Over all ranks, by name.
     nbytes : int
         Size of a buffer.
+    gloo : module or None
+        ``torch.distributed``, to be compared with.
     """
 
-    def __init__(self, strategies: dict[str, Any], nbytes: int) -> None:
+    def __init__(
+        self, strategies: dict[str, Any], nbytes: int, gloo: Any = None
+    ) -> None:
+        self.default, self.gloo = next(iter(strategies.values())), gloo
         self.topology = next(iter(strategies.values())).topology
         self.comm, self.mpi = self.topology.replica_comm, self.topology.mpi
         # Small integers: their sums are exact, also in float16.
@@ -122,6 +137,16 @@ class Case:
             for name, strategy in strategies.items()
         }
         self.calls[FLAT] = lambda: self.comm.Allreduce(self.own, self.total)
+        for piece in PIECES:
+            if piece < nbytes:
+                name = f"{FLAT} of {size_text(piece)} each"
+                self.calls[name] = in_pieces(self.comm, self.own, self.total, piece)
+        if gloo is not None:
+            import torch
+
+            # In place: its values grow from call to call, as nobody reads them.
+            self.tensor = torch.from_numpy(self.total)
+            self.calls[GLOO] = lambda: gloo.all_reduce(self.tensor)
 
     def check(self) -> None:
         """Sum once by each of the ways, and demand that the sum is right.
@@ -129,7 +154,7 @@ class Case:
         Collective over all replicas.
         """
         for name, call in self.calls.items():
-            self.total.fill(0)
+            self.total[...] = self.own if name == GLOO else 0
             call()
             if not np.array_equal(self.total, self.expected):
                 raise ArithmeticError(
@@ -182,10 +207,70 @@ class Case:
             The same on all ranks.
         """
         self.check()
+        self.total.fill(0)
         sent = {name: self.sent_bytes(call) for name, call in self.calls.items()}
         times = measure_for(self.comm, self.mpi, self.calls, seconds, least=5)
         hosts = self.topology.num_workers
         return Found(2 * (hosts - 1) * self.own.nbytes // hosts, times, sent)
+
+    def hidden(self, alone: dict[str, Any], seconds: float) -> dict[str, float]:
+        """Compute while a sum is under way; return the share of it that is hidden.
+
+        Collective over all replicas. 1 where a step takes as long as its computing.
+
+        Parameters
+        ----------
+        alone : dict of str to ndarray of shape (rounds,)
+            What the sum takes by itself, by `run`.
+        seconds : float
+            How long to time.
+
+        Returns
+        -------
+        dict of str to float
+            By the way to sum, and whether the program asks for it between its layers.
+        """
+        ours, steps, takes = next(iter(self.calls)), {}, {}
+        for name in (ours, GLOO) if self.gloo is not None else (ours,):
+            takes[name] = float(np.median(alone[name]))
+            for asks in (False, True):
+                words = f"{name}, {'asked between layers' if asks else 'left alone'}"
+                takes[words] = takes[name]
+                steps[words] = self._step(name, takes[name], asks=asks)
+        times = measure_for(self.comm, self.mpi, steps, seconds, least=5)
+        return {
+            words: 2 - float(np.median(values)) / takes[words]
+            for words, values in times.items()
+        }
+
+    def _step(self, name: str, seconds: float, *, asks: bool) -> Callable[[], object]:
+        if name == GLOO:
+
+            def by_gloo() -> None:
+                work = self.gloo.all_reduce(self.tensor, async_op=True)
+                _compute(seconds, work.is_completed if asks else None)
+                work.wait()
+
+            return by_gloo
+
+        def replica() -> None:
+            context = hs.get_replica_context()
+            started = context.start_all_reduce("sum", self.own, out=self.total)
+            _compute(seconds, started.test if asks else None)
+            started.wait()
+
+        return lambda: self.default.run(replica)
+
+
+def _compute(seconds: float, ask: Callable[[], object] | None) -> None:
+    """Compute for so long, and ask after each layer."""
+    matrix = np.ones((64, 64), np.float32)
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        while time.perf_counter() < min(start + LAYER_SECONDS, end):
+            matrix @ matrix
+        if ask is not None:
+            ask()
 
 
 def table(found: Found) -> str:
@@ -283,31 +368,45 @@ def measure(options: dict[str, Any]) -> None:
         hosts = topology.num_workers
         what = (
             f"all_reduce of float32, {hosts} hosts x {topology.worker_comm.size} ranks "
-            f"dealt in turn, {options['rate'] or 'no limit'} from each host"
+            f"dealt in turn, {options['rate'] or 'no limit'} from each host, "
+            f"{options['delay_us']} us of delay"
         )
         where = describe(mpi)
         hs.print_once(
             f"{what}\n{where}\nfaster: than {FLAT}; least: what a host must send in "
             "full precision"
         )
-        all_found = {}
+        gloo = start_gloo(strategies["hpcstrat, default"], "eth0")
+        all_found, all_hidden = {}, {}
         for nbytes in options["sizes"]:
-            found = all_found[nbytes] = Case(strategies, nbytes).run(options["seconds"])
+            case = Case(strategies, nbytes, gloo)
+            found = all_found[nbytes] = case.run(options["seconds"])
             rounds = len(found.times[FLAT])
             hs.print_once(
                 f"\n{size_text(nbytes)}, {rounds} rounds; least: "
                 f"{found.least / 1024:.1f} KiB\n{table(found)}"
             )
+            if options["overlap"]:
+                hidden = case.hidden(found.times, options["seconds"])
+                all_hidden[nbytes] = hidden
+                for words, share in hidden.items():
+                    hs.print_once(f"hidden behind computing: {share:6.1%}  {words}")
+        if gloo is not None:
+            gloo.destroy_process_group()
         if topology.replica_id:
             return
         if options["json_path"]:
-            _write(options, what, mpi, all_found)
+            _write(options, what, mpi, all_found, all_hidden)
         if options["picture"]:
             draw(options["picture"], all_found, f"{what}\n{where}")
 
 
 def _write(
-    options: dict[str, Any], what: str, mpi: Any, all_found: dict[int, Found]
+    options: dict[str, Any],
+    what: str,
+    mpi: Any,
+    all_found: dict[int, Found],
+    all_hidden: dict[int, dict[str, float]],
 ) -> None:
     rows = [
         row(what, name, mpi.COMM_WORLD.size, nbytes, values)
@@ -320,10 +419,12 @@ def _write(
         for name, values in found.times.items()
     ]
     where = environment(mpi) | {"command": options["on_hosts"]}
+    if all_hidden:
+        where["hidden"] = {str(nbytes): each for nbytes, each in all_hidden.items()}
     write_json(options["json_path"], mpi, rows, environment=where)
 
 
-def launch(num_hosts: int, ranks_per_host: int, rate: str) -> int:
+def launch(num_hosts: int, ranks_per_host: int, rate: str, delay_us: int) -> int:
     """Make the hosts, run this program there, and take them down.
 
     Not collective.
@@ -334,6 +435,8 @@ def launch(num_hosts: int, ranks_per_host: int, rate: str) -> int:
         How many.
     rate : str
         Limit of what each host sends; empty for none.
+    delay_us : int
+        How much later a frame comes, in microseconds.
 
     Returns
     -------
@@ -347,7 +450,7 @@ def launch(num_hosts: int, ranks_per_host: int, rate: str) -> int:
     program = [sys.executable, __file__, *sys.argv[1:], "--on-hosts", command]
     ranks = [ranks_per_host] * num_hosts
     try:
-        with Hosts(num_hosts, rate) as hosts:
+        with Hosts(num_hosts, rate, delay_us) as hosts:
             launcher = hosts.launcher(ranks, round_robin=True)
             words = [*testing.launch_command(sum(ranks), launcher), *program]
             return subprocess.run(words, check=False).returncode
@@ -365,6 +468,8 @@ def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
 @click.option(
     "--rate", default="100mbit", help="Limit of what each host sends; '' for none."
 )
+@click.option("--delay-us", default=0, help="How much later frames come.")
+@click.option("--overlap", is_flag=True, help="Compute while sums are under way, too.")
 @click.option(
     "--sizes",
     default="4KiB,64KiB,1MiB,4MiB",
@@ -379,7 +484,7 @@ def main(**options: Any) -> None:
     if options["on_hosts"]:
         measure(options)
     else:
-        names = ("num_hosts", "ranks_per_host", "rate")
+        names = ("num_hosts", "ranks_per_host", "rate", "delay_us")
         sys.exit(launch(*(options[name] for name in names)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import hpcstrat as hs
@@ -10,8 +11,8 @@ import hpcstrat as hs
 __all__ = ["start_gloo"]
 
 
-def start_gloo(strategy: hs.MultiWorkerMirroredStrategy) -> Any:
-    """Make torch's gloo ready on the loopback interface, and say how.
+def start_gloo(strategy: hs.MultiWorkerMirroredStrategy, interface: str = "lo") -> Any:
+    """Make torch's gloo ready, and say how.
 
     Collective over all replicas.
 
@@ -19,11 +20,13 @@ def start_gloo(strategy: hs.MultiWorkerMirroredStrategy) -> Any:
     ----------
     strategy : hpcstrat strategy
         Over which replicas.
+    interface : str
+        Of the network; ``"lo"`` on one machine only.
 
     Returns
     -------
     module or None
-        ``torch.distributed``; None without torch, or with several machines.
+        ``torch.distributed``; None without torch, or with several machines and ``lo``.
     """
     comm = strategy.topology.replica_comm
     try:
@@ -31,16 +34,17 @@ def start_gloo(strategy: hs.MultiWorkerMirroredStrategy) -> Any:
         from torch import distributed
     except ImportError:
         torch = None
-    one_machine = strategy.topology.worker_comm.size == comm.size
-    if not comm.allreduce(
-        torch is not None and one_machine, op=strategy.topology.mpi.LAND
-    ):
+    reached = interface != "lo" or strategy.topology.worker_comm.size == comm.size
+    if not comm.allreduce(torch is not None and reached, op=strategy.topology.mpi.LAND):
         hs.print_once("torch gloo: left out, no torch, or several machines")
         return None
     num_threads = max(len(os.sched_getaffinity(0)) // comm.size, 1)
     torch.set_num_threads(num_threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    host, store = "127.0.0.1", None
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    own = (
+        "127.0.0.1" if interface == "lo" else socket.gethostbyname(os.uname().nodename)
+    )
+    host, store = comm.bcast(own), None
     if comm.rank == 0:
         # The system picks a free port.
         store = distributed.TCPStore(
@@ -53,7 +57,7 @@ def start_gloo(strategy: hs.MultiWorkerMirroredStrategy) -> Any:
         "gloo", store=store, rank=comm.rank, world_size=comm.size
     )
     hs.print_once(
-        f"torch gloo: torch {torch.__version__}, world size {comm.size}, interface lo, "
-        f"{torch.get_num_threads()} threads per rank"
+        f"torch gloo: torch {torch.__version__}, world size {comm.size}, interface "
+        f"{interface}, {torch.get_num_threads()} threads per rank"
     )
     return distributed
