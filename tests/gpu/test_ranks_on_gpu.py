@@ -23,7 +23,7 @@ OWN = HERE / "ranks"
 
 # What makes no arrays that a GPU could hold, or is about types that only NumPy has.
 WITHOUT_ARRAYS = {"arrivals", "elastic", "equal", "harness", "settings", "topology"}
-WITHOUT_ARRAYS |= {"variables_as_arrays"}
+WITHOUT_ARRAYS |= {"central_storage", "variables_as_arrays"}
 # Of arrays in host memory, and of NumPy's arithmetic; see check_results.py.
 WITHOUT_ARRAYS |= {"arrays", "casting", "errstate", "order"}
 EVERYTHING = sorted(
