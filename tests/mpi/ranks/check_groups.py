@@ -22,9 +22,9 @@ PLAIN: dict[str, Any] = {"learning_rate": 1.0}
 
 @pytest.fixture
 def make(
-    topology_layout: Any, strategy: Any, monkeypatch: Any
+    topology_layout: Any, strategy: Any, job: Any, monkeypatch: Any
 ) -> Iterator[Callable[..., Any]]:
-    """Yield what makes groups, by default the workers of the layout; closed later."""
+    """Yield what makes groups, closed later; by default workers, or halves of one."""
     from hpcstrat.channel import places
 
     # As `make_strategy` does. The strategy that tests share keeps the connection open.
@@ -33,6 +33,9 @@ def make(
 
     def make(**options: Any) -> Any:
         options.setdefault("replicas_per_worker", topology_layout.replicas_per_worker)
+        halves = topology_layout.replicas_per_worker is None and job.size % 2 == 0
+        if halves and "by" not in options:
+            options.setdefault("size", job.size // 2)
         made.append(hs.SyncGroups(**options))
         return made[-1]
 
