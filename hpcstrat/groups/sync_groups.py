@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import is_device
+from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.context import current, pop, push
@@ -311,9 +311,11 @@ class SyncGroups:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            self._sum = collectives.start_reduce(
-                ReduceOp.MEAN, changes, what, out=changes
-            )
+            # A header that is not awaited tells nobody of the job's end: see `_finish`.
+            told = array_module(changes[0]).zeros(1, np.float32)
+            told += bool(getattr(collectives.channel, "notice", ""))
+            given = [*changes, told]
+            self._sum = collectives.start_reduce(ReduceOp.MEAN, given, what, out=given)
             for (variable, _), start in zip(self._pairs, self._starts, strict=True):
                 start.component[...] = variable.component
             self._counts.component[_UNDER_WAY] = 0
@@ -346,7 +348,11 @@ class SyncGroups:
         """Await the sum that is under way, if there is one."""
         if self._sum is not None:
             started, self._sum = self._sum, None
-            self._use(started.wait())
+            *gradients, told = started.wait()
+            if float(told[0]):
+                # All know that a rank has something to tell, and listen.
+                self.collectives.barrier("notice to all groups")
+            self._use(gradients)
 
     def _merge(self) -> None:
         """Bring what the outer parameters have changed by into the group's."""

@@ -388,3 +388,20 @@ def test_an_error_of_one_group_leaves_the_others_alone(make: Any, job: Any) -> N
             groups.strategy.run(fail)
     assert training.step()
     groups.everyone.check_equal(training.value.numpy())
+
+
+def test_a_notice_of_one_rank_reaches_all_with_the_delayed_sum(
+    make: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("there is nobody to be told")
+    training = Training(make(every=2, delay=1))
+    channel = training.groups.collectives.channel
+    if job.rank == job.size - 1:
+        channel.notice = "planned"
+    for _ in range(2):
+        training.step()
+    assert not channel.noticed
+    assert training.step()
+    found, channel.noticed = channel.noticed, {}
+    assert found == {job.size - 1: "planned"}
