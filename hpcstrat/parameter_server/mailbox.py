@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import RankLostError, UnavailableError
 from hpcstrat.logs import get_logger
@@ -200,10 +202,11 @@ class Mailbox:
         if data[:1] != _MARK:
             return source, pickle.loads(data)
         payload, sizes = pickle.loads(memoryview(data)[1:])
-        buffers = [bytearray(size) for size in sizes]
+        # Not of bytes, which would be set to zero first.
+        buffers = [np.empty(size, np.uint8) for size in sizes]
         requests = [
             self._comm.Irecv(
-                [memoryview(buffer)[start : start + _PIECE_BYTES], self._mpi.BYTE],
+                [buffer[start : start + _PIECE_BYTES], self._mpi.BYTE],
                 source,
                 tag + _PIECES,
             )

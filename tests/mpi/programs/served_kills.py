@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.mpi.programs.killing import Trial, attempt, kill_rank, local
@@ -59,7 +59,12 @@ def killing(kills: list[tuple[int, float]]) -> Callable[[Path], float | None]:
     return disturb
 
 
-def one_trial(servers: int, workers: int, kills: list[tuple[int, float]]) -> Trial:
+def one_trial(
+    servers: int,
+    workers: int,
+    kills: list[tuple[int, float]],
+    make_launch: Callable[[int], Sequence[str]] = local,
+) -> Trial:
     """Run the program once; each kill is of a rank, after some seconds."""
     options = {
         "servers": servers,
@@ -67,13 +72,15 @@ def one_trial(servers: int, workers: int, kills: list[tuple[int, float]]) -> Tri
         "functions": _FUNCTIONS,
         "seconds": _SECONDS,
     }
-    launch = local(1 + servers + workers)
+    launch = make_launch(1 + servers + workers)
     trial = attempt(launch, options, name="served_work.py", disturb=killing(kills))
     trial.title = f"{trial.title}, killed {kills}"
     return judge(trial)
 
 
-def campaign(count: int, seed: int) -> list[Trial]:
+def campaign(
+    count: int, seed: int, make_launch: Callable[[int], Sequence[str]] = local
+) -> list[Trial]:
     """Kill a worker, a server, or both, of each of many jobs at random."""
     chance = random.Random(seed)
     trials = []
@@ -87,7 +94,8 @@ def campaign(count: int, seed: int) -> list[Trial]:
             kills.append(1 + chance.randrange(servers))
         chance.shuffle(kills)
         delays = [chance.uniform(0, _SPAN_SECONDS / len(kills)) for _ in kills]
-        trial = one_trial(servers, workers, list(zip(kills, delays, strict=True)))
+        pairs = list(zip(kills, delays, strict=True))
+        trial = one_trial(servers, workers, pairs, make_launch)
         trial.title = f"seed {seed}, trial {number}: {trial.title}"
         trials.append(trial)
     return trials
