@@ -47,6 +47,8 @@ _ALONE = ObjectCollectives(None)
 class DistributedVariable(Variable, DistributedValues):
     """A variable with one component per replica; this process holds its own."""
 
+    _is_distributed = True
+
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         what, make = f"creation of variable {self.name!r}", super()._initialize
         collectives = self._strategy.collectives

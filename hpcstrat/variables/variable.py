@@ -81,12 +81,15 @@ class Variable(MadeTogether, ArrayOperators):
     """
 
     lies_elsewhere = False
+    _is_distributed = False
     _strategy: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
         """Choose the class by the current strategy."""
         entry = current()
-        kind, strategy = cls, None if entry is None else entry.strategy
+        kind, strategy = cls, None
+        if entry is not None and (cls is Variable or cls._is_distributed):
+            strategy = entry.strategy
         if cls is Variable and strategy is not None:
             # What is wrong with an argument, __init__ finds, and says to all replicas.
             synchronization = VariableSynchronization.AUTO
