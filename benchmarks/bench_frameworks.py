@@ -9,6 +9,9 @@ One framework a job, on two ranks of a quiet machine with two cores, one thread 
     mpirun -n 2 python benchmarks/bench_frameworks.py keras --json keras.json
     python benchmarks/frameworks_picture.py torch.json jax.json keras.json PICTURE
 
+As root, with ``--hosts 2``, the ranks are on pretend hosts, which it makes by
+``tests/cluster/hosts_up.sh``; then no launcher is needed.
+
 The rivals do the same training step, in turn, in the same processes: without any
 communication, and with gradients averaged in all the ways that are installed. What a
 way costs is the median of the differences to the step without communication of the
@@ -22,11 +25,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from typing import Any
 
 import click
 import numpy as np
 from gloo import start_gloo
+from on_hosts import on_hosts
 from paired import CLEAN, Samples, cost, measure_paired
 from report import describe, write_json
 
@@ -120,7 +125,8 @@ def rows_of(what: str, model: str, samples: dict[str, Samples]) -> list[dict[str
 def prepared(strategy: Any, framework: str, options: Any) -> Any:
     """Start a framework; return what makes the rivals of a model, on all replicas."""
     if framework == "torch":
-        distributed = start_gloo(strategy)
+        interface = "lo" if strategy.topology.num_workers == 1 else "eth0"
+        distributed = start_gloo(strategy, interface)
         from torch_steps import torch_steps
 
         own = distributed.new_group(backend="hpcstrat")
@@ -145,8 +151,13 @@ def prepared(strategy: Any, framework: str, options: Any) -> Any:
 @click.option("--rest", default=0.0, help="Seconds between rounds, for others.")
 @click.option("--gloo/--no-gloo", default=True, help="Whether JAX uses its own, too.")
 @click.option("--json", "json_path", help="File for the figures.")
+@click.option("--hosts", "num_hosts", default=0, help="Pretend hosts of one rank each.")
+@click.option("--rate", default="1gbit", help="Limit of what each of them sends.")
+@click.option("--on-hosts", hidden=True, help="Set in the job itself: the command.")
 def main(framework: str, models: str | None, ways: str | None, **options: Any) -> None:
     """Measure training steps of a framework."""
+    if options["num_hosts"] and not options["on_hosts"]:
+        sys.exit(on_hosts(options["num_hosts"], 1, options["rate"]))
     strategy = hs.MultiWorkerMirroredStrategy()
     topology = strategy.topology
     version = importlib.metadata.version(framework)
@@ -183,6 +194,7 @@ def main(framework: str, models: str | None, ways: str | None, **options: Any) -
             framework=f"{framework} {version}",
             threads=threads,
             clean_below=CLEAN,
+            **({"command": options["on_hosts"]} if options["on_hosts"] else {}),
         )
 
 

@@ -16,8 +16,6 @@ included.
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,10 +26,10 @@ from typing import Any
 import click
 import h5py
 import numpy as np
+from on_hosts import on_hosts
 from report import describe, environment, output_options, styles, write_json
 
 import hpcstrat as hs
-from hpcstrat import testing
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "jobs"))
@@ -294,37 +292,6 @@ def draw(path: str, all_found: dict[str, Found], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def launch(num_hosts: int, ranks_per_host: int, rate: str) -> int:
-    """Make the hosts, run this program there, and take them down.
-
-    Not collective.
-
-    Parameters
-    ----------
-    num_hosts, ranks_per_host : int
-        How many.
-    rate : str
-        Limit of what each host sends; empty for none.
-
-    Returns
-    -------
-    int
-        Exit code of the job.
-    """
-    sys.path.insert(0, str(ROOT))
-    from tests.cluster.hosts import Hosts, HostsUnavailable
-
-    command = f"python {shlex.join(sys.argv)}"
-    program = [sys.executable, __file__, *sys.argv[1:], "--on-hosts", command]
-    ranks = [ranks_per_host] * num_hosts
-    try:
-        with Hosts(num_hosts, rate) as hosts:
-            words = [*testing.launch_command(sum(ranks), hosts.launcher(ranks))]
-            return subprocess.run([*words, *program], check=False).returncode
-    except HostsUnavailable as error:
-        raise click.ClickException(str(error)) from error
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--hosts", "num_hosts", default=2, help="Number of hosts.")
 @click.option("--ranks-per-host", default=2, help="Ranks on each of them.")
@@ -348,7 +315,7 @@ def main(**options: Any) -> None:
         measure(options)
     else:
         names = ("num_hosts", "ranks_per_host", "rate")
-        sys.exit(launch(*(options[name] for name in names)))
+        sys.exit(on_hosts(*(options[name] for name in names)))
 
 
 if __name__ == "__main__":

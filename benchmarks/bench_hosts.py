@@ -18,8 +18,6 @@ Yuan, doi:10.1016/j.jpdc.2008.09.002).
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +30,7 @@ import click
 import numpy as np
 from buffers import in_pieces
 from gloo import start_gloo
+from on_hosts import on_hosts
 from report import (
     byte_ticks,
     describe,
@@ -46,7 +45,6 @@ from report import (
 from timing import measure_for
 
 import hpcstrat as hs
-from hpcstrat import testing
 
 HIERARCHICAL = "hpcstrat, hierarchical"
 HALF = "hpcstrat, hierarchical, float16 on the wire"
@@ -424,40 +422,6 @@ def _write(
     write_json(options["json_path"], mpi, rows, environment=where)
 
 
-def launch(num_hosts: int, ranks_per_host: int, rate: str, delay_us: int) -> int:
-    """Make the hosts, run this program there, and take them down.
-
-    Not collective.
-
-    Parameters
-    ----------
-    num_hosts, ranks_per_host : int
-        How many.
-    rate : str
-        Limit of what each host sends; empty for none.
-    delay_us : int
-        How much later a frame comes, in microseconds.
-
-    Returns
-    -------
-    int
-        Exit code of the job.
-    """
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.cluster.hosts import Hosts, HostsUnavailable
-
-    command = f"python {shlex.join(sys.argv)}"
-    program = [sys.executable, __file__, *sys.argv[1:], "--on-hosts", command]
-    ranks = [ranks_per_host] * num_hosts
-    try:
-        with Hosts(num_hosts, rate, delay_us) as hosts:
-            launcher = hosts.launcher(ranks, round_robin=True)
-            words = [*testing.launch_command(sum(ranks), launcher), *program]
-            return subprocess.run(words, check=False).returncode
-    except HostsUnavailable as error:
-        raise click.ClickException(str(error)) from error
-
-
 def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
     return [max(parse_size(word), 4) for word in text.split(",")]
 
@@ -485,7 +449,7 @@ def main(**options: Any) -> None:
         measure(options)
     else:
         names = ("num_hosts", "ranks_per_host", "rate", "delay_us")
-        sys.exit(launch(*(options[name] for name in names)))
+        sys.exit(on_hosts(*(options[name] for name in names), in_turn=True))
 
 
 if __name__ == "__main__":
