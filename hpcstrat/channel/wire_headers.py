@@ -42,6 +42,9 @@ _DELAY_BYTES = 16 << 10
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
 
+# What MPI may still write to.
+_left: list[Any] = []
+
 # Where a rank is in the comparison of a header.
 _INSIDE, _ACROSS, _TOLD, _DONE = range(4)
 
@@ -135,6 +138,10 @@ class WireHeaders:
 
     def close(self) -> None:
         """Free the requests; not collective."""
+        if self._phase == _ACROSS:
+            # Left in the midst of one: a message may still come.
+            _left.append(self)
+            return
         for request in (*self._receives, *self._plain):
             request.Free()
         self._receives, self._plain = [], []

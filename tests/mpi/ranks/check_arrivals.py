@@ -191,6 +191,13 @@ def _check_calls(timeline: Any, events: Any, tracks: Any) -> None:
             calls.setdefault(event["args"]["sequence"], []).append(event)
     texts = [waits[0]["args"]["call"] for waits in calls.values()]
     assert any("barrier" in text for text in texts)
+    ways = {
+        waits[0]["args"].get("how")
+        for waits in calls.values()
+        if "reduce(" in waits[0]["args"]["call"]
+    }
+    assert ways
+    assert all(ways), ways
     error = max(s.round_trip_ns for f in timeline.files for s in f.samples) / 1000 + 1
     for waits in calls.values():
         assert len({event["args"]["call"] for event in waits}) == 1
