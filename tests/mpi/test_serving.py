@@ -55,7 +55,7 @@ def _fail_for(trials: list[Trial]) -> None:
     ("servers", "rank"), [(1, 3), (2, 2), pytest.param(2, 1, marks=pytest.mark.full)]
 )
 def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) -> None:
-    trial = served_kills.one_trial(servers, 2, [(rank, 0.05)])
+    trial = served_kills.one_trial(servers, 2, [(rank, 0.05)], losses=1)
     _fail_for([trial])
     assert trial.results[0]["losses"] == 1, str(trial)
 
@@ -63,7 +63,7 @@ def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) 
 @ulfm
 @pytest.mark.full
 def test_loss_of_the_coordinator_ends_the_job() -> None:
-    trial = served_kills.one_trial(1, 2, [(0, 0.05)])
+    trial = served_kills.one_trial(1, 2, [(0, 0.05)], losses=1)
     assert trial.returncode, str(trial)
     assert not trial.results, str(trial)
     assert "coordinator to go on, found that it was lost" in trial.stderr, str(trial)

@@ -64,13 +64,19 @@ def one_trial(
     workers: int,
     kills: list[tuple[int, float]],
     make_launch: Callable[[int], Sequence[str]] = local,
+    *,
+    losses: int = 0,
 ) -> Trial:
-    """Run the program once; each kill is of a rank, after some seconds."""
+    """Run the program once; each kill is of a rank, after some seconds.
+
+    The program does not end before it has noticed so many losses.
+    """
     options = {
         "servers": servers,
         "rounds": _ROUNDS,
         "functions": _FUNCTIONS,
         "seconds": _SECONDS,
+        "losses": losses,
     }
     launch = make_launch(1 + servers + workers)
     trial = attempt(launch, options, name="served_work.py", disturb=killing(kills))

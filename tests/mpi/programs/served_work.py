@@ -86,7 +86,7 @@ class Program:
         """Run all rounds."""
         work, rounds = self.function(), self.options["rounds"]
         step = self.guarded(lambda: self.save(0))
-        while step < rounds:
+        while step < rounds or self.ledger.losses < self.options["losses"]:
             step = self.guarded(lambda step=step: self.run_round(step, work))
         self.result.update(again=self.ledger.again, losses=self.ledger.losses)
         (self.folder / "0.result").write_text(json.dumps(self.result))
@@ -110,6 +110,10 @@ class Program:
     def run_round(self, step: int, work: Callable[[int], int]) -> int:
         """Run the functions of a round, and save what they have counted."""
         many = self.options["functions"]
+        if step == self.options["rounds"]:
+            # A rank is still to be lost.
+            self.coordinator.schedule(time.sleep, (0.01,)).fetch()
+            return step
         numbers = range(step * many, (step + 1) * many)
         values = []
         for number in numbers:

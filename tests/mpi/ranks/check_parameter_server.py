@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -528,27 +528,45 @@ def test_a_rank_without_room_for_a_pipe_looks_by_itself(
     Cluster(job).run(body)
 
 
-def test_a_stopped_worker_is_named_and_holds_up_nobody_else(
-    job: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hs.get_logger(), "propagate", True)
+class Waker(logging.Handler):
+    """Lets a stopped process go on once something is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid, self.said = 0, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said += record.getMessage()
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def test_a_stopped_worker_is_named_and_holds_up_nobody_else(job: Any) -> None:
     if job.size < 4:
         pytest.skip("there is one worker")
-
-    def stop() -> int:
-        pid = os.getpid()
-        with subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"]):
-            os.kill(pid, signal.SIGSTOP)
-        return hs.coordinator.experimental_get_current_worker_index()
+    waker = Waker()
 
     def body(strategy: Any, coordinator: Any) -> None:
+        where = made(strategy, np.int64(0))
+
+        def stop() -> int:
+            where.assign(np.int64(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return hs.coordinator.experimental_get_current_worker_index()
+
         stopped = coordinator.schedule(stop)
+        while not (pid := int(where.numpy())):
+            coordinator.done()
+        waker.pid = pid
         others = [coordinator.schedule(lambda x: x, (i,)) for i in range(200)]
         assert coordinator.fetch(others) == list(range(200))
         assert "waiting" in repr(stopped)
+        hs.get_logger().addHandler(waker)
         coordinator.join()
         index = stopped.fetch()
         rank = strategy.roles.workers[index]
-        assert f"worker {index} (rank {rank}) has not ended" in caplog.text
+        assert f"worker {index} (rank {rank}) has not ended" in waker.said
 
-    Cluster(job).run(body, settings=hs.Settings(warn_seconds=0.3))
+    try:
+        Cluster(job).run(body, settings=hs.Settings(warn_seconds=0.2))
+    finally:
+        hs.get_logger().removeHandler(waker)
