@@ -90,7 +90,9 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
     if topology.num_workers > 1:
         choice = _between_workers(nbytes, topology, options)
         each = -(-topology.num_replicas // topology.num_workers)
-        most = min(room_bytes(topology.num_workers), GATHERED_BYTES // each)
+        narrows = options.wire_dtype is not None
+        room = room_bytes(topology.num_workers, narrows=narrows)
+        most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
     choice = shared_memory(nbytes, topology, options)
     # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
