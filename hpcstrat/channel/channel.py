@@ -134,6 +134,9 @@ class Channel:
 
         `Started` does the same without waiting.
         """
+        if self.started:
+            # Their headers came first, and their data use the same places.
+            self.started.drain()
         header = next(steps)
         assert header is HEADER
         self.agree(call, timeout_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,28 @@ def test_reduce_scatter_is_each_replicas_part_of_the_sum(
         np.testing.assert_array_equal(rows, before)
         exchanges.reduce_scatter(np.add, list(rows), rows[job.rank], "in place")
         np.testing.assert_array_equal(rows[job.rank], result)
+
+
+def test_reductions_that_were_started_before_come_first(
+    exchanges: Exchanges, strategy: Any, job: Any
+) -> None:
+    values = np.arange(300_000.0)
+
+    def step() -> None:
+        if job.rank:
+            # The first rank is in the next call before the others start this one.
+            time.sleep(0.02)
+        context = hs.get_replica_context()
+        started = context.start_all_reduce("sum", values + job.rank)
+        parts = [np.full(50_000, float(rank)) for rank in range(job.size)]
+        result = np.empty(50_000)
+        exchanges.reduce_scatter(np.add, parts, result, "scatter")
+        assert (result == job.rank * job.size).all()
+        total = job.size * values + sum(range(job.size))
+        np.testing.assert_array_equal(started.wait(), total)
+
+    for _ in range(4):
+        strategy.run(step)
 
 
 def test_parts_of_a_reduce_scatter_may_be_of_any_sizes(
