@@ -111,7 +111,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     on_lost_rank : {"abort", "raise"}
         Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
         --with-ft ulfm``, functions of a lost worker run again elsewhere, and the loss
-        of a server is an UnavailableError.
+        of a server is an UnavailableError; see ``ClusterCoordinator.recover``.
 
     Attributes
     ----------
