@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.channel.headers import SegmentHeaders
 from hpcstrat.channel.patient import PatientComm
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
@@ -146,6 +147,30 @@ def test_another_call_of_any_rank_is_an_error_on_all(
         assert "float64[3]" in str(error)
         assert len(set(job.allgather(str(error)))) == 1
         assert_usable(workers, job)
+
+
+def test_ranks_that_come_between_two_looks_are_no_others(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if job.size < 3:
+        pytest.skip("one worker")
+    real, looked = SegmentHeaders.agreed, set[int]()
+
+    def late(self: SegmentHeaders) -> bool:
+        if self.tick not in looked:
+            looked.add(self.tick)
+            return False
+        return real(self)
+
+    settings = hs.Settings(limit_seconds=20)
+    with hs.MultiWorkerMirroredStrategy(
+        comm=job, replicas_per_worker=2, settings=settings
+    ) as strategy:
+        monkeypatch.setattr(SegmentHeaders, "agreed", late)
+        for number in range(20):
+            total = strategy.reduce("sum", np.full(3, number + job.rank), axis=None)
+            assert (total == number * job.size + sum(range(job.size))).all()
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("told", [0, -1])
