@@ -68,19 +68,17 @@ MUTANTS = (
         "3:all_reduce",
         """            after = places.take(place_bytes)
             _lay_out(following, after, work, places, me)
-        own = []""",
+        own, flows""",
         """            after = place
             _lay_out(following, after, work, places, me)
-        own = []""",
+        own, flows""",
     ),
     _m(
         "shared: results are taken out before the others have added theirs",
         "3:all_reduce",
         """        yield channel.step(work.call)
-        for run in piece:
-            _copy_out""",
-        """        for run in piece:
-            _copy_out""",
+        for done, its_place""",
+        """        for done, its_place""",
     ),
     _m(
         "shared: segments leave out the last lines",
@@ -105,14 +103,14 @@ MUTANTS = (
     _m(
         "between workers: the own part is added twice",
         "3:all_reduce",
-        "if p != me else parts[me] for p in range(size)]",
-        "if p > 1 else parts[me] for p in range(size)]",
+        "terms = [values[own] if rank == me else came[rank] for",
+        "terms = [came[rank] if rank > 1 and rank != me else values[own] for",
     ),
     _m(
         "between workers: the third worker's sum is left out",
         "3:all_reduce",
-        "for row in rows[2:]:",
-        "for row in rows[3:]:",
+        "add_in_order(terms, total[own], terms[1 if me == 0 else 0])",
+        "add_in_order(terms[:2], total[own], terms[1 if me == 0 else 0])",
     ),
     _m(
         "halves: the scale of a message is not taken back",
