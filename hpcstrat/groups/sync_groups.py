@@ -224,8 +224,9 @@ class SyncGroups:
         """Count a step of the group, and end the round when it is the last one.
 
         Collective over all replicas where a round ends; between, it does not wait for
-        other groups. Call it after each ``strategy.run`` that has changed the
-        variables.
+        other groups. Call it after each ``strategy.run`` that is to change the
+        variables, also where that has failed in this group: groups come together by
+        the number of these calls.
 
         Returns
         -------
@@ -348,11 +349,16 @@ class SyncGroups:
         """Await the sum that is under way, if there is one."""
         if self._sum is not None:
             started, self._sum = self._sum, None
-            *gradients, told = started.wait()
-            if float(told[0]):
-                # All know that a rank has something to tell, and listen.
-                self.collectives.barrier("notice to all groups")
-            self._use(gradients)
+            try:
+                *gradients, told = started.wait()
+                if float(told[0]):
+                    # All know that a rank has something to tell, and listen.
+                    self.collectives.barrier("notice to all groups")
+                self._use(gradients)
+            except BaseException:
+                # The next round has all that the group has changed since the last one.
+                self._counts.component[_UNDER_WAY] = -1
+                raise
 
     def _merge(self) -> None:
         """Bring what the outer parameters have changed by into the group's."""

@@ -390,6 +390,31 @@ def test_an_error_of_one_group_leaves_the_others_alone(make: Any, job: Any) -> N
     groups.everyone.check_equal(training.value.numpy())
 
 
+def test_a_round_whose_delayed_sum_fails_is_part_of_the_next_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = make(every=2, delay=1, outer=hs.optimizers.SGD(**PLAIN))
+    training = Training(groups)
+    oracle = Oracle(groups.everyone.split.group_of, 2, 1, PLAIN)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planned")
+
+    for _ in range(2):
+        training.step()
+        oracle.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(groups.outer, "apply_combined", fail)
+        with pytest.raises(ValueError, match="planned"):
+            training.step()
+    oracle.under_way = -1
+    oracle.step()
+    for _ in range(2):
+        assert training.step() is oracle.step()
+    wanted = oracle.local[groups.group_id]
+    np.testing.assert_allclose(training.value.numpy(), wanted, rtol=1e-12)
+
+
 def test_a_notice_of_one_rank_reaches_all_with_the_delayed_sum(
     make: Any, job: Any
 ) -> None:
