@@ -163,7 +163,11 @@ def hierarchical(
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
     algorithm = functools.partial(reduce_hierarchically, wire_dtype=dtype)
-    return Choice(algorithm, piece, how="inside workers, then parts between them")
+    # What a rank sums over the workers.
+    segment = min(nbytes, piece) // topology.worker_comm.size
+    parts = dtype is not None or exchanges(segment, topology.num_workers)
+    across = "parts" if parts else "all-reduce of MPI"
+    return Choice(algorithm, piece, how=f"inside workers, then {across} between them")
 
 
 def wire_type(name: str) -> np.dtype[Any]:

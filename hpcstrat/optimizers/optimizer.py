@@ -366,8 +366,15 @@ class Optimizer(MadeTogether, ABC):
             If there is no gradient, a name comes twice, or a gradient does not fit.
         NonFiniteError
             As in `apply_gradients`.
+        NotImplementedError
+            In central storage, whose ranks update slices of sums that they make.
         """
         strategy = get_strategy()
+        if strategy.is_central and strategy.num_replicas_in_sync > 1:
+            raise NotImplementedError(
+                "expected apply_gradients in central storage, found apply_combined; "
+                "pass each replica's own gradients to apply_gradients"
+            )
         pairs = checked(grads_and_vars)
         require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]

@@ -11,12 +11,7 @@ from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
 from hpcstrat.channel.call import describe_call, signature_text
-from hpcstrat.collectives.slices import (
-    SlicedPiece,
-    reduce_slices,
-    slice_of,
-    write_between,
-)
+from hpcstrat.collectives.slices import SlicedPiece, reduce_slices, slice_of
 from hpcstrat.optimizers.gradients import Gradient, merged_rows
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.options import ReduceOp
@@ -165,7 +160,11 @@ class StepSlices:
         """
         channel, combined = self._channel, list[Any]()
         if self._sparse:
-            sparse = [gradients[index] for index in self._sparse]
+            rows = [gradients[index] for index in self._sparse]
+            sparse = [
+                IndexedSlices(_lasting(np.asarray(r.values)), r.indices, r.dense_shape)
+                for r in rows
+            ]
             combined = self._collectives.batch_reduce(self._op, sparse, self._label)
         if self._dense:
             # Their headers came first, and their data use the same places.
@@ -216,14 +215,13 @@ class StepSlices:
         Collective over the strategy's replicas.
         """
         call = describe_call(f"end of {self._label}")
-        steps = write_between(_nothing, call, self._channel)
-        self._channel.drive(steps, call, self._collectives.timeout_seconds)
+        self._channel.agree(call, self._collectives.timeout_seconds)
 
 
 def _flat(gradient: Any) -> Array:
-    array: Array = np.ascontiguousarray(gradient).reshape(-1)
-    return array
+    return _lasting(np.ascontiguousarray(gradient).reshape(-1))
 
 
-def _nothing() -> None:
-    """Write nothing more."""
+def _lasting(array: Array) -> Array:
+    """Return values that no rank writes: a variable's are a view that cannot be."""
+    return array if array.flags.writeable else array.copy()

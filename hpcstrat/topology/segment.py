@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import sys
 from typing import Any
 
 __all__ = ["Segment"]
@@ -188,4 +189,6 @@ def _map(handle: int, nbytes: int, start: int, end: int) -> mmap.mmap:
     # Reserving finds a full file system here, not as SIGBUS at the first store.
     if end > start:
         os.posix_fallocate(handle, start, end - start)
-    return mmap.mmap(handle, nbytes)
+    # Else each map keeps a file descriptor.
+    without: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return mmap.mmap(handle, nbytes, **without)

@@ -71,8 +71,8 @@ class Postponed:
 
     def add(self, call: Callable[[], Any]) -> dist.Work:
         """Postpone a call, which returns its work; return a work that stands for it."""
-        if not self._calls:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        # For each, as an engine that an error has ended forgets what it was to call.
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
         work = _Work(self.end)
         self._calls.append((call, work))
         return work
@@ -84,6 +84,11 @@ class Postponed:
             while self._calls:
                 call, work = self._calls.popleft()
                 work.future.set_result(call().get_future().wait())
+        except BaseException as error:
+            # A mismatch then names what comes instead of the others.
+            self._calls.clear()
+            work.future.set_exception(error)
+            raise
         finally:
             self._making = False
 

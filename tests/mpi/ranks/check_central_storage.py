@@ -102,6 +102,33 @@ def test_steps_are_those_of_mirrored_variables(
                 np.testing.assert_allclose(own, mirrored, tolerance, tolerance)
 
 
+def test_values_of_variables_may_be_gradients_of_others(central: Any, job: Any) -> None:
+    one, two = np.arange(400_000) % 7 / 4.0, np.ones(400_000)
+    with central.scope():
+        first, second = hs.Variable(one, name="first"), hs.Variable(two, name="second")
+        optimizer = hs.optimizers.SGD(1 / 4)
+
+    def step() -> None:
+        pairs = [(second.value(), first), (first.value(), second)]
+        optimizer.apply_gradients(pairs)
+
+    for _ in range(4):
+        central.run(step)
+        one, two = one - job.size * two / 4, two - job.size * one / 4
+        np.testing.assert_array_equal(first.numpy(), one)
+        np.testing.assert_array_equal(second.numpy(), two)
+
+
+def test_gradients_that_were_combined_are_refused(central: Any, job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("there are no slices")
+    with central.scope():
+        value = hs.Variable(np.ones(3), name="value")
+        optimizer = hs.optimizers.SGD(1.0)
+    with pytest.raises(NotImplementedError, match="apply_gradients"):
+        central.run(lambda: optimizer.apply_combined([(np.ones(3), value)]))
+
+
 def test_memory_is_once_in_a_worker(central: Any, job: Any) -> None:
     with central.scope():
         variable = hs.Variable(lambda: np.full((5, 3), job.rank), name="v")
