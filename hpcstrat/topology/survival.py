@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from hpcstrat.errors import RankLostError, TopologyError
+from hpcstrat.errors import CollectiveError, RankLostError, TopologyError
 
 __all__ = [
     "GARBLED",
+    "TransportError",
     "choose_collectives",
     "create",
     "is_loss",
@@ -33,6 +34,11 @@ GARBLED: tuple[type[Exception], ...] = (
 )
 """What an exchange of objects raises on a survivor that MPI gave success, and half of
 the bytes; seen with Open MPI 5.0."""
+
+
+class TransportError(CollectiveError):
+    """An error beside MPI, which may be the first sign of a process that has died."""
+
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
@@ -127,13 +133,14 @@ def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
     So do errors of communicators that were revoked for that.
 
     Nonblocking collectives of Open MPI 5.0 under which a process dies now and then give
-    MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`: ``comm`` then says why.
+    MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`; NCCL may see it before MPI
+    does: ``comm`` then says why.
     """
     if isinstance(error, mpi.Exception):
         kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         if error.Get_error_class() in kinds:
             return True
-    elif not isinstance(error, GARBLED):
+    elif not isinstance(error, (*GARBLED, TransportError)):
         return False
     deadline = time.monotonic() + _TOLD_SECONDS
     while comm is not None and time.monotonic() < deadline:

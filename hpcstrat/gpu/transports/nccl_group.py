@@ -39,6 +39,7 @@ from hpcstrat.gpu.transports.nccl_waiting import (
     abort_quietly,
     described,
 )
+from hpcstrat.topology.survival import TransportError
 
 __all__ = ["NcclGroup", "nccl_failure"]
 
@@ -256,7 +257,7 @@ class NcclGroup:
                 self._nccl.groupEnd()
         except Exception as error:
             self._told = True
-            raise CollectiveError(
+            raise TransportError(
                 f"expected NCCL to take a call, found {described(error)}; {_ADVICE}"
             ) from error
 
@@ -265,7 +266,7 @@ class NcclGroup:
         problem = self.failure()
         if problem:
             self._told = True
-            raise CollectiveError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
+            raise TransportError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
         """Say what has failed since calls were taken; never blocks. For any thread."""

@@ -540,9 +540,13 @@ class Waker(logging.Handler):
         os.kill(self.pid, signal.SIGCONT)
 
 
-def test_a_stopped_worker_is_named_and_holds_up_nobody_else(job: Any) -> None:
+def test_a_stopped_worker_is_named_and_holds_up_nobody_else(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if job.size < 4:
         pytest.skip("there is one worker")
+    # By a setting it would have to be the same of all strategies that are open.
+    monkeypatch.setattr(hs.ParameterServerStrategy, "warn_seconds", 0.2)
     waker = Waker()
 
     def body(strategy: Any, coordinator: Any) -> None:
@@ -567,6 +571,6 @@ def test_a_stopped_worker_is_named_and_holds_up_nobody_else(job: Any) -> None:
         assert f"worker {index} (rank {rank}) has not ended" in waker.said
 
     try:
-        Cluster(job).run(body, settings=hs.Settings(warn_seconds=0.2))
+        Cluster(job).run(body)
     finally:
         hs.get_logger().removeHandler(waker)
