@@ -160,7 +160,7 @@ class StepSlices:
         """
         channel, combined = self._channel, list[Any]()
         if self._sparse:
-            rows = [gradients[index] for index in self._sparse]
+            rows: list[Any] = [gradients[index] for index in self._sparse]
             sparse = [
                 IndexedSlices(_lasting(np.asarray(r.values)), r.indices, r.dense_shape)
                 for r in rows
