@@ -20,7 +20,7 @@ from hpcstrat.coordinator.strategy import ParameterServerStrategy
 from hpcstrat.coordinator.worker import ERROR, INLINE, NOTHING, ON_WORKER
 from hpcstrat.errors import CancelledError, UnavailableError
 from hpcstrat.logs import get_logger
-from hpcstrat.parameter_server.handles import pickled, unpickled
+from hpcstrat.parameter_server.handles import error_of, pickled, unpickled
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Tree
 
@@ -447,7 +447,7 @@ class ClusterCoordinator:
             elif status == ON_WORKER:
                 call.remote._settle(KEPT, worker.rank)
             elif status == ERROR:
-                self._fail(call, self._unpickled(content))
+                self._fail(call, error_of(content))
             else:
                 call.remote._settle(FAILED, self._unavailable or _cancelled())
 

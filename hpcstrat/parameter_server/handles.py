@@ -6,6 +6,7 @@ side makes them of. Only what came over the job's own communicator is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import traceback
@@ -56,18 +57,22 @@ def error_bytes(error: BaseException) -> bytes:
     """Return an exception, with where it was raised, in bytes; for `error_of`."""
     lines = "".join(traceback.format_exception(error)).rstrip()
     error.add_note(f"raised on {place()}:\n{lines}")
-    if not isinstance(error, Exception):
-        error = RuntimeError(f"{type(error).__name__}: {error}")
     try:
         data = pickled(error)
-        # Some classes can be pickled, but not made again.
-        error_of(data)
     except Exception:
-        data = pickled(RuntimeError(f"{type(error).__name__}: {error}\n{lines}"))
-    return data
+        data = b""
+    return pickle.dumps((data, f"{type(error).__name__}: {error}\n{lines}"))
 
 
 def error_of(data: bytes) -> Exception:
-    """Return the exception of bytes; None stands for what are handles in it."""
-    error: Exception = unpickled(data, lambda handle: None)
-    return error
+    """Return the exception of bytes; None stands for what are handles in it.
+
+    A RuntimeError that says the same, where it cannot be made again here.
+    """
+    whole, text = pickle.loads(data)
+    # Some classes can be pickled, but not made again, or not everywhere.
+    with contextlib.suppress(Exception):
+        error = unpickled(whole, lambda handle: None)
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(text)
