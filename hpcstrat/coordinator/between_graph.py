@@ -11,6 +11,7 @@ from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.coordinator.cluster import Cluster, wish_of
 from hpcstrat.coordinator.strategy import ParameterServerStrategy
 from hpcstrat.options import InputContext, InputOptions
+from hpcstrat.parameter_server.handles import error_bytes, error_of
 from hpcstrat.parameter_server.variables import ServerVariable
 from hpcstrat.settings import Settings
 
@@ -28,6 +29,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     Collective over ``comm``, as is making a variable in its scope over the workers: the
     same ones, in the same order. On parameter servers the constructor serves until all
     workers have ended or closed the strategy, and then ends the program by SystemExit.
+    A worker that ends or closes the strategy waits for the others.
     Nothing else keeps workers in step; there is one replica in sync. The form of
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
@@ -63,6 +65,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         wish = wish_of("ParameterServerStrategyV1", comm, settings)
         cluster = Cluster(wish, cluster_resolver, num_ps, between_graph=True)
         self._resolver = cluster_resolver
+        self._first_has_ended = False
         self._begin(cluster, None)
         if cluster.rank in cluster.roles.servers:
             cluster.serve(self)
@@ -104,23 +107,52 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         Raises
         ------
         ValueError
-            If the first worker has made another one.
+            If the first worker has made another one, or has ended.
+        Exception
+            What the first worker has raised, if it could not make it.
         """
         if self._cluster.coordinates:
             return None
-        mailbox = self.client.mailbox
-        _, (found, *told) = mailbox.wait(
-            mailbox.poll,
-            lambda: f"rank {self.roles.coordinator} to make {variable.name!r}",
-            warns=True,
-        )
+        mailbox, first = self.client.mailbox, self.roles.coordinator
+        message: Any = ("end",)
+        if not self._first_has_ended:
+            _, message = mailbox.wait(
+                mailbox.poll,
+                lambda: f"rank {first} to make {variable.name!r}",
+                warns=True,
+            )
+        found, *told = message
+        if found == "end":
+            self._first_has_ended = True
+            raise ValueError(
+                f"expected rank {first} to make {variable.name!r}, found that it has "
+                "ended; make the same variables on all workers"
+            )
+        if found == "failed":
+            raise error_of(told[0])
         if found != _described(variable):
             raise ValueError(
                 f"expected all workers to make the same variables, found "
-                f"{_described(variable)} here, and {found} on rank "
-                f"{self.roles.coordinator}; make them in the same order"
+                f"{_described(variable)} here, and {found} on rank {first}; make them "
+                "in the same order"
             )
         return told
+
+    def not_made(self, error: BaseException) -> None:
+        """Tell the other workers why a variable could not be made.
+
+        Not collective; on the first worker.
+
+        Parameters
+        ----------
+        error : BaseException
+            That is raised here.
+        """
+        self._tell("failed", error_bytes(error))
+
+    def _tell(self, *message: Any) -> None:
+        for rank in self.roles.workers[1:]:
+            self.client.mailbox.send(rank, message)
 
     def known(self, number: int, variable: ServerVariable) -> None:
         """Tell the other workers of a variable; for variables alone.
@@ -135,18 +167,16 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             Of this rank.
         """
         super().known(number, variable)
-        for rank in self.roles.workers[1:]:
-            message = _described(variable), number, variable._shards
-            self.client.mailbox.send(rank, message)
+        self._tell(_described(variable), number, variable._shards)
 
-    def forget(self, shards: Iterable[tuple[int, int]]) -> None:
-        """Keep the shards of a variable that is gone: other workers may have it.
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Keep what servers have for a variable: other workers may have it.
 
         Not collective.
 
         Parameters
         ----------
-        shards : iterable of (int, int)
+        numbers : iterable of int
             Not used.
         """
 

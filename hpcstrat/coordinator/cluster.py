@@ -86,13 +86,12 @@ class Cluster:
         roles = self.roles
         self.mailbox.on_loss = self._require_coordinator
         if self.rank in roles.servers:
-            programs = len(roles.workers) if roles.between_graph else 1
-            closes = VariableServer(self.mailbox, programs).serve()
+            users = {roles.coordinator, *roles.workers}
+            if VariableServer(self.mailbox, users).serve():
+                self._close()
         else:
             index = roles.workers.index(self.rank)
-            closes = Worker(strategy, roles.coordinator, index).serve()
-        if closes:
-            self.close()
+            self.end(closes=Worker(strategy, roles.coordinator, index).serve())
 
     def _require_coordinator(self, lost: set[int]) -> None:
         if self.roles.coordinator in lost:
@@ -103,16 +102,35 @@ class Cluster:
             )
 
     def end(self, *, closes: bool) -> None:
-        """Let all who serve end; for those who run the program."""
-        # Some may not have heard of a loss, with which nothing collective ends.
-        lost = tuple(self.mailbox.lost)
-        closes = closes or self.topology.survives
-        workers = () if self.roles.between_graph else self.roles.workers
-        for rank in (*workers, *self.roles.servers):
-            self.mailbox.send(rank, ("end", closes, lost))
-        self.mailbox.wait(self.mailbox.drive, lambda: "the other ranks to end")
+        """Wait until all have ended; free everything where all of them close.
 
-    def close(self) -> None:
+        For those who use servers, which stay until the last has ended: workers do so
+        after the function that they run.
+        """
+        mailbox, roles = self.mailbox, self.roles
+        mailbox.on_loss = lambda lost: None
+        # Nothing collective ends where a rank may be lost.
+        closes = closes or self.topology.survives
+        workers = roles.workers if self.coordinates else ()
+        for rank in (*workers, *roles.servers):
+            if rank != self.rank:
+                # Some may not have heard of a loss.
+                mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
+        told: dict[int, bool] = {}
+
+        def all_told() -> bool:
+            while (found := mailbox.poll()) is not None:
+                server, (kind, *rest) = found
+                if kind == "ended":
+                    told[server] = rest[0]
+            return mailbox.drive() and mailbox.lost.union(told) >= set(roles.servers)
+
+        # Without a limit: they may have much to do.
+        mailbox.wait(all_told, lambda: "the other ranks to end")
+        if all(told.values()):
+            self._close()
+
+    def _close(self) -> None:
         """Free everything; collective, unless a rank may be lost by now."""
         if self.topology.survives:
             self._connection.abandon(self._key)
@@ -158,9 +176,11 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
         # The chief is a worker, too.
         workers = (*first, *workers)
         first = workers[:1]
-    if len(first) != 1 or not servers or not workers:
+    known = {*first, *servers, *workers}
+    if len(first) != 1 or not servers or not workers or len(known) < len(tasks):
         raise ValueError(
-            "expected one task 'chief', and at least one 'ps' and one 'worker', found "
+            "expected one task 'chief', at least one 'ps' and one 'worker', and no "
+            "other, found "
             f"{[task[0] for task in tasks]}; change the cluster"
         )
     return Roles(first[0], servers, workers)

@@ -75,7 +75,6 @@ class Server:
         if cluster.coordinates:
             # The others serve already, and wait for this rank.
             cluster.end(closes=True)
-            cluster.close()
             raise ValueError(
                 f"expected a rank other than the coordinator, found rank {cluster.rank}"
                 "; make a ParameterServerStrategy there"
@@ -168,8 +167,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             weakref.WeakValueDictionary()
         )
         self.slots = ServerSlots(self.client, self._variables)
-        self._optimizers: dict[int, Optimizer] = {}
-        self._forgotten: deque[tuple[int, int]] = deque()
+        # With the numbers of their handles.
+        self._optimizers: dict[int, tuple[int, Optimizer]] = {}
+        self._forgotten: deque[int] = deque()
 
     @property
     def roles(self) -> Roles:
@@ -233,6 +233,17 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             Its number and its shards.
         """
         return None
+
+    def not_made(self, error: BaseException) -> None:
+        """Take note of why a variable could not be made; for variables alone.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        error : BaseException
+            That is raised here.
+        """
 
     def next_server(self) -> int:
         """Return the rank that holds the next variable or shard: all in turn.
@@ -410,58 +421,65 @@ class ParameterServerStrategy(SingleReplicaStrategy):
                 self._variables[number] = variable
             return variable
         if kind == "optimizer":
-            if number not in self._optimizers:
-                rule, *rest = parts
-                self._optimizers[number] = Optimizer.from_rule(rule, *rest)
-            return self._optimizers[number]
+            made, *rest = parts
+            last, optimizer = self._optimizers.get(number, (-1, None))
+            if made > last:
+                # It has the options of its newest handle: others come with functions.
+                newest = Optimizer.from_rule(*rest)
+                optimizer = optimizer or newest
+                vars(optimizer).update(vars(newest))
+                self._optimizers[number] = made, optimizer
+            return optimizer
         return self
 
     def _handle(self) -> tuple[str, int, Any]:
         """Return what stands for this strategy on other ranks."""
         return "strategy", 0, None
 
-    def forget(self, shards: Iterable[tuple[int, int]]) -> None:
-        """Let servers free shards of a variable that is gone, at the next call.
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Let servers free what they keep for a variable, at the next call.
 
         Not collective; on the coordinator.
 
         Parameters
         ----------
-        shards : iterable of (int, int)
-            Servers, and numbers of shards.
+        numbers : iterable of int
+            Of the variable, which may count the steps of an optimizer, and its shards.
         """
         # Called by the garbage collector: no message now.
-        self._forgotten.extend(shards)
+        self._forgotten.extend(numbers)
 
     def forget_now(self) -> None:
         """Tell the servers what to free.
 
         Not collective; on the coordinator.
         """
+        numbers = []
         while self._forgotten:
-            server, number = self._forgotten.popleft()
-            self.client.post(server, "delete", number)
+            numbers.append(self._forgotten.popleft())
+        if numbers:
+            for server in self.client.alive():
+                self.client.tell(server, "delete", numbers)
 
     def close(self) -> None:
         """Let all other ranks end, and free what they share.
 
-        Not collective; on the coordinator. A second call does nothing.
+        Not collective; on the coordinator. Waits for the functions that workers run;
+        those that were not begun are left out. A second call does nothing.
         """
-        if not self.closed:
-            self.closed = True
-            self._cluster.end(closes=True)
-            self._cluster.close()
+        self._end(closes=True)
 
     def leave(self) -> None:
         """Let all other ranks end with this program.
 
-        Not collective; on the coordinator.
+        Not collective; on the coordinator. Waits as `close` does.
         """
+        self._end(closes=False)
+
+    def _end(self, *, closes: bool) -> None:
         if not self.closed:
             self.closed = True
-            self._cluster.end(closes=False)
-            if self._cluster.topology.survives:
-                self._cluster.close()
+            self._cluster.end(closes=closes)
 
     def __repr__(self) -> str:
         """Show how many ranks do what."""

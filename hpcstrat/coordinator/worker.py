@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.context import pop, push
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.parameter_server.handles import error_bytes, pickled, unpickled
-from hpcstrat.parameter_server.mailbox import REPLY
+from hpcstrat.parameter_server.handles import (
+    error_bytes,
+    error_of,
+    pickled,
+    unpickled,
+)
 from hpcstrat.parameter_server.variables import ServerVariable
 from hpcstrat.tree import tree_map
 
@@ -59,6 +64,13 @@ def experimental_get_current_worker_index() -> int:
             "the call outside; schedule the function that calls it"
         )
     return _Current.index
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Stands for a value that could not be made: its error."""
+
+    data: bytes
 
 
 class Worker:
@@ -110,25 +122,33 @@ class Worker:
             return self._client.is_made(self._unmade[0][0])
         return found
 
-    def _end_made(self) -> None:
-        """Take results of functions whose updates are made, in their order."""
+    def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
+        """Take results of functions whose updates are made, in their order.
+
+        Where there are so many others, they are waited for.
+        """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]
             if not self._client.is_made(wanted):
-                if len(self._unmade) < _MOST_UNREPORTED:
+                if len(self._unmade) < most:
                     return
                 self._client.wait_for(wanted)
             self._unmade.popleft()
             try:
                 self._client.check(wanted)
             except Exception as error:
-                self._fail(number, error)
+                self._fail(number, error, keep)
             else:
                 self._results.append((number, *self._result(number, value, keep)))
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        self._results.append((number, ERROR, error_bytes(error)))
-        self._cancel()
+    def _fail(self, number: int, error: BaseException, keep: bool) -> None:
+        data = error_bytes(error)
+        self._results.append((number, ERROR, data))
+        if keep:
+            # The functions that would take the value raise it.
+            self._kept[number] = _Failure(data)
+        else:
+            self._cancel()
 
     def _take(self, message: Any) -> None:
         kind, *rest = message
@@ -139,8 +159,10 @@ class Worker:
             self._queue.extend(calls)
         elif kind == "cancel":
             self._cancel()
-        elif kind == "fetch":
-            self._mailbox.send(self._coordinator, self._fetched(rest[0]), REPLY)
+        elif kind == "ask":
+            question, (_, number) = rest
+            answer = self._fetched(number)
+            self._mailbox.reply(self._coordinator, question, *answer)
         elif kind == "drop":
             self._kept.pop(rest[0], None)
         elif kind == "forget":
@@ -185,9 +207,11 @@ class Worker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
+            # Those before have errors of their own.
+            self._end_made(most=0)
             with contextlib.suppress(Exception):
                 self._client.flush()
-            self._fail(number, error)
+            self._fail(number, error, keep)
         else:
             # Whoever sees that the function has ended sees what it has written. The
             # next one need not wait for that.
@@ -233,7 +257,10 @@ class Worker:
     def _resolve(self, handle: Any) -> Any:
         kind, number, parts = handle
         if kind == "per_worker":
-            return self._kept[parts[self._index]]
+            value = self._kept[parts[self._index]]
+            if isinstance(value, _Failure):
+                raise error_of(value.data)
+            return value
         return self._strategy.resolve(kind, number, parts)
 
     def _report(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,9 @@ from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, Variable, class_of_own
 
 __all__ = ["Optimizer"]
+
+# Which of an optimizer's handles is the newest.
+_handles = itertools.count()
 
 # What is of one process, or of its variables.
 _STATEFUL = (
@@ -179,7 +183,8 @@ class Optimizer(MadeTogether, ABC):
                 f"{type(self).__name__} of elsewhere in a scheduled function; make it "
                 "there, or in the function"
             )
-        return "optimizer", self.key, (self.rule(), self.learning_rate, self.iterations)
+        parts = next(_handles), self.rule(), self.learning_rate, self.iterations
+        return "optimizer", self.key, parts
 
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """Return what makes updates elsewhere: class and options, and no state.

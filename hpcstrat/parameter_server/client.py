@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.errors import UnavailableError
+from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.memory import Place, Reader, Readers
 from hpcstrat.typing import Array
@@ -39,8 +40,9 @@ class Client:
             for server in self.servers
             if (place := bells.place(server)) is not None
         }
+        # What is known of the second.
         self._failed: Counter[int] = Counter()
-        self._rules: set[tuple[int, int]] = set()
+        self._rules: dict[tuple[int, int], Any] = {}
 
     def reader(
         self, server: int, place: Place, shape: Any, dtype: Any
@@ -60,14 +62,18 @@ class Client:
 
     def post(self, server: int, *message: Any) -> None:
         """Send an update."""
-        self.mailbox.send(server, message)
-        self._sent[server] += 1
+        self.tell(server, *message)
         self._dirty[server] = None
 
-    def knows_rule(self, server: int, key: int) -> bool:
+    def tell(self, server: int, *message: Any) -> None:
+        """Send an update that nobody waits for."""
+        self.mailbox.send(server, message)
+        self._sent[server] += 1
+
+    def knows_rule(self, server: int, key: int, rule: Any) -> bool:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
-        known = (server, key) in self._rules
-        self._rules.add((server, key))
+        known: bool = self._rules.get((server, key)) == rule
+        self._rules[server, key] = rule
         return known
 
     def done(self) -> None:
@@ -124,7 +130,7 @@ class Client:
         remote = [server for server in self._dirty if server not in self._counts]
         for server in remote:
             del self._dirty[server]
-            self.ask(server, "flush")
+            self._check_one(server, self._sent[server])
         wanted = {server: self._sent[server] for server in self._dirty}
         self._dirty = {}
         self._unseen.update(wanted)
@@ -148,24 +154,30 @@ class Client:
         )
 
     def check(self, wanted: dict[int, int]) -> None:
-        """Raise the first error of updates that are made, or that a server is lost."""
-        for server in wanted:
-            self._check_one(server)
+        """Raise the first error of updates that are made, or that a server is lost.
+
+        In the order in which `pending` has returned them.
+        """
+        for server, last in wanted.items():
+            self._check_one(server, last)
 
     def _flush_one(self, server: int) -> None:
-        counts = self._counts.get(server)
-        if counts is None:
-            self.ask(server, "flush")
-            return
-        self._settle(server)
-        self._check_one(server)
+        if server in self._counts:
+            self._settle(server)
+        self._check_one(server, self._sent[server])
 
-    def _check_one(self, server: int) -> None:
+    def _check_one(self, server: int, last: int) -> None:
+        """Raise the first error of the updates up to a number.
+
+        A server of another node is waited for.
+        """
         self._require(server)
-        failed = int(self._counts[server][1][self.mailbox.rank])
-        if failed != self._failed[server]:
-            self._failed[server] = failed
-            self.ask(server, "flush")
+        counts = self._counts.get(server)
+        if counts is None or counts[1][self.mailbox.rank] != self._failed[server]:
+            count, errors = self.ask(server, "flush", last)
+            self._failed[server] += count
+            for error in errors:
+                raise error_of(error)
 
     def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
         """Copy a shard's value."""

@@ -90,14 +90,14 @@ def apply_at_servers(
     rate = optimizer.learning_rate
     if callable(rate):
         rate = rate(int(optimizer.iterations.numpy()))
-    key = optimizer.key
+    key, rule = optimizer.key, optimizer.rule()
     by_server: dict[int, list[tuple[int, Any]]] = {}
     for gradient, variable in checked:
         for server, number, part in variable.gradient_parts(gradient):
             by_server.setdefault(server, []).append((number, part))
     for server, steps in by_server.items():
-        if not client.knows_rule(server, key):
-            client.post(server, "rule", key, pickled(optimizer.rule()))
+        if not client.knows_rule(server, key, rule):
+            client.post(server, "rule", key, pickled(rule))
         client.post(server, "steps", key, float(rate), steps)
     optimizer.iterations.assign_add(np.ones((), np.int64), read_value=False)
     client.done()

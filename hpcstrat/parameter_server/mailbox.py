@@ -7,6 +7,7 @@ until it is gone, and what arrives is given out when it is whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections import deque
@@ -23,7 +24,7 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.topology.survival import is_loss, lost_ranks
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["INBOX", "REPLY", "Mailbox"]
+__all__ = ["Mailbox"]
 
 INBOX, REPLY = 1, 2
 # Pieces of large arrays have tags of their own.
@@ -81,6 +82,9 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
+        self._questions = itertools.count()
+        # Large answers that MPI may still write, also after an interrupt.
+        self._answering: list[_Arriving] = []
         self._looked_at = 0.0
         self.warn_seconds = math.inf
         self.lost: set[int] = set()
@@ -215,41 +219,48 @@ class Mailbox:
         ]
         one = _Arriving(source, payload, buffers, requests)
         if tag == REPLY:
+            self._answering.append(one)
             whole = self.wait(
                 lambda: self._is_whole(one) or (source in self.lost and "lost"),
                 lambda: f"rank {source} to answer",
             )
+            self._answering.remove(one)
             return (source, one.message()) if whole is True else None
         # Its sender sends nothing more before this has been taken.
         self._arriving.append(one)
         return None
 
-    def next(self, what: Callable[[], str]) -> tuple[int, Any]:
-        """Wait for the next message of the inbox."""
-        found: tuple[int, Any] = self.wait(self.poll, what)
-        return found
-
     def ask(self, rank: int, message: Any) -> Any:
-        """Send a message that is answered, and return the answer, or raise it.
+        """Send a message that is answered by `reply`; return the answer, or raise it.
 
-        Raises UnavailableError where that rank is lost.
+        It comes as ``("ask", number, message)``. Raises UnavailableError where that
+        rank is lost.
         """
-        self.send(rank, message)
+        number = next(self._questions)
+        self.send(rank, ("ask", number, message))
 
         def answer() -> Any:
-            return self._take(rank, REPLY) or (rank in self.lost and (rank, None))
+            while (found := self._take(rank, REPLY)) is not None:
+                if found[1][0] == number:
+                    return found[1]
+                # Of a question whose wait was interrupted.
+            return rank in self.lost
 
         what = f"rank {rank} to answer {message[0]!r}"
-        _, found = self.wait(answer, lambda: what, warns=True)
-        if found is None:
+        found = self.wait(answer, lambda: what, warns=True)
+        if found is True:
             raise UnavailableError(
                 f"expected an answer of rank {rank}, found that it was lost; restore "
                 "the last checkpoint"
             )
-        good, value = found
+        _, good, value = found
         if not good:
             raise error_of(value)
         return value
+
+    def reply(self, rank: int, number: int, good: bool, value: Any) -> None:
+        """Answer a question by a value, or by the bytes of an error."""
+        self.send(rank, (number, good, value), REPLY)
 
     def wait(
         self,

@@ -48,8 +48,11 @@ class Memory:
 
     def allocate(
         self, shape: tuple[int, ...], dtype: Any
-    ) -> tuple[Array, Array, Place, Callable[[], None]]:
-        """Return an array, its version, where it lies, and what frees it."""
+    ) -> tuple[Array, Array, Place]:
+        """Return an array, its version, and where it lies.
+
+        A file is closed with the last array in it; readers keep what they have mapped.
+        """
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         span = _HEAD_BYTES + nbytes + -nbytes % _HEAD_BYTES
         if span > _POOLED_BYTES:
@@ -64,20 +67,19 @@ class Memory:
         version = np.frombuffer(memory, np.int64, 1, offset)
         count = math.prod(shape)
         array = np.frombuffer(memory, dtype, count, offset + _HEAD_BYTES).reshape(shape)
-        place = Place(os.getpid(), number, descriptor, size, offset)
+        return array, version, Place(os.getpid(), number, descriptor, size, offset)
 
-        def free() -> None:
-            # What shares a file stays; readers keep what they have mapped.
-            if span > _POOLED_BYTES:
-                os.close(descriptor)
-
-        return array, version, place, free
+    def close(self) -> None:
+        """Let go of the file that small arrays share."""
+        self._pool = None
 
     def _file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
         descriptor = os.memfd_create("hpcstrat-shards")
         os.ftruncate(descriptor, nbytes)
         self._num_files += 1
-        return mmap.mmap(descriptor, nbytes), self._num_files, descriptor
+        memory = mmap.mmap(descriptor, nbytes)
+        weakref.finalize(memory, os.close, descriptor)
+        return memory, self._num_files, descriptor
 
 
 class _File:

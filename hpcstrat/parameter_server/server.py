@@ -7,7 +7,8 @@ updates of one rank are made in the order in which it has sent them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from hpcstrat.arrays.row_updates import apply_at
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
 from hpcstrat.parameter_server.handles import error_bytes
-from hpcstrat.parameter_server.mailbox import REPLY, Mailbox
+from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.memory import Memory, Place
 from hpcstrat.typing import Array
 
@@ -36,7 +37,7 @@ class _Shard:
         self, memory: Memory, name: str, shape: tuple[int, ...], dtype: Any
     ) -> None:
         self.name = name
-        self.array, self.version, self.place, self.free = memory.allocate(shape, dtype)
+        self.array, self.version, self.place = memory.allocate(shape, dtype)
         # By optimizer and kind; and the number of steps, by optimizer.
         self.slots: dict[tuple[int, str], Array] = {}
         self.steps: dict[int, int] = {}
@@ -51,15 +52,15 @@ class _Shard:
 
 
 class VariableServer:
-    """Serves until all who run the ``programs`` have ended.
+    """Serves until all ``users``, which are ranks, have ended or are lost.
 
     ``client`` is the rank that an update came from: what it counts of them is told to
     it in shared memory, or when it asks.
     """
 
-    def __init__(self, mailbox: Mailbox, programs: int) -> None:
+    def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
         self._mailbox, self._bells = mailbox, mailbox.bells
-        self._programs = programs
+        self._users = frozenset(users)
         place = mailbox.bells.place(mailbox.rank)
         assert place is not None
         self._applied, self._failed = (
@@ -71,7 +72,8 @@ class VariableServer:
         self._rules: dict[int, Any] = {}
         # Of optimizers, the steps made before what was restored.
         self._begun: dict[int, int] = {}
-        self._errors: dict[int, bytes] = {}
+        # By client: the numbers of updates that have failed, and their errors.
+        self._errors: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
         self._answers: dict[str, Callable[..., Any]] = {
             "create": self._create,
             "read": self._read,
@@ -94,59 +96,70 @@ class VariableServer:
         }
 
     def serve(self) -> bool:
-        """Serve; return whether strategies were closed, rather than left."""
-        closes = True
-        while True:
-            client, (kind, *rest) = self._mailbox.next(lambda: "a request")
-            update = self._updates.get(kind)
-            if update is not None:
-                self._apply(client, update, kind, rest)
-            elif kind == "end":
-                closes = closes and rest[0]
-                self._mailbox.lost.update(rest[1])
-                self._programs -= 1
-                if self._programs == 0:
-                    return closes
-            else:
-                self._answer(client, kind, rest)
+        """Serve; return whether all have closed their strategies, rather than left."""
+        closes, mailbox = True, self._mailbox
+        ended: set[int] = set()
 
-    def _apply(self, client: int, update: Any, kind: str, rest: Any) -> None:
+        def look() -> Any:
+            return mailbox.poll() or ended | mailbox.lost >= self._users
+
+        while (found := mailbox.wait(look, lambda: "a request")) is not True:
+            client, (kind, *rest) = found
+            if kind == "ask":
+                self._answer(client, *rest)
+            elif kind == "end":
+                ended.add(client)
+                closes = closes and rest[0]
+                mailbox.hear(rest[1])
+            else:
+                self._apply(client, kind, rest)
+        for user in self._users:
+            mailbox.send(user, ("ended", closes))
+        mailbox.wait(mailbox.drive, lambda: "the others to hear of the end")
+        self._shards.clear()
+        self._memory.close()
+        return closes
+
+    def _apply(self, client: int, kind: str, rest: Any) -> None:
         try:
-            update(kind, *rest)
+            self._updates[kind](kind, *rest)
         except Exception as error:
-            # The first; it is raised where the client waits for its updates.
-            if client not in self._errors:
-                self._errors[client] = error_bytes(error)
+            # It is raised where the client waits for its updates.
+            number = int(self._applied[client]) + 1
+            self._errors[client].append((number, error_bytes(error)))
             self._failed[client] += 1
         self._applied[client] += 1
         self._bells.ring(client)
 
-    def _answer(self, client: int, kind: str, rest: Any) -> None:
-        answer: tuple[bool, Any]
-        if kind == "flush":
-            # After all that this client has sent before; with its first error.
-            error = self._errors.pop(client, None)
-            answer = error is None, error
-        else:
-            try:
-                answer = True, self._answers[kind](*rest)
-            except Exception as error:
-                answer = False, error_bytes(error)
-        self._mailbox.send(client, answer, REPLY)
+    def _answer(self, client: int, question: int, message: Any) -> None:
+        kind, *rest = message
+        value: Any
+        try:
+            if kind == "flush":
+                # After all that this client has sent before.
+                good, value = True, self._failures(client, *rest)
+            else:
+                good, value = True, self._answers[kind](*rest)
+        except Exception as error:
+            good, value = False, error_bytes(error)
+        self._mailbox.reply(client, question, good, value)
+
+    def _failures(self, client: int, last: int) -> tuple[int, list[bytes]]:
+        """Return how many updates up to a number have failed, and the first error."""
+        errors = self._errors[client]
+        found = [error for number, error in errors if number <= last]
+        del errors[: len(found)]
+        return len(found), found[:1]
 
     def _create(
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
     ) -> Place:
         """Make a shard of an array, of what a function makes here, or of zeros."""
         shard = _Shard(self._memory, name, shape, dtype)
-        try:
-            if isinstance(value, bytes):
-                pickle.loads(value)(shard.array)
-            elif value is not None:
-                shard.array[...] = value
-        except BaseException:
-            shard.free()
-            raise
+        if isinstance(value, bytes):
+            pickle.loads(value)(shard.array)
+        elif value is not None:
+            shard.array[...] = value
         self._shards[number] = shard
         return shard.place
 
@@ -252,5 +265,12 @@ class VariableServer:
             shard.slots.clear()
             shard.steps.clear()
 
-    def _delete(self, kind: str, number: int) -> None:
-        self._shards.pop(number).free()
+    def _delete(self, kind: str, numbers: Iterable[int]) -> None:
+        """Free shards, and the state of optimizers that count steps by a variable."""
+        for number in numbers:
+            for known in (self._shards, self._rules, self._begun):
+                known.pop(number, None)
+            for shard in self._shards.values():
+                shard.steps.pop(number, None)
+                for key in [key for key in shard.slots if key[0] == number]:
+                    del shard.slots[key]

@@ -119,15 +119,20 @@ class ServerVariable(Variable):
             self._number, self._shards = told
             self._attach()
             return
-        self._shards, self._held = [], list[tuple[int, int]]()
+        # Numbers of what servers keep for it.
+        self._shards, self._held = [], list[int]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
-        for start, stop in self._ranges():
-            if isinstance(given, Rows):
-                # No other rank than the server ever holds them.
-                value: Any = pickled(_Make(given.make, start))
-            else:
-                value = given[start:stop] if self.ndim else given
-            self._shards.append(self._placed(start, stop, value))
+        try:
+            for start, stop in self._ranges():
+                if isinstance(given, Rows):
+                    # No other rank than the server ever holds them.
+                    value: Any = pickled(_Make(given.make, start))
+                else:
+                    value = given[start:stop] if self.ndim else given
+                self._shards.append(self._placed(start, stop, value))
+        except BaseException as error:
+            strategy.not_made(error)
+            raise
         self._begin()
 
     def _placed(self, start: int, stop: int, value: Any) -> _Shard:
@@ -137,12 +142,13 @@ class ServerVariable(Variable):
         place = self._strategy.client.ask(
             server, "create", number, self.name, shape, self.dtype, value
         )
-        self._held.append((server, number))
+        self._held.append(number)
         return _Shard(server, number, start, stop, place)
 
     def _begin(self) -> None:
         """Let others know the variable, where it is now."""
         self._number = next(_numbers)
+        self._held.append(self._number)
         self._attach()
         self._strategy.known(self._number, self)
 

@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import time
+from typing import Any
+
+import numpy as np
 
 import hpcstrat as hs
 
@@ -16,8 +19,9 @@ def kill() -> None:
 
 
 def workers() -> None:
-    """Let each worker run the program, the first one longer than the others."""
-    strategy = hs.ParameterServerStrategyV1()
+    """Let each worker run the program, and end at another time, in another way."""
+    settings = hs.Settings(limit_seconds=2)
+    strategy = hs.ParameterServerStrategyV1(settings=settings)
     with strategy.scope():
         variable = hs.Variable(0.0)
     variable.assign_add(1.0)
@@ -26,6 +30,25 @@ def workers() -> None:
         while variable.numpy() < len(strategy.roles.workers):
             assert time.monotonic() < deadline
         print("value", float(variable.numpy()), flush=True)
+        strategy.close()
+        return
+    # Longer than a rank waits for others in a call.
+    time.sleep(3)
+    try:
+        with strategy.scope():
+            hs.Variable(0.0)
+    except ValueError as error:
+        print(error, flush=True)
+    variable.assign_add(1.0)
+    print("at last", float(variable.numpy()), flush=True)
+
+
+def late(begun: Any, table: Any) -> None:
+    """Update, and read, when the coordinator has ended."""
+    begun.assign_add(1.0)
+    time.sleep(0.3)
+    table.assign_add(np.ones(table.shape), read_value=False)
+    print("late", float(table.numpy()[-1]), flush=True)
 
 
 def main() -> None:
@@ -49,7 +72,11 @@ def main() -> None:
         time.sleep(60)
     if way == "busy":
         # What is under way at the end is not waited for by the program.
-        coordinator.schedule(time.sleep, (0.1,))
+        with strategy.scope():
+            table = hs.Variable(np.zeros(20_000))
+        coordinator.schedule(late, (variable, table))
+        while variable.numpy() < 3:
+            coordinator.done()
     if way == "worker":
         coordinator.schedule(kill)
         coordinator.join()

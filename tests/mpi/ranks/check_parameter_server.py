@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,11 @@ class Cluster:
     ) -> None:
         if self.job.rank:
             hs.Server(num_ps=num_ps).join()
+            if self.job.rank <= num_ps:
+                # What this rank has mapped before as a worker.
+                gc.collect()
+                files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+                assert not [file for file in files if "hpcstrat-shards" in file.name]
             return
         strategy = hs.ParameterServerStrategy(num_ps=num_ps, **more)
         try:
@@ -417,6 +423,10 @@ class HeldError(Exception):
         self.lock = threading.Lock()
 
 
+def rows_that_fail(start: int, stop: int) -> Any:
+    raise HeldError
+
+
 def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
     cluster: Cluster,
 ) -> None:
@@ -424,12 +434,9 @@ def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
         def _update_one(self, *args: Any) -> None:
             raise HeldError
 
-    def rows(start: int, stop: int) -> Any:
-        raise HeldError
-
     def body(strategy: Any, coordinator: Any) -> None:
         with pytest.raises(RuntimeError, match="HeldError: of the server"):
-            made(strategy, hs.Rows((3, 2), "float32", rows))
+            made(strategy, hs.Rows((3, 2), "float32", rows_that_fail))
         variable = made(strategy, np.zeros(3))
         with strategy.scope():
             optimizer = Failing(1.0)
@@ -443,6 +450,182 @@ def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
         assert coordinator.schedule(lambda: float(variable.numpy()[0])).fetch() == 0
 
     cluster.run(body)
+
+
+class RootedError(Exception):
+    """Can be unpickled where it was pickled alone."""
+
+    def __reduce__(self) -> Any:
+        return rooted, (os.getpid(),)
+
+
+def rooted(pid: int) -> RootedError:
+    if os.getpid() != pid:
+        raise OSError("elsewhere")
+    return RootedError()
+
+
+def test_an_error_that_is_unknown_here_is_told(job: Any) -> None:
+    def fail() -> None:
+        raise RootedError("of the worker")
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        coordinator.schedule(fail)
+        with pytest.raises(RuntimeError, match="RootedError: of the worker"):
+            coordinator.join()
+
+    Cluster(job).run(body)
+
+
+class Slow(hs.optimizers.SGD):
+    """Takes its time for a step, and may fail then."""
+
+    fails = False
+
+    def _update_one(self, *args: Any) -> None:
+        time.sleep(0.1)
+        if self.fails:
+            raise ZeroDivisionError("at the server")
+        super()._update_one(*args)
+
+
+def test_each_function_has_its_own_errors(cluster: Cluster, job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable = made(strategy, np.zeros(3))
+        with strategy.scope():
+            good, bad = Slow(1.0), Slow(1.0)
+        bad.fails = True
+        pairs = [(np.ones(3), variable)]
+
+        def step(optimizer: Any, seconds: float) -> None:
+            optimizer.apply_gradients(pairs)
+            time.sleep(seconds)
+
+        def fail() -> None:
+            raise KeyError("of the function")
+
+        # So that workers have some ahead.
+        for _ in range(20):
+            coordinator.schedule(int)
+        coordinator.join()
+        first = coordinator.schedule(step, (good, 0.0))
+        second = coordinator.schedule(step, (bad, 0.4))
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+        assert first.fetch() is None
+        with pytest.raises(ZeroDivisionError):
+            second.fetch()
+        for _ in range(20):
+            coordinator.schedule(int)
+        coordinator.join()
+        first = coordinator.schedule(step, (bad, 0.0))
+        second = coordinator.schedule(fail)
+        with pytest.raises(ZeroDivisionError):
+            first.fetch()
+        with pytest.raises((KeyError, CancelledError)):
+            second.fetch()
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+
+    cluster.run(body, job.size - 2)
+
+
+class Hollow:
+    """Cannot be iterated over."""
+
+    def __iter__(self) -> Any:
+        raise LookupError("of the iterator")
+
+
+def test_a_value_that_cannot_be_made_fails_those_alone_who_take_it(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        dataset = coordinator.create_per_worker_dataset(Hollow)
+        coordinator.schedule(time.sleep, (0.1,))
+        iterator = iter(dataset)
+        assert coordinator.schedule(int).fetch() == 0
+        coordinator.join()
+        coordinator.schedule(next, (iterator,))
+        with pytest.raises(LookupError, match="of the iterator"):
+            coordinator.join()
+
+    Cluster(job).run(body, job.size - 2)
+
+
+def test_an_interrupted_question_leaves_its_answer_to_no_other(
+    cluster: Cluster, job: Any
+) -> None:
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        values = [coordinator.schedule(np.full, (20_000, i)) for i in range(2)]
+        coordinator.join()
+        coordinator.schedule(time.sleep, (0.4,))
+        time.sleep(0.1)
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            values[0].fetch()
+        signal.signal(signal.SIGALRM, before)
+        assert [value.fetch()[-1] for value in values[::-1]] == [1, 0]
+
+    cluster.run(body, job.size - 2)
+
+
+def test_changed_options_reach_workers_and_servers(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable = made(strategy, np.zeros(3))
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+
+        def step(own: Any) -> None:
+            own.apply_gradients([(np.ones(3), variable)])
+
+        coordinator.schedule(step, (optimizer,)).fetch()
+        optimizer.learning_rate, optimizer.momentum = 0.25, 0.0
+        coordinator.schedule(step, (optimizer,)).fetch()
+        np.testing.assert_array_equal(variable.numpy(), np.full(3, -1.25))
+
+    Cluster(job).run(body, job.size - 2)
+
+
+def test_servers_keep_nothing_of_what_is_gone(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable, other = made(strategy, np.zeros(3)), made(strategy, 0.0)
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+        strategy.apply_gradients(optimizer, [(np.ones(3), variable)])
+        client, key = strategy.client, optimizer.key
+
+        def states() -> list[list[int]]:
+            return [client.ask(rank, "stateful", key) for rank in client.servers]
+
+        assert sum(map(len, states())) == 1
+        del optimizer
+        gc.collect()
+        coordinator.done()
+        assert sum(map(len, states())) == 0
+        # Nothing that lay on a lost server fails later calls.
+        client.mailbox.lost.update(client.servers)
+        del other
+        gc.collect()
+        coordinator.done()
+        client.flush()
+        client.mailbox.lost.clear()
+
+    Cluster(job).run(body, job.size - 2)
+
+
+def test_a_rank_without_a_role_is_refused(job: Any) -> None:
+    kinds = ["chief", "ps", "worker", "evaluator"]
+    if job.size < len(kinds):
+        pytest.skip("all ranks have roles")
+    resolver = hs.cluster_resolver.SimpleClusterResolver(
+        hs.cluster_resolver.ClusterSpec({}), task_type=kinds[job.rank]
+    )
+    for make in (hs.ParameterServerStrategy, hs.ParameterServerStrategyV1):
+        with pytest.raises(ValueError, match=r"no other, found .*'evaluator'"):
+            make(resolver)
 
 
 def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
@@ -500,6 +683,8 @@ def test_workers_run_the_program_themselves_without_a_coordinator(
             hs.CheckpointManager(tmp_path, slow=slow, optimizer=optimizer)
     else:
         hs.CheckpointManager(tmp_path, slow=slow, optimizer=optimizer).save()
+    with strategy.scope(), pytest.raises(RuntimeError, match="HeldError"):
+        hs.Variable(hs.Rows((3, 2), "float32", rows_that_fail))
     name = "same" if job.size == 3 or job.rank != job.size - 1 else "another"
     with strategy.scope():
         if name == "same":
