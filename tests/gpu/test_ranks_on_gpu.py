@@ -2,8 +2,8 @@
 
 With CuPy on the GPU of this machine, which the ranks share; where there is none, with
 the stand-in for CuPy. What has no meaning for arrays on GPUs is listed in
-tests/gpu/ranks/exceptions.py, and skipped with the reason. By default a sample runs on
-each transport; after a change to one, all of it: ``-m full -k nccl``.
+tests/gpu/ranks/exceptions.py, and skipped with the reason. By default a sample runs;
+after a change to a transport, all of it: ``-m full -k nccl``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def _paths(names: list[str]) -> list[str]:
     return [str(RANKS / f"check_{name}.py") for name in names]
 
 
+FULL = pytest.mark.full
 # In the layouts in which the transports are taken.
 NEAR = "--short", "--layout=one_worker"
 APART = ("--layout=one_replica_per_worker",)
@@ -65,10 +66,10 @@ UNEVEN = "--short", "--layout=two_replicas_per_worker"
     ("n", "transport", "options", "names"),
     [
         (1, "peer", NEAR, ["contexts", "optimizers"]),
-        (2, "nccl", NEAR, ["reductions", "optimizers"]),
-        (2, "mpi", APART, ["contexts"]),
+        pytest.param(2, "nccl", NEAR, ["reductions", "optimizers"], marks=FULL),
+        pytest.param(2, "mpi", APART, ["contexts"], marks=FULL),
         (2, "peer", NEAR, ["checkpoint", "metrics"]),
-        (3, "peer", UNEVEN, ["non_finite"]),
+        pytest.param(3, "peer", UNEVEN, ["non_finite"], marks=FULL),
     ],
     ids=lambda value: value[-1][9:] if isinstance(value, tuple) else None,
 )
@@ -78,7 +79,14 @@ def test_a_sample_of_the_rank_tests_passes_on_gpus(
     assert _passed(n, transport, _paths(names), *options) >= len(names)
 
 
-@pytest.mark.parametrize(("n", "transport"), [(1, "peer"), (2, "nccl"), (3, "mpi")])
+@pytest.mark.parametrize(
+    ("n", "transport"),
+    [
+        (2, "nccl"),
+        pytest.param(1, "peer", marks=FULL),
+        pytest.param(3, "mpi", marks=FULL),
+    ],
+)
 def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
     files = sorted(str(path) for path in OWN.glob("check_*.py"))
     assert _passed(n, transport, files) >= len(files)
@@ -113,8 +121,8 @@ def _device_paths(names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("n", "names"),
     [
-        (1, ["binding"]),
-        (1, ["device_checkpoints"]),
+        pytest.param(1, ["binding"], marks=FULL),
+        pytest.param(1, ["device_checkpoints"], marks=FULL),
         *[(2, names) for names in DEVICE_TESTS],
         (3, ["peer", "hierarchical"]),
         (4, ["hierarchical"]),

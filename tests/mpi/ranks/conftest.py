@@ -49,11 +49,14 @@ LAYOUTS = (
 # By a test's marker: the numbers of ranks at which it can fail in another way than at
 # those before, and the layouts there (None: all). A rule of values sees one replica, 2
 # of a worker, and workers of unequal size; an algorithm, a header or a wait has first,
-# last and middle ranks from 3 on, and at 4 workers of equal size that are not alone in
-# theirs. What takes seconds and fails anywhere, if it does, runs once.
+# last and middle ranks, and workers, from 3 on, and at 4 ranks that are not alone in
+# their workers. What takes seconds and fails anywhere, if it does, runs once.
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
-    "algorithm": {3: None, 4: ("two_replicas_per_worker",)},
+    "algorithm": {
+        3: ("one_worker", "one_replica_per_worker"),
+        4: ("two_replicas_per_worker",),
+    },
     "once": {3: ("two_replicas_per_worker",)},
 }
 
