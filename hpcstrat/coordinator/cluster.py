@@ -123,10 +123,12 @@ class Cluster:
                 server, (kind, *rest) = found
                 if kind == "ended":
                     told[server] = rest[0]
-            return mailbox.drive() and mailbox.lost.union(told) >= set(roles.servers)
+            mailbox.leave_answers()
+            return mailbox.lost.union(told) >= set(roles.servers)
 
-        # Without a limit: they may have much to do.
-        mailbox.wait(all_told, lambda: "the other ranks to end")
+        # Without a limit: they may have much to do, as programs of their own do.
+        warns = self.coordinates and not roles.between_graph
+        mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
             self._close()
 

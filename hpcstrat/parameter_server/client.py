@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +73,10 @@ class Client:
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
-        known: bool = self._rules.get((server, key)) == rule
+        known = False
+        with contextlib.suppress(Exception):
+            # Options that cannot be compared, such as arrays, are told again.
+            known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known
 

@@ -258,6 +258,11 @@ class Mailbox:
             raise error_of(value)
         return value
 
+    def leave_answers(self) -> None:
+        """Take answers for which nobody waits any more, so that their senders end."""
+        while self._take(self._mpi.ANY_SOURCE, REPLY) is not None:
+            pass
+
     def reply(self, rank: int, number: int, good: bool, value: Any) -> None:
         """Answer a question by a value, or by the bytes of an error."""
         self.send(rank, (number, good, value), REPLY)

@@ -558,16 +558,22 @@ def test_an_interrupted_question_leaves_its_answer_to_no_other(
         raise TimeoutError
 
     def body(strategy: Any, coordinator: Any) -> None:
-        values = [coordinator.schedule(np.full, (20_000, i)) for i in range(2)]
+        values = [coordinator.schedule(np.full, (20_000, i)) for i in range(3)]
         coordinator.join()
-        coordinator.schedule(time.sleep, (0.4,))
-        time.sleep(0.1)
-        before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(TimeoutError):
-            values[0].fetch()
-        signal.signal(signal.SIGALRM, before)
-        assert [value.fetch()[-1] for value in values[::-1]] == [1, 0]
+
+        def interrupt(value: Any) -> None:
+            coordinator.schedule(time.sleep, (0.3,))
+            time.sleep(0.1)
+            before = signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(TimeoutError):
+                value.fetch()
+            signal.signal(signal.SIGALRM, before)
+
+        interrupt(values[0])
+        assert [value.fetch()[-1] for value in values[1::-1]] == [1, 0]
+        # Nor does the worker wait at its end for somebody to take it.
+        interrupt(values[2])
 
     cluster.run(body, job.size - 2)
 
