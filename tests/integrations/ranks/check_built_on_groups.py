@@ -151,6 +151,32 @@ def test_sums_within_a_backward_pass_keep_their_order(job: Any, option: Any) -> 
         torch.testing.assert_close(one.grad, two.grad, **CLOSE)
 
 
+class Failing(torch.autograd.Function):
+    """Whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Any) -> Any:
+        """Return the values."""
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Raise an error."""
+        raise ValueError("planned")
+
+
+def test_a_backward_pass_that_fails_holds_up_no_other_one(job: Any) -> None:
+    batches = rows(job)
+    own = batches.chunk(job.size, dim=1)[job.rank]
+    failing = nn.Sequential(net(), Between(Failing.apply), nn.Linear(2, 2).double())
+    # The sum of the last layer has been asked for when the pass fails.
+    failing = DistributedDataParallel(failing, bucket_cap_mb=1e-5)
+    model = DistributedDataParallel(net())
+    with pytest.raises(ValueError, match="planned"):
+        mean(failing, own[0]).backward()
+    require_equal(stepped(model, own), stepped(net(), batches))
+
+
 def test_ddp_compiled(job: Any) -> None:
     batches = rows(job)
     own = batches.chunk(job.size, dim=1)[job.rank]
