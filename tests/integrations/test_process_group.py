@@ -35,7 +35,7 @@ FULL = pytest.mark.full
     "n", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3]
 )
 def test_rank_tests_pass(n: int) -> None:
-    names = "process_group", "built_on_groups", "fsdp"
+    names = "process_group", "built_on_groups", "fsdp", "torch_environment"
     files = [str(HERE / "ranks" / f"check_{name}.py") for name in names]
     words = "-m", "tests.mpi.ranks", "--color=no", *files
     finished = launched(n, *words, timeout=300)

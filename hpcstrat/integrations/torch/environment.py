@@ -6,10 +6,14 @@ import importlib
 import os
 import socket
 from typing import Any
+from urllib.parse import urlparse
 
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init_env", "use_for_env"]
+
+# The ports that were given, each with whether a group has met there.
+_given: dict[str, bool] = {}
 
 
 def init_env() -> None:
@@ -23,6 +27,8 @@ def init_env() -> None:
     set stay as they are. ``dist.init_process_group`` does this by itself, once
     `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE``
     is set; call it before, where the program reads ``LOCAL_RANK`` and the like first.
+    A default group that is made again after ``dist.destroy_process_group`` meets at
+    another port.
     """
     strategy = MultiWorkerMirroredStrategy()
     topology, place = strategy.topology, None
@@ -49,6 +55,8 @@ def init_env() -> None:
     strategy.close()
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
+    if os.environ["MASTER_PORT"] == str(port):
+        _given[str(port)] = False
 
 
 def use_for_env() -> None:
@@ -60,9 +68,17 @@ def use_for_env() -> None:
     if found is None or found.__module__ == __name__:
         return
 
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+    def handler(url: str, *args: Any, **kwargs: Any) -> Any:
+        environ = os.environ
+        if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
-        return found(*args, **kwargs)
+        elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
+            # Where rank 0 is late to destroy the last group, its store, still there,
+            # would count the ranks of this one, for which rank 0 then waits.
+            del environ["MASTER_PORT"]
+            init_env()
+        if environ.get("MASTER_PORT") in _given:
+            _given[environ["MASTER_PORT"]] = True
+        return found(url, *args, **kwargs)
 
     handlers["env"] = handler
