@@ -24,7 +24,7 @@ from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PatientComm
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.work import Work, add_in_order, drain, fill
+from hpcstrat.collectives.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = [
@@ -111,8 +111,7 @@ def exchanged_sum(
         if np.may_share_memory(values, total):
             values = values.copy()
         yield comm.Iallreduce(values, total, comm.mpi.SUM)
-        if divisor:
-            quietly(np.divide, total, divisor, total)
+        divide(total, divisor)
         return
     bounds = [total.size * part // size for part in range(size + 1)]
     own = slice(bounds[me], bounds[me + 1])
@@ -130,8 +129,7 @@ def exchanged_sum(
     terms = [values[own] if rank == me else came[rank] for rank in range(size)]
     # Memory of this rank alone, for the sums of the first ones.
     add_in_order(terms, total[own], terms[1 if me == 0 else 0])
-    if divisor:
-        quietly(np.divide, total[own], divisor, total[own])
+    divide(total[own], divisor)
     comm.give_room(room)
     yield comm.start(
         dict.fromkeys(others, _bytes(total[own])),

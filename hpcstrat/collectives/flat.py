@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quietly
 from hpcstrat.arrays.packing import Run
 from hpcstrat.channel.awaited import HEADER, Awaits, Message
 from hpcstrat.channel.channel import Channel
-from hpcstrat.collectives.work import Work, drain, fill
+from hpcstrat.collectives.work import Work, divide, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_by_mpi"]
@@ -40,8 +39,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
             channel.patient(comm).Allreduce(sent, total, op=mpi.SUM)
         else:
             yield Message(comm.Iallreduce(sent, total, op=mpi.SUM), sent)
-        if work.divisor:
-            quietly(np.divide, total, work.divisor, total)
+        divide(total, work.divisor)
         if packed:
             drain(run, work.results, total)
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import Awaits, Header
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.wire_headers import HEADER_BYTES
-from hpcstrat.collectives.work import add_in_order
+from hpcstrat.collectives.work import add_in_order, divide
 from hpcstrat.typing import Array
 
 __all__ = ["INLINE", "InlineReduction", "fits_header", "inlined_bytes"]
@@ -186,8 +184,7 @@ class InlineReduction:
         for number, run in enumerate(self._piece):
             total = self._total(number, run)
             add_in_order(self._blocks[number][1], total)
-            if self._divisor:
-                quietly(np.divide, total, self._divisor, total)
+            divide(total, self._divisor)
 
 
 def _lay_out(views: _Views, arrays: Sequence[Array]) -> None:

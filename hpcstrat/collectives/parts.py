@@ -19,6 +19,7 @@ from hpcstrat.arrays.casting import assign, is_half, quietly
 from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.work import divide
 from hpcstrat.typing import Array
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "reduce_scatter"]
@@ -344,7 +345,6 @@ def _combine(
         into = functools.partial(function, out=out)
         quietly(into, partial, terms[number])
         partial = out
-    if divisor:
-        quietly(np.divide, partial, divisor, partial)
+    divide(partial, divisor)
     if partial is not total:
         quietly(assign, total, ..., partial)

@@ -11,7 +11,7 @@ from hpcstrat.arrays.casting import quietly
 from hpcstrat.channel.awaited import HEADER, Awaits, EveryRankError
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.patient import PIECE_BYTES, PatientComm
-from hpcstrat.collectives.work import Work, drain, fill
+from hpcstrat.collectives.work import Work, divide, drain, fill
 from hpcstrat.typing import Array
 
 __all__ = ["reduce_to_one"]
@@ -42,8 +42,7 @@ def reduce_to_one(
     for run, flat in zip(piece, flats, strict=True):
         comm = channel.patient(channel.topology.replica_comm)
         _reduce(flat, comm, root, accumulate)
-        if work.divisor:
-            quietly(np.divide, flat, work.divisor, flat)
+        divide(flat, work.divisor)
         drain(run, work.results, flat)
 
 

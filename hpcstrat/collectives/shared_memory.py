@@ -25,7 +25,7 @@ from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.places import Places
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.work import Work, add_in_order, fill
+from hpcstrat.collectives.work import Work, add_in_order, divide, fill
 from hpcstrat.typing import Array
 
 __all__ = ["SmallReduction", "reduce_directly", "reduce_scattered"]
@@ -62,8 +62,7 @@ def reduce_directly(work: Work, channel: Channel) -> Awaits:
                     quietly(np.add, rows[0], own, total)
                 else:
                     quietly(np.add, own, rows[1], total)
-                if work.divisor:
-                    quietly(np.divide, total, work.divisor, total)
+                divide(total, work.divisor)
             else:
                 _add_spans(run, work, places, rows)
         if step is not None:
@@ -87,8 +86,7 @@ def _add_spans(run: Run, work: Work, places: Places, rows: Sequence[Array]) -> N
         if result.dtype != run.dtype:
             total = places.scratch(run.dtype)[: stop - start]
         add_in_order(terms, total)
-        if work.divisor:
-            quietly(np.divide, total, work.divisor, total)
+        divide(total, work.divisor)
         if total is not result:
             quietly(assign, result, ..., total)
 
@@ -149,8 +147,8 @@ def _come(behind: Sequence[_Behind], divisor: int) -> Awaits:
     """Wait for the sums of this rank's segments, and divide them."""
     for _, _, segments, flows in behind:
         yield from flows
-        for segment in segments if divisor else ():
-            quietly(np.divide, segment, divisor, segment)
+        for segment in segments:
+            divide(segment, divisor)
 
 
 def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:
@@ -268,7 +266,6 @@ def _add_small(
         quietly(np.add, parts[0], own, total)
     else:
         quietly(np.add, own, parts[1], total)
-    if divisor:
-        quietly(np.divide, total, divisor, total)
+    divide(total, divisor)
     if total is not result:
         quietly(assign, result, ..., total)

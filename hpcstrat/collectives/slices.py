@@ -20,7 +20,7 @@ from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.exchanged import exchanged_sum
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.work import add_in_order, fill
+from hpcstrat.collectives.work import add_in_order, divide, fill
 from hpcstrat.topology.segment import Segment
 from hpcstrat.typing import Array
 
@@ -195,5 +195,5 @@ class _Cross:
                 yield self.under_way.popleft()
             steps = exchanged_sum(total, total, self._comm, self._divisor)
             self.under_way.append(self._pipeline.begin(steps))
-        elif self._divisor:
-            quietly(np.divide, total, self._divisor, total)
+        else:
+            divide(total, self._divisor)

@@ -19,7 +19,7 @@ from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "Work", "add_in_order", "drain", "fill"]
+__all__ = ["Algorithm", "Work", "add_in_order", "divide", "drain", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +87,14 @@ def add_in_order(
         out = total if scratch is None or number == last else scratch
         quietly(np.add, partial, terms[number], out)
         partial = out
+
+
+def divide(sums: Array, divisor: int) -> None:
+    """Divide sums in their place; where they are no means, ``divisor`` is 0."""
+    if not divisor:
+        return
+    if divisor & (divisor - 1) or sums.dtype.kind != "f":
+        quietly(np.divide, sums, divisor, sums)
+    else:
+        # By a power of two: the same bits in less time.
+        quietly(np.multiply, sums, 1 / divisor, sums)

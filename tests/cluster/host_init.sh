@@ -17,6 +17,9 @@ rmdir "$run/$host.cgroups"
 mount -t tmpfs -o mode=1777,size=4g tmpfs /dev/shm
 mount --bind "$run/hosts" /etc/hosts
 ip link set lo up
+# A machine may have chosen BBR, which paces what shares a slow wire with much else so
+# that the wire idles. Every kernel has this one.
+echo reno >/proc/sys/net/ipv4/tcp_congestion_control
 echo $$ >"$run/$host.starting"
 mv "$run/$host.starting" "$run/$host.pid"
 exec -a "pretend host $host" sleep infinity

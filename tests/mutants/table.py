@@ -30,8 +30,7 @@ MUTANTS = (
     _m(
         "flat: a mean is not divided",
         "3:reductions",
-        """        if work.divisor:
-            quietly(np.divide, total, work.divisor, total)
+        """        divide(total, work.divisor)
         if packed:""",
         "        if packed:",
     ),
@@ -51,11 +50,16 @@ MUTANTS = (
         "direct: a mean of mixed arrays is not divided",
         "2:all_reduce",
         """        add_in_order(terms, total)
-        if work.divisor:
-            quietly(np.divide, total, work.divisor, total)
+        divide(total, work.divisor)
         if total is not result""",
         """        add_in_order(terms, total)
         if total is not result""",
+    ),
+    _m(
+        "mean: three replicas are taken for a power of two",
+        "3:all_reduce",
+        "divisor & (divisor - 1)",
+        "divisor & (divisor - 1) > 2",
     ),
     _m(
         "shared: the last rank's values are left out",
