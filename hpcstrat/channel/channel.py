@@ -469,7 +469,7 @@ class Channel:
         announcement.run_index = position.run_index
         announcement.next_index = position.next_index
         announcement.depth = self.sections.depth
-        announcement.pending = len(self.started)
+        announcement.pending = self.started.num_separate()
         announcement.notice = notice = self.notice
         announcements: list[Announcement]
         try:
@@ -500,6 +500,7 @@ class Channel:
             for started in self.started:
                 started.end(failure.error)
             self.started.clear()
+        self.started.drop_parts(failure.error)
         if failure.loses_calls and not self.broken:
             # Nobody knows which of them the others have started, or will start.
             self.broken = f"several started calls were under way when {failure.error}"

@@ -37,6 +37,9 @@ class Started:
     join : callable, optional
         Called in each thread that awaits the result, once it is known: lets the
         thread's stream on a GPU wait for it.
+    part : bool
+        Whether it is part of a larger call, such as a backward pass, that no rank goes
+        on with once a part has failed: those not yet announced are then dropped.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Started:
         timeout_seconds: float | None = None,
         *,
         join: Callable[[], None] | None = None,
+        part: bool = False,
     ) -> None:
         self.call = call
+        self.part = part
         self._join = join
         # Which of this rank's started calls it is, in a timeline.
         self.mark = ""
@@ -235,6 +240,17 @@ class StartedCalls(deque[Started]):
                 self._forget(first)
                 if first is last:
                     return
+
+    def num_separate(self) -> int:
+        """Return how many there are, all parts of larger calls taken as one."""
+        return sum(not one.part for one in self) + any(one.part for one in self)
+
+    def drop_parts(self, error: BaseException) -> None:
+        """Let go of parts that have not been announced, since one has failed."""
+        for one in list(self)[1:]:
+            if one.part:
+                one.end(error)
+                self.remove(one)
 
     def _forget(self, ended: Started) -> None:
         """Take an ended call off the queue, which an error may have emptied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["Reductions"]
 
 _MOST_PLANS = 1024
+# Of a call that no header carries.
+_LARGE_BYTES = 1 << 20
 
 # Operation, name of the call, and what holds the arrays; None for a single array.
 _Request = tuple[ReduceOp, str, Any]
@@ -124,6 +127,17 @@ class Reductions:
 
     batch_reduce = collective(reduce_inside)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether data of a reduction that is started travel while ranks compute.
+
+        Not collective; the same on every rank. Inside a worker the ranks move them.
+        """
+        channel: Any = self.collectives.channel
+        if channel is None or channel.topology.num_workers == 1:
+            return False
+        return self._ops.choose(_LARGE_BYTES, channel.topology, self._options).starts
+
     def start_inside(
         self,
         op: ReduceOp,
@@ -132,12 +146,13 @@ class Reductions:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
+        part: bool = False,
     ) -> Started:
         """Start `reduce_inside`, without waiting for its end.
 
         Collective over ``topology.replica_comm``. Neither ``trees`` nor ``out`` may be
         written before the end, nor ``out`` be read; IndexedSlices are refused by
-        ValueError. `Started.wait` returns the result.
+        ValueError. `Started.wait` returns the result; it says what ``part`` means.
         """
         options = options or self._options
         leaves, structure = flatten(trees)
@@ -157,8 +172,8 @@ class Reductions:
         if arrays and is_device(arrays[0]):
             # To make it takes calls, which a call that is being started cannot make.
             self._group(what, options)
-        begin = self._start, request, arrays, options, outs, out
-        return cast("Started", self.collectives.call(what, *begin))
+        begin = functools.partial(self._start, request, arrays, options, part=part)
+        return cast("Started", self.collectives.call(what, begin, outs, out))
 
     def _start(
         self,
@@ -167,6 +182,8 @@ class Reductions:
         options: CommunicationOptions,
         outs: list[Array] | None,
         out: Tree,
+        *,
+        part: bool,
     ) -> Started:
         planned, results = self._prepared(request, arrays, options, outs)
         if planned.choice is not None and not planned.choice.starts:
@@ -191,6 +208,7 @@ class Reductions:
             tree,
             options.timeout_seconds,
             join=join,
+            part=part,
         )
 
     start_reduce = collective(start_inside)

@@ -39,6 +39,11 @@ class Collectives(ObjectCollectives):
         self.start_reduce = self._reductions.start_reduce
         self.start_inside = self._reductions.start_inside
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a reduction that is started goes on while ranks compute."""
+        return self._reductions.overlaps
+
     def close(self) -> None:
         """Refuse all calls from here on."""
         super().close()

@@ -1,7 +1,9 @@
-"""Calls that DDP asks for within a backward pass, made together at its end.
+"""Calls that DDP asks for within a backward pass, which end when that does.
 
 It asks for one whenever a bucket of gradients is complete. If each were made at once,
 all ranks would wait for the latest of them at every bucket, and compute nothing then.
+So between workers each is started at once, and goes on meanwhile; inside a worker,
+where nothing goes on by itself, all are made at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ __all__ = ["Postponed"]
 _ENGINE = getattr(torch.autograd.graph, "_engine_run_backward", None)
 # Before torch 2.6, what C++ gets from Python forgets what Python has made of it.
 _KEEPS_WORK = hasattr(torch._C._distributed_c10d, "_register_work")
+# Waits for a call that was started, and returns its work.
+_End = Callable[[], Any]
 
 
 class _Work(dist.Work):
@@ -54,6 +58,8 @@ class Postponed:
     def __init__(self) -> None:
         self._calls: deque[tuple[Callable[[], Any], _Work]] = deque()
         self._making = False
+        # Whether none of them is yet to be made.
+        self._all_started = True
 
     @staticmethod
     def possible() -> bool:
@@ -69,12 +75,21 @@ class Postponed:
         # Without one it is a thread of the engine's own.
         return caller is None or caller.f_code is getattr(_ENGINE, "__code__", None)
 
-    def add(self, call: Callable[[], Any]) -> dist.Work:
-        """Postpone a call, which returns its work; return a work that stands for it."""
+    def add(
+        self, call: Callable[[], Any], start: Callable[[], _End | None] | None = None
+    ) -> dist.Work:
+        """Postpone a call, which returns its work; return a work that stands for it.
+
+        ``start``, if given, starts it, where that can be, and returns what ends it.
+        """
         # For each, as an engine that an error has ended forgets what it was to call.
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
         work = _Work(self.end)
-        self._calls.append((call, work))
+        # Not before calls that cannot be started: those come first on all ranks.
+        begins = self._all_started or not self._calls
+        end = start() if start is not None and begins else None
+        self._calls.append((end or call, work))
+        self._all_started = end is not None
         return work
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
 Every call of the group is one of the library's own, whose header compares what the
 ranks call. All have ended when they return; only send and recv go on, and where a
-hook asks for all_reduce, that is made at the end of the backward pass.
+hook asks for all_reduce, that ends with the backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
                     return self.collectives.call(what, bound)
 
             if postponed and Postponed.possible():
-                return self.postponed.add(make)
+                start = None
+                if self.collectives.overlaps:
+                    start = functools.partial(self.start_sum, *args, **kwargs)
+                return self.postponed.add(make, start)
             self.postponed.give_way()
             return make()
 
@@ -206,6 +209,38 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     allreduce_coalesced = allreduce
+
+    def start_sum(
+        self, tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Callable[[], Any] | None:
+        """Start `allreduce`; None for what cannot be started, on all ranks alike."""
+        tensors = _listed(tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return None
+        reduction = Reduction(opts, tensors[0], self._size)
+        if reduction.function is not np.add:
+            return None
+        host = HostTensors()
+
+        def begin() -> Any:
+            arrays = [host.write(tensor) for tensor in tensors]
+            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
+            given: Any = arrays[0] if len(arrays) == 1 else arrays
+            start = self.collectives.start_inside
+            return start(op, given, "all_reduce", out=given, part=True), arrays
+
+        with torch.no_grad(), _recorded("all_reduce"):
+            started, arrays = self.collectives.call("all_reduce", begin)
+
+        def end() -> Any:
+            started.wait()
+            with torch.no_grad():
+                for array in arrays:
+                    reduction.conclude(array)
+                host.written()
+            return _done(tensors)
+
+        return end
 
     def _reduce_sparse(self, tensor: Any, opts: Any) -> None:
         """Add sparse tensors: each rank's values, at its indices."""

@@ -1,0 +1,425 @@
+"""What combines the gradients of a replicated module, in its hooks.
+
+They note which parameters a backward has reached; when it ends, one reduction combines
+all of them, in place. Which parameters these are may differ between replicas, and from
+step to step, so a few numbers of that reduction say so: it carries what all replicas
+agreed on the last time, and what is missing, if anything, follows in another one.
+
+Between workers, reductions of what all replicas reached the last time are started while
+the backward goes on, in buckets, see `hpcstrat.reduction.buckets`. They leave the
+gradients alone until it ends: autograd may let a gradient share its memory with what
+the rest of the backward needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.channel.started import Started
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.options import ReduceOp
+from hpcstrat.reduction.buckets import Bucket, Buckets, plan_buckets
+from hpcstrat.strategies import Strategy
+from hpcstrat.tree import flatten
+from hpcstrat.typing import Array
+
+__all__ = ["Replicated", "broadcast"]
+
+_WHAT = "gradients"
+# What each replica tells of its parameters: those it has dense and sparse gradients of,
+# those that it has added to once more since their bucket ended, and, of replica 0, the
+# order in which it reached them.
+_DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
+
+
+class Replicated:
+    """What is known of a replicated module; its hooks hold it, not the module."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        strategy: Strategy,
+        op: ReduceOp,
+        *,
+        buffers: str | None,
+        bucket_bytes: int,
+    ) -> None:
+        self.strategy = strategy
+        self.op = op
+        self._buffers = buffers
+        self.syncs = True
+        # Integers have no gradients.
+        named = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        # One for each module that has some: batch normalization counts its batches, and
+        # writes running means without torch noting it.
+        self._owners = [m._buffers for m in module.modules() if m._buffers]
+        # What a backward has reached and no reduction has combined, in that order.
+        self._touched: dict[int, None] = {}
+        # Equal on all replicas, since nothing has been added to them.
+        self._combined: set[int] = set()
+        # The dense ones of the last reduction, which all replicas know.
+        self._expected: list[int] = []
+        self._versions = self._buffer_versions()
+        self._bucket_bytes = bucket_bytes if strategy.collectives.overlaps else 0
+        # The dense ones that all replicas had the last time, and the buckets of these
+        # that are started during a backward: all but the last one.
+        self._planned_for: list[int] = []
+        self._plan: list[Bucket] = []
+        # Those of the backward under way, and what has been taken from them before its
+        # end; and where their sums go.
+        self._buckets: Buckets | None = None
+        self._taken: set[int] = set()
+        self._sums: dict[int, Array] = {}
+        # Lives as long as the backward to whose end it belongs.
+        self._end: weakref.ref[Any] | None = None
+        self._handles = [module.register_forward_hook(_OutputHook(self))]
+        for index, parameter in enumerate(self._parameters):
+            self._hook(index, parameter)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, index: int, parameter: torch.Tensor) -> None:
+        # The garbage collector sees attributes, but not what hooks of tensors hold.
+        parameter._hpcstrat_replicated = self
+        myself = weakref.ref(self)
+
+        def touch(_: Any) -> None:
+            if (own := myself()) is not None:
+                own.touch(index)
+
+        def prepare(_: Any) -> None:
+            if (own := myself()) is not None:
+                own.prepare(index)
+
+        trained = parameter.requires_grad
+        # Hooks stay on a parameter that is frozen, and serve one that is thawed.
+        parameter.requires_grad_(True)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(touch))
+        if self.op is ReduceOp.SUM or self._bucket_bytes:
+            self._handles.append(parameter.register_hook(prepare))
+        parameter.requires_grad_(trained)
+
+    def __reduce__(self) -> Any:
+        """Leave nothing of itself in files that have a parameter."""
+        return type(None), ()
+
+    def watch(self, output: Any) -> None:
+        """Find the outermost backward; reentrant checkpoints begin others inside."""
+        watches = self.syncs and torch.is_grad_enabled()
+        # In compiled code, the hooks of the parameters find the end by themselves.
+        if torch.compiler.is_compiling() or not watches:
+            return
+        for leaf in flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._await_end)
+
+    def prepare(self, index: int) -> None:
+        """Make a gradient ready for what a backward is about to add to it."""
+        buckets = self._buckets if self._is_under_way() else None
+        taken = buckets is None or index in self._taken
+        if buckets is not None and not taken and buckets.was_started(index):
+            # Reached before, as by each of some reentrant checkpoints.
+            self._parameters[index].grad = as_tensor(self._sums.pop(index))
+            self._taken.add(index)
+            self._touched.pop(index, None)
+            self._combined.add(index)
+        if self.op is ReduceOp.SUM:
+            self._make_share(index)
+
+    def touch(self, index: int) -> None:
+        """Take note that a backward has added to a gradient."""
+        self._touched.setdefault(index)
+        self._combined.discard(index)
+        self._await_end()
+        if self._buckets is not None:
+            self._buckets.ready(index)
+
+    def _await_end(self, _gradient: Any = None) -> None:
+        """Combine the gradients when the backward under way ends."""
+        if self._is_under_way():
+            return
+        # Of one that an error has ended, nobody waits for the buckets any more.
+        self._buckets = None
+        self._taken.clear()
+        if not self.syncs:
+            return
+        if self._plan:
+            self._buckets = Buckets(self._plan, self._start)
+
+        def end() -> None:
+            self._end = None
+            # None after torch.autograd.grad, which adds to no parameter.
+            if self._touched and self.syncs:
+                self.strategy.collectives.call(_WHAT, self._combine)
+            self._buckets = None
+
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _is_under_way(self) -> bool:
+        """Whether a backward is, whose end is awaited."""
+        # Of one that an error has ended nothing is left but a dead reference.
+        return self._end is not None and self._end() is not None
+
+    def _make_share(self, index: int) -> None:
+        """Leave a sum to replica 0, before this replica adds to its gradient again."""
+        gradient = self._parameters[index].grad
+        if index in self._combined and gradient is not None:
+            if self.strategy.replica_id:
+                with torch.no_grad():
+                    gradient.zero_()
+            self._combined.discard(index)
+
+    @torch.no_grad()
+    def _combine(self) -> None:
+        """Combine the gradients of all replicas; one reduction, as a rule."""
+        pairs = zip(self._versions, self._buffer_versions(), strict=True)
+        changed = [old != new for old, new in pairs]
+        marks = np.concatenate([self._marks().ravel(), np.array(changed, np.int32)])
+        if self._buckets is None:
+            told = self._reduce(self._expected, marks)()
+        else:
+            told = self._finish(self._buckets, marks)
+        rows = told[: len(told) - len(changed)].reshape(4, -1)
+        dense, sparse, again = (np.flatnonzero(row).tolist() for row in rows[:3])
+        self._refuse_mixed(dense, sparse)
+        if self._buckets is not None:
+            for index in dense:
+                self._take_sums(self._buckets, index)
+        if missing := sorted({*dense} - {*self._expected} | {*again}):
+            self._reduce(missing)()
+        for index in sparse:
+            self._reduce_rows(index)
+        self._touched.clear()
+        self._combined.update(self._expected, dense, sparse)
+        self._expected = dense
+        self._replan(rows)
+        self._synchronize(np.flatnonzero(told[len(told) - len(changed) :]).tolist())
+
+    def _marks(self) -> Array:
+        """Return what this replica tells of its parameters."""
+        marks = np.zeros((4, len(self._parameters)), np.int32)
+        touched = list(self._touched)
+        sparse = [index for index in touched if self._is_sparse(index)]
+        marks[_DENSE, touched] = 1
+        marks[_DENSE, sparse] = 0
+        marks[_SPARSE, sparse] = 1
+        if self._bucket_bytes:
+            taken = list(self._taken)
+            marks[_DENSE, taken] = 1
+            marks[_AGAIN, [i for i in taken if i in self._touched]] = 1
+            if self.strategy.replica_id == 0:
+                marks[_ORDER, touched] = range(1, len(touched) + 1)
+        return marks
+
+    def _finish(self, buckets: Buckets, marks: Array) -> Array:
+        """Start what is left, and take the sums of the buckets as they come."""
+        buckets.start_rest()
+        rest = [index for index in self._expected if index not in buckets]
+        last = self._reduce(rest, marks, waits=False)
+        for bucket in buckets.ended():
+            for index in bucket:
+                gradient = self._parameters[index].grad
+                # Of another kind it may have been used nowhere, which the marks tell.
+                if gradient is not None and not gradient.is_sparse:
+                    self._take_sums(buckets, index)
+                    buckets.drive()
+        return last()
+
+    def _take_sums(self, buckets: Buckets, index: int) -> None:
+        """Write the sums of a bucket into a gradient, unless that has been done."""
+        if index not in buckets or index in self._taken:
+            return
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            parameter.grad = as_tensor(self._sums.pop(index))
+        else:
+            parameter.grad.copy_(as_tensor(self._sums[index]))
+        self._taken.add(index)
+        self._combined.add(index)
+
+    def _replan(self, rows: Array) -> None:
+        """Plan the buckets of the next backward by what all replicas have had."""
+        if not self._bucket_bytes:
+            return
+        by_all = 1 if self.op is ReduceOp.MEAN else self.strategy.num_replicas_in_sync
+        found = np.flatnonzero(rows[_DENSE] == by_all).tolist()
+        if found == self._planned_for:
+            return
+        self._planned_for, self._plan = found, []
+        self._sums.clear()
+        if all(self._parameters[index].device.type == "cpu" for index in found):
+            nbytes = [p.numel() * p.element_size() for p in self._parameters]
+            order = sorted(found, key=rows[_ORDER].tolist().__getitem__)
+            self._plan = plan_buckets(order, nbytes, self._bucket_bytes)[:-1]
+
+    def _start(self, bucket: Bucket) -> Started:
+        """Start the reduction of a bucket, during a backward or at its end."""
+        started: Started = self.strategy.collectives.call(_WHAT, self._begin, bucket)
+        return started
+
+    @torch.no_grad()
+    def _begin(self, bucket: Bucket) -> Started:
+        arrays = [memory_of(self._own_share(index)) for index in bucket]
+        for index, array in zip(bucket, arrays, strict=True):
+            if index not in self._sums:
+                self._sums[index] = np.empty(array.shape, array.dtype)
+        outs = [self._sums[index] for index in bucket]
+        start = self.strategy.collectives.start_inside
+        return start(self.op, arrays, _WHAT, out=outs, part=True)
+
+    def _reduce(
+        self, indices: list[int], marks: Array | None = None, *, waits: bool = True
+    ) -> Callable[[], Array]:
+        """Reduce dense gradients in place, and the marks; all that is agreed on.
+
+        What is returned is called for the marks of all, and waits where this does not.
+        """
+        tensors = [self._own_share(index) for index in indices]
+        arrays = [memory_of(tensor) for tensor in tensors]
+        outs, told = list(arrays), np.empty(0)
+        if marks is not None:
+            # Integers are exact, in whatever type others travel between workers.
+            kind = np.float64 if self.op is ReduceOp.MEAN else np.int32
+            told = np.empty(marks.shape, kind)
+            arrays, outs = [*arrays, marks], [*outs, told]
+        collectives, started = self.strategy.collectives, None
+        if waits:
+            collectives.batch_reduce(self.op, arrays, _WHAT, out=outs)
+        else:
+            started = collectives.start_reduce(
+                self.op, arrays, _WHAT, out=outs, part=True
+            )
+
+        def end() -> Array:
+            if started is not None:
+                started.wait()
+            for index, tensor in zip(indices, tensors, strict=True):
+                parameter = self._parameters[index]
+                if parameter.grad is None and (marks is None or told[index]):
+                    parameter.grad = tensor
+            return told
+
+        return end
+
+    def _own_share(self, index: int) -> torch.Tensor:
+        """Return what this replica adds: its gradient, or zeros."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return torch.zeros_like(parameter)
+        if self.op is ReduceOp.SUM:
+            # Nothing has been added to it here since it was a sum.
+            self._make_share(index)
+        return gradient
+
+    def _is_sparse(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        return gradient is not None and gradient.is_sparse
+
+    def _refuse_mixed(self, dense: list[int], sparse: list[int]) -> None:
+        """Refuse gradients of two kinds; all replicas know of it, and raise."""
+        if both := sorted({*dense} & {*sparse}):
+            raise ValueError(
+                f"expected gradients of {self._names[both[0]]!r} of one kind on all "
+                "replicas, found dense and sparse ones; pass sparse=False, or True, to "
+                "the module that has it on all of them"
+            )
+
+    def _reduce_rows(self, index: int) -> None:
+        """Reduce a gradient that has some rows only."""
+        parameter, shape = self._parameters[index], self._parameters[index].shape
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = _sparse(
+                torch.zeros((1, 0), dtype=torch.int64, device=parameter.device),
+                parameter.new_zeros((0, *shape[1:])),
+                shape,
+            )
+        elif self.op is ReduceOp.SUM:
+            self._make_share(index)
+        if gradient.sparse_dim() != 1:
+            raise ValueError(
+                f"expected a sparse gradient of {self._names[index]!r} with one index "
+                f"for each row, found {gradient.sparse_dim()} indices for each value; "
+                "make it dense"
+            )
+        gradient = gradient.coalesce()
+        rows = IndexedSlices(
+            memory_of(gradient.values()), memory_of(gradient.indices()[0]), tuple(shape)
+        )
+        rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
+        parameter.grad = _sparse(
+            as_tensor(rows.indices).to(parameter.device)[None],
+            as_tensor(rows.values).to(parameter.device),
+            shape,
+        ).coalesce()
+
+    def _buffer_versions(self) -> list[Any]:
+        if self._buffers is None:
+            return [()] * len(self._owners)
+        return [
+            tuple((id(b), b._version) for b in owner.values() if b is not None)
+            for owner in self._owners
+        ]
+
+    def _synchronize(self, changed: list[int]) -> None:
+        """Make buffers equal that some replica has changed, such as running means."""
+        owners = [self._owners[index] for index in changed]
+        buffers = [b for owner in owners for b in owner.values() if b is not None]
+        if self._buffers == "mean":
+            buffers = [b for b in buffers if b.is_floating_point()]
+        if not buffers:
+            return
+        arrays = [memory_of(buffer) for buffer in buffers]
+        collectives = self.strategy.collectives
+        if self._buffers == "mean":
+            collectives.batch_reduce(ReduceOp.MEAN, arrays, "buffers", out=arrays)
+        else:
+            broadcast(self.strategy, arrays, "buffers")
+        self._versions = self._buffer_versions()
+
+
+class _OutputHook:
+    """The hook of a module's output; copies of the module are not replicated."""
+
+    def __init__(self, replicated: Replicated | None) -> None:
+        self._replicated = replicated
+
+    def __call__(self, _module: Any, _inputs: Any, output: Any) -> None:
+        if self._replicated is not None:
+            self._replicated.watch(output)
+
+    def __reduce__(self) -> Any:
+        """Forget what belongs to one module in copies, and in files."""
+        return _OutputHook, (None,)
+
+
+def _sparse(indices: Any, values: Any, shape: Any) -> torch.Tensor:
+    # Without a word on checks, torch warns that there are none.
+    made: torch.Tensor = torch.sparse_coo_tensor(
+        indices, values, shape, check_invariants=False
+    )
+    return made
+
+
+def broadcast(strategy: Strategy, arrays: Any, what: str) -> None:
+    """Write replica 0's values into arrays; collective over the strategy's replicas."""
+    received = strategy.collectives.broadcast(arrays, 0, what)
+    for own, value in zip(flatten(arrays)[0], flatten(received)[0], strict=True):
+        own[...] = value
