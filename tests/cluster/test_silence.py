@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from hpcstrat import testing
+from hpcstrat.testing.job import wait_until
 from tests.cluster.hosts import Hosts
 from tests.mpi.programs.started import PROGRAMS, Ended, run_command
 
@@ -80,3 +83,18 @@ def test_rank_that_does_not_come_to_the_start_is_named_by_its_neighbor(
             "rank 2 on another host, of which this host knows nothing" in ended.stderr
         )
         assert "rank 1 has waited" not in ended.stderr, str(ended)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["stop", "cut"])
+def test_host_that_is_silent_in_the_midst_of_a_sum_is_named(
+    make_hosts: Callable[..., Hosts], how: str
+) -> None:
+    """Frozen, or without a network; it knows as little of the others as they of it."""
+    own = make_hosts(2)
+    ended = _run(testing.launch_command(2, own.launcher((1, 1))), how, "piece", 1)
+    assert ended.returncode, str(ended)
+    assert "rank 0 has waited" in ended.stderr, str(ended)
+    assert "for rank 1 on node2, " in ended.stderr, str(ended)
+    assert "ranks [1] did not come" in ended.stderr, str(ended)
+    assert wait_until(lambda: not own.processes(), 30), own.processes()

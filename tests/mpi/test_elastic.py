@@ -249,9 +249,20 @@ def _run(n: int, name: str, *words: object) -> Ended:
 
 
 @ulfm
-@pytest.mark.parametrize("each", [0, pytest.param(1, marks=FULL), 2])
-def test_error_names_the_lost_rank_and_the_others_can_go_on(each: int) -> None:
-    ended = _run(4, "lost_rank.py", "go_on", each)
+@pytest.mark.parametrize(
+    ("way", "each"),
+    [
+        ("go_on", 0),
+        pytest.param("go_on", 1, marks=FULL),
+        ("go_on", 2),
+        pytest.param("piece", 1, marks=FULL),
+        pytest.param("piece", 2, marks=FULL),
+    ],
+)
+def test_error_names_the_lost_rank_and_the_others_can_go_on(
+    way: str, each: int
+) -> None:
+    ended = _run(4, "lost_rank.py", way, each)
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
     # MPI_Finalize may wait for the dead for ever.

@@ -134,6 +134,17 @@ def test_rank_that_mpi_blocks_ends_the_job() -> None:
         assert "because a call of MPI, or other C code, does not" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("n", "each"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_rank_that_stops_in_the_midst_of_a_sum_is_named(n: int, each: int) -> None:
+    """Others have got parts of it, and wait for more."""
+    ended = _late(n, "stop", "piece", n - 1, each)
+    report = _check(ended, n - 1, FROZEN)
+    assert "reduce(SUM) of float32[10485760]" in report, str(ended)
+    assert f"found that ranks [{n - 1}] did not come" in ended.stderr, str(ended)
+
+
 def test_exchange_that_goes_on_has_no_limit() -> None:
     calls = [(2, "at_once", "gather", 0), (2, "at_once", "gather", 0, 1)]
     with ThreadPoolExecutor(AT_ONCE) as pool:

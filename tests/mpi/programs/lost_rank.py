@@ -1,7 +1,8 @@
 """Handle the loss of the last rank without `hs.elastic`: ``lost_rank.py WAY WORKER``.
 
-WAY is what the survivors do with the error: ``go_on``, ``leave`` or ``nothing``; WORKER
-is the number of replicas of a worker, or 0.
+WAY is what the survivors do with the error: ``go_on``, ``leave`` or ``nothing``; or
+``piece``: the rank is lost in the midst of a sum, and they go on. WORKER is the number
+of replicas of a worker, or 0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import numpy as np
 
 import hpcstrat as hs
+from tests.mpi.programs.midst import large, lay_trap
 
 
 def say_how_mpi_ended() -> None:
@@ -38,6 +40,10 @@ def loop(strategy: hs.Strategy, seconds: float) -> None:
         running = strategy.reduce("sum", running, axis=None)
 
 
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Lose a rank."""
     way, each = sys.argv[1], int(sys.argv[2]) or None
@@ -48,8 +54,12 @@ def main() -> None:
     size = strategy.num_replicas_in_sync
     loop(strategy, 0.2)
     if strategy.replica_id == size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if way != "piece":
+            _die()
+        lay_trap(_die)
     try:
+        if way == "piece":
+            strategy.reduce("sum", large(), axis=None)
         loop(strategy, 60)
     except hs.RankLostError as error:
         if way == "nothing":

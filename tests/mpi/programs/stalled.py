@@ -1,8 +1,8 @@
 """A rank that comes late to a call, or never: ``stalled.py HOW WHERE RANK [SIZE]``.
 
 The late rank prints ``late``, and is then late in some way; the others wait in some
-place. The environment says after how many seconds they complain. SIZE is the number of
-replicas per worker.
+place. To a ``piece`` it comes, and is late in its midst. The environment says after how
+many seconds they complain. SIZE is the number of replicas per worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import numpy as np
 
 import hpcstrat as hs
 from hpcstrat.channel.patient import PatientComm
+from tests.mpi.programs.midst import large, lay_trap
 
 _open: list[Any] = []
 
@@ -41,6 +43,11 @@ def count_for_ever() -> None:
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _cut_off() -> None:
+    """Pull the cable of this host."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 def hold_the_interpreter() -> None:
@@ -93,6 +100,7 @@ HOW: dict[str, Callable[[], None]] = {
     "sleep": _sleep,
     "loop": count_for_ever,
     "stop": _stop,
+    "cut": _cut_off,
     "holds": hold_the_interpreter,
     "sums": sum_in_c,
     "lets_go": _let_the_interpreter_go,
@@ -109,6 +117,8 @@ def _wait(where: str) -> None:
     strategy = _open[-1]
     if where == "reduce":
         strategy.reduce("sum", np.ones(3, np.float32), axis=None)
+    elif where == "piece":
+        strategy.reduce("sum", large(), axis=None)
     elif where == "broadcast":
         strategy.broadcast_object("x" * 10)
     elif where == "timeout":
@@ -142,8 +152,11 @@ def main() -> None:
     strategy.barrier()
     if rank == late:
         print("late", flush=True)
-        HOW[how]()
-        print("came", flush=True)
+        if where == "piece":
+            lay_trap(HOW[how])
+        else:
+            HOW[how]()
+            print("came", flush=True)
     _wait(where)
     print("done", flush=True)
 
