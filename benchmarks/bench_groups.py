@@ -26,6 +26,7 @@ from typing import Any
 import click
 import h5py
 import numpy as np
+from drawing import save_figure
 from on_hosts import on_hosts
 from report import describe, environment, output_options, styles, write_json
 
@@ -276,7 +277,7 @@ def draw(path: str, all_found: dict[str, Found], title: str) -> None:
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for name, style in styles(list(all_found)).items():
+    for name, style in styles(list(all_found), by_family=False).items():
         points = all_found[name].points
         for ax, what in zip(axes, ("sent", "seconds"), strict=True):
             values = [getattr(point, what) for point in points]
@@ -286,10 +287,7 @@ def draw(path: str, all_found: dict[str, Found], title: str) -> None:
     for ax in axes:
         ax.set_xscale("log")
         ax.set_ylim(0.8, 1)
-        ax.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center")
-    figure.savefig(path, dpi=120)
+    save_figure(path, figure, title)
 
 
 @click.command(context_settings={"show_default": True})

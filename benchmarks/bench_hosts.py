@@ -29,6 +29,7 @@ from typing import Any
 import click
 import numpy as np
 from buffers import in_pieces
+from drawing import save_figure
 from gloo import start_gloo
 from on_hosts import on_hosts
 from report import (
@@ -321,7 +322,8 @@ def draw(path: str, all_found: dict[int, Found], title: str) -> None:
     sizes = list(all_found)
     figure = Figure(figsize=(9, 8), layout="constrained")
     seconds, share = figure.subplots(2, 1, sharex=True)
-    for name, style in styles(list(all_found[sizes[0]].times)).items():
+    names = list(all_found[sizes[0]].times)
+    for name, style in styles(names, by_family=False).items():
         medians = [np.median(found.times[name]) * 1e3 for found in all_found.values()]
         seconds.plot(sizes, medians, **style)
         shares = [found.share(name) for found in all_found.values()]
@@ -337,13 +339,7 @@ def draw(path: str, all_found: dict[int, Found], title: str) -> None:
     share.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     share.axhline(1, color="gray", linewidth=0.8, zorder=0)
     byte_ticks(share, sizes)
-    for axes in (seconds, share):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    figure.legend(
-        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=2
-    )
-    figure.savefig(path, dpi=120)
+    save_figure(path, figure, title)
 
 
 def measure(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The picture of bench_allreduce.py, on the host and on GPUs."""
+"""The picture of bench_allreduce.py, and what the pictures of several have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from report import byte_ticks, styles
 
-__all__ = ["draw_sizes"]
+__all__ = ["draw_sizes", "save_figure"]
 
 
 def draw_sizes(
@@ -53,10 +53,28 @@ def draw_sizes(
     ratio.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ratio.axhline(1, color="gray", linewidth=0.8, zorder=0)
     byte_ticks(ratio, sizes)
-    for axes in (seconds, ratio):
+    save_figure(path, figure, title, ncols=3)
+
+
+def save_figure(path: str, figure: Any, title: str, ncols: int = 2) -> None:
+    """Give a picture a title, grids and the legend of all its parts, and write it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str
+        The picture; its suffix names the format.
+    figure : matplotlib.figure.Figure
+        Whose parts have the same lines.
+    title : str
+        What was measured where.
+    ncols : int
+        Columns of the legend.
+    """
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize="medium")
-    figure.legend(
-        *seconds.get_legend_handles_labels(), loc="outside lower center", ncols=3
-    )
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=ncols)
     figure.savefig(path, dpi=120)

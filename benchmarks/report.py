@@ -39,6 +39,7 @@ _COLORS = {
     "torch": "#009e73",
     "memcpy": "black",
 }
+_OWN_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _UNITS = ("B", "KiB", "MiB", "GiB")
@@ -310,7 +311,9 @@ def table(
     return "\n".join(lines)
 
 
-def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def styles(
+    names: Sequence[str], *, by_family: bool = True
+) -> dict[str, dict[str, Any]]:
     """Choose how the lines of a picture are drawn.
 
     Not collective.
@@ -319,6 +322,8 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     ----------
     names : sequence of str
         Of the alternatives; each starts with the library that it is of.
+    by_family : bool
+        Whether all of a library have one color; otherwise each of six has its own.
 
     Returns
     -------
@@ -328,10 +333,11 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     seen: dict[str, int] = {}
     chosen = {}
     for name in names:
-        family = name.replace(",", " ").split()[0]
+        family = name.replace(",", " ").split()[0] if by_family else ""
         place = seen[family] = seen.get(family, -1) + 1
+        own = _OWN_COLORS[place % len(_OWN_COLORS)]
         chosen[name] = {
-            "color": _COLORS.get(family, "gray"),
+            "color": _COLORS.get(family, "gray") if by_family else own,
             "linestyle": _LINES[place % len(_LINES)],
             "marker": _MARKERS[place % len(_MARKERS)],
             "markersize": 4,
