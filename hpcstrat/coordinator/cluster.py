@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.coordinator.worker import Worker
 from hpcstrat.errors import RankLostError
+from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.mailbox import Mailbox
@@ -25,17 +26,29 @@ _COORDINATORS = ("chief", "coordinator", "master")
 class Roles:
     """Which rank does what; workers are in the order of their indices.
 
-    Where each worker runs the program, the first of them is the coordinator.
+    Where each worker runs the program, the first of them is the coordinator. Spares
+    wait until they take the place of another.
     """
 
     coordinator: int
     servers: tuple[int, ...]
     workers: tuple[int, ...]
+    spares: tuple[int, ...] = ()
 
     @property
     def between_graph(self) -> bool:
         """Whether each worker runs the program."""
         return self.coordinator in self.workers
+
+    def with_replaced(self, lost: int, spare: int) -> Roles:
+        """Return the roles after a spare has taken the place of a rank."""
+
+        def replaced(ranks: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(spare if rank == lost else rank for rank in ranks)
+
+        left = tuple(rank for rank in self.spares if rank != spare)
+        servers, workers = replaced(self.servers), replaced(self.workers)
+        return replace(self, servers=servers, workers=workers, spares=left)
 
 
 class Cluster:
@@ -45,7 +58,13 @@ class Cluster:
     """
 
     def __init__(
-        self, wish: Wish, resolver: Any, num_ps: Any, *, between_graph: bool = False
+        self,
+        wish: Wish,
+        resolver: Any,
+        num_ps: Any,
+        spare_ranks: Any = 0,
+        *,
+        between_graph: bool = False,
     ) -> None:
         problem: Exception | None = None
         if resolver is not None and not isinstance(resolver, ClusterResolver):
@@ -58,6 +77,11 @@ class Cluster:
                 f"expected num_ps >= 1, found {num_ps!r}; give at least one rank to "
                 "variables"
             )
+        if not isinstance(spare_ranks, int) or spare_ranks < 0:
+            problem = ValueError(
+                f"expected spare_ranks >= 0, found {spare_ranks!r}; say how many ranks "
+                "wait until another is lost"
+            )
         self._key, self._connection = connect(wish, problem)
         topology = self._connection.topology
         self.settings = self._connection.settings
@@ -65,8 +89,13 @@ class Cluster:
         with ExitStack() as undo:
             undo.callback(self._connection.close, self._key)
             task = None if resolver is None else (resolver.task_type, resolver.task_id)
-            tasks = topology.replica_comm.allgather((task, num_ps))
+            tasks = topology.replica_comm.allgather((task, (num_ps, spare_ranks)))
             self.roles = _roles(tasks, between_graph)
+            if self.roles.spares and not topology.survives:
+                raise ValueError(
+                    "expected on_lost_rank='raise' where ranks are spare, found "
+                    "'abort'; give it, or a task to all ranks"
+                )
             channel = self._connection.channel
             assert channel is not None
             undo.pop_all()
@@ -83,15 +112,58 @@ class Cluster:
 
     def serve(self, strategy: Any) -> None:
         """Serve, until whoever runs the program closes its strategy or ends."""
-        roles = self.roles
         self.mailbox.on_loss = self._require_coordinator
+        ended = self._await_place() if self.rank in self.roles.spares else None
+        roles = self.roles
         if self.rank in roles.servers:
-            users = {roles.coordinator, *roles.workers}
+            users = {roles.coordinator, *roles.workers, *roles.spares}
             if VariableServer(self.mailbox, users).serve():
                 self._close()
-        else:
+            return
+        if ended is None:
             index = roles.workers.index(self.rank)
-            self.end(closes=Worker(strategy, roles.coordinator, index).serve())
+            ended = Worker(strategy, roles.coordinator, index).serve()
+        self.end(closes=ended)
+
+    def _await_place(self) -> bool | None:
+        """Wait as a spare for a place; return whether all close, where all end before.
+
+        It sleeps: the others may need its core.
+        """
+        while self.rank in self.roles.spares:
+            _, (kind, *rest) = self.mailbox.wait(self.mailbox.poll, lambda: "a place")
+            if kind == "end":
+                self.mailbox.lost.update(rest[1])
+                return bool(rest[0])
+            if kind == "roles":
+                self.take(rest[0])
+        if self.rank in self.roles.servers:
+            # Others would wait for the end of what it uses.
+            for server in self.roles.servers:
+                if server != self.rank:
+                    self.mailbox.send(server, ("serves",))
+        return None
+
+    def take(self, roles: Roles) -> None:
+        """Take note of who does what from now on."""
+        self.roles = roles
+        self.client.use(roles.servers)
+
+    def replace(self, lost: int) -> int | None:
+        """Give the place of a lost rank to a spare, and return it; None without one.
+
+        On the coordinator; all who use servers are told.
+        """
+        lives = (r for r in self.roles.spares if r not in self.mailbox.lost)
+        spare = next(lives, None)
+        if spare is None:
+            return None
+        told = (*self.roles.workers, *self.roles.spares)
+        self.take(self.roles.with_replaced(lost, spare))
+        for rank in told:
+            self.mailbox.send(rank, ("roles", self.roles))
+        get_logger().warning("rank %d takes the place of rank %d", spare, lost)
+        return spare
 
     def _require_coordinator(self, lost: set[int]) -> None:
         if self.roles.coordinator in lost:
@@ -111,8 +183,8 @@ class Cluster:
         mailbox.on_loss = lambda lost: None
         # Nothing collective ends where a rank may be lost.
         closes = closes or self.topology.survives
-        workers = roles.workers if self.coordinates else ()
-        for rank in (*workers, *roles.servers):
+        others = (*roles.workers, *roles.spares) if self.coordinates else ()
+        for rank in (*others, *roles.servers):
             if rank != self.rank:
                 # Some may not have heard of a loss.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
@@ -145,25 +217,28 @@ class Cluster:
 def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
     """Return who does what, or raise the same error on every rank."""
     size = len(tasks)
-    counts = {num_ps for _, num_ps in tasks}
+    counts = {numbers for _, numbers in tasks}
     if all(task is not None and task[0] for task, _ in tasks):
         return _resolved([task for task, _ in tasks], between_graph)
     if len(counts) > 1:
         raise ValueError(
-            f"expected the same num_ps on every rank, found {sorted(counts)}; give all "
-            "the same"
+            "expected the same num_ps and spare_ranks on every rank, found "
+            f"{sorted(counts)}; give all the same"
         )
-    num_ps = counts.pop()
+    num_ps, spare_ranks = counts.pop()
+    active = size - spare_ranks
     least = num_ps + (1 if between_graph else 2)
-    if size < least:
+    if active < least:
         first = "" if between_graph else "a coordinator, "
+        rest = f", beside spare_ranks={spare_ranks}" if spare_ranks else ""
         raise ValueError(
             f"expected at least {least} ranks, {first}num_ps={num_ps} for variables "
-            f"and a worker, found {size}; start more, or lower num_ps"
+            f"and a worker{rest}, found {active}; start more, or lower num_ps"
         )
-    workers = range(1 + num_ps, size)
-    servers = tuple(range(1, 1 + num_ps))
-    return Roles(0, servers, (0, *workers) if between_graph else tuple(workers))
+    workers = range(1 + num_ps, active)
+    servers, spares = tuple(range(1, 1 + num_ps)), tuple(range(active, size))
+    chosen = (0, *workers) if between_graph else tuple(workers)
+    return Roles(0, servers, chosen, spares)
 
 
 def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
@@ -174,18 +249,20 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
         return tuple(rank for _, rank in sorted(chosen))
 
     first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
+    # Where each worker runs the program, a loss ends the job.
+    spares = () if between_graph else ranks("spare")
     if between_graph and len(first) < 2:
         # The chief is a worker, too.
         workers = (*first, *workers)
         first = workers[:1]
-    known = {*first, *servers, *workers}
+    known = {*first, *servers, *workers, *spares}
     if len(first) != 1 or not servers or not workers or len(known) < len(tasks):
         raise ValueError(
             "expected one task 'chief', at least one 'ps' and one 'worker', and no "
             "other, found "
             f"{[task[0] for task in tasks]}; change the cluster"
         )
-    return Roles(first[0], servers, workers)
+    return Roles(first[0], servers, workers, spares)
 
 
 def wish_of(kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort") -> Wish:

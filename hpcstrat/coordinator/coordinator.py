@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -65,13 +66,17 @@ class _Call:
 class _Worker:
     """What the coordinator knows of a worker."""
 
-    __slots__ = ("depth", "functions", "index", "rank", "under_way")
+    __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
 
     def __init__(self, index: int, rank: int) -> None:
         self.index, self.rank = index, rank
         self.depth = 1
         self.functions: set[int] = set()
         self.under_way: dict[int, _Call] = {}
+        # By number: what it makes once, and functions take.
+        self.kept: weakref.WeakValueDictionary[int, RemoteValue] = (
+            weakref.WeakValueDictionary()
+        )
 
 
 class ClusterCoordinator:
@@ -112,6 +117,8 @@ class ClusterCoordinator:
             _Worker(index, rank) for index, rank in enumerate(strategy.roles.workers)
         ]
         self._by_rank = {worker.rank: worker for worker in self._workers}
+        # Those whose ranks were lost, until a spare one takes the place, or none can.
+        self._vacant: deque[_Worker] = deque()
         self._queue: deque[_Call] = deque()
         # By the function itself, so that bound methods are found again; its number.
         self._functions: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
@@ -207,10 +214,10 @@ class ClusterCoordinator:
         """Go on with the parameter servers that are left, after an UnavailableError.
 
         Not collective; on the coordinator. Waits until the functions under way have
-        ended, and leaves out all others. What lost servers held moves to those that are
-        left, as zeros, and optimizers begin anew: restore the last checkpoint of all
-        variables and optimizers before the next function. Per-worker data sets go on
-        where they are.
+        ended, and leaves out all others. What lost servers held moves to spare ranks,
+        which take their places, or to the servers that are left, as zeros, and
+        optimizers begin anew: restore the last checkpoint of all variables and
+        optimizers before the next function. Per-worker data sets go on where they are.
 
         Raises
         ------
@@ -340,8 +347,8 @@ class ClusterCoordinator:
         """Call a function on each worker, which keeps the result."""
         values = []
         for worker in self._workers:
-            call = self._made(fn, args, {})
-            call.keep = True
+            call = self._made(fn, args, {}, keep=True)
+            worker.kept[call.number] = call.remote
             values.append(call.remote)
             self._send(worker, [call])
         return values
@@ -356,11 +363,15 @@ class ClusterCoordinator:
                 "RemoteValue; fetch it first"
             )
 
-    def _made(self, fn: Any, args: Any, kwargs: Any) -> _Call:
-        function = self._function(fn)
+    def _made(self, fn: Any, args: Any, kwargs: Any, *, keep: bool = False) -> _Call:
+        """Return a call; with ``keep`` its value stays on the worker."""
         number = self._count = self._count + 1
-        call = _Call(number, function, RemoteValue(self, number))
-        call.epoch = self._epoch
+        remote = RemoteValue(self, number, (fn, args) if keep else None)
+        return self._call(remote, fn, args, kwargs)
+
+    def _call(self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any) -> _Call:
+        call = _Call(remote._number, self._function(fn), remote)
+        call.epoch, call.keep = self._epoch, remote._recipe is not None
         if args or kwargs:
             call.payload, call.args = pickled((args, kwargs)), (args, kwargs)
         return call
@@ -411,7 +422,10 @@ class ClusterCoordinator:
         while (found := self._mailbox.poll()) is not None:
             rank, (_, mean, results, lost) = found
             self._mailbox.hear(lost)
-            self._take(self._by_rank[rank], mean, results)
+            if (worker := self._by_rank.get(rank)) is not None:
+                self._take(worker, mean, results)
+        while self._vacant:
+            self._fill(self._vacant[0])
         if self._queue:
             self._deal()
         while self._dropped:
@@ -512,24 +526,30 @@ class ClusterCoordinator:
                 )
 
     def _lose(self, lost: set[int]) -> None:
-        """Queue again what lost workers had; without a server there is no going on."""
+        """Queue again what lost workers had; without a server there is no going on.
+
+        May be called within a message, and so sends none but the smallest.
+        """
         for rank in lost:
-            worker = self._by_rank.get(rank)
-            if worker is None:
+            worker = self._by_rank.pop(rank, None)
+            if worker is not None:
+                calls = list(worker.under_way.values())
+                worker.under_way.clear()
+                self._vacant.append(worker)
+                get_logger().warning(
+                    "worker %d (rank %d) was lost; %d functions run again elsewhere",
+                    worker.index,
+                    rank,
+                    self._run_again(worker, calls),
+                )
+            elif rank in self._strategy.roles.spares:
+                get_logger().warning("rank %d, which was spare, was lost", rank)
+            elif rank in self._strategy.roles.servers:
                 self._unavailable = UnavailableError(
                     f"expected all parameter servers, found that rank {rank} was lost; "
                     "call the coordinator's recover(), and restore the last checkpoint"
                 )
                 get_logger().warning("rank %d, a parameter server, was lost", rank)
-                continue
-            calls = list(worker.under_way.values())
-            worker.under_way.clear()
-            get_logger().warning(
-                "worker %d (rank %d) was lost; %d functions run again elsewhere",
-                worker.index,
-                rank,
-                self._run_again(worker, calls),
-            )
         try:
             self._require_worker()
         except UnavailableError as error:
@@ -538,16 +558,41 @@ class ClusterCoordinator:
             self._cancel()
 
     def _run_again(self, worker: _Worker, calls: list[_Call]) -> int:
-        """Queue what a lost worker had, first in line; return how many."""
+        """Queue what a lost worker had, first in line; return how many.
+
+        What it was to keep is made again by a spare rank that takes its place.
+        """
         again = [call for call in calls if not call.keep]
         self._queue.extendleft(reversed(again))
-        for call in calls:
-            if call.keep:
-                call.remote._settle(FAILED, _lost_error(worker))
+        if worker not in self._vacant:
+            self._fail_kept(worker)
         return len(again)
 
+    def _fail_kept(self, worker: _Worker) -> None:
+        """Let nobody wait for what a lost worker was to make."""
+        for value in list(worker.kept.values()):
+            if value._state == WAITING:
+                value._settle(FAILED, _lost_error(worker))
+
+    def _fill(self, worker: _Worker) -> None:
+        """Give the place of a lost worker to a spare rank, if there is one."""
+        spare = self._strategy.replace(worker.rank)
+        self._vacant.popleft()
+        if spare is None:
+            self._fail_kept(worker)
+            return
+        worker.rank, worker.depth = spare, 1
+        worker.functions.clear()
+        self._by_rank[spare] = worker
+        # Iterators come after their data sets.
+        for _, value in sorted(worker.kept.items()):
+            fn, args = value._recipe
+            value._settle(WAITING, None)
+            self._send(worker, [self._call(value, fn, args, {})])
+
     def _require_worker(self) -> None:
-        if all(worker.rank in self._mailbox.lost for worker in self._workers):
+        lost, roles = self._mailbox.lost, self._strategy.roles
+        if lost.issuperset((*(w.rank for w in self._workers), *roles.spares)):
             raise UnavailableError(
                 "expected a worker, found that all were lost; start the job again"
             )

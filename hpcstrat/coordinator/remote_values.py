@@ -34,11 +34,15 @@ class RemoteValue:
         Which has scheduled the function.
     number : int
         Of the call.
+    recipe : tuple, optional
+        The function and its arguments, for a value that is made again where its worker
+        is lost and a spare rank takes the place.
     """
 
-    def __init__(self, coordinator: Fetches, number: int) -> None:
+    def __init__(self, coordinator: Fetches, number: int, recipe: Any = None) -> None:
         self._coordinator = coordinator
         self._number = number
+        self._recipe = recipe
         self._state = WAITING
         # Bytes, an error, or the rank of the worker that keeps the value.
         self._content: Any = None

@@ -41,6 +41,8 @@ class Server:
         As for ParameterServerStrategy.
     num_ps : int
         As for ParameterServerStrategy.
+    spare_ranks : int
+        As for ParameterServerStrategy.
     comm : mpi4py.MPI.Intracomm, optional
         As for ParameterServerStrategy.
     settings : Settings, optional
@@ -54,15 +56,16 @@ class Server:
         cluster_resolver: ClusterResolver | None = None,
         *,
         num_ps: int = 1,
+        spare_ranks: int = 0,
         comm: MPI.Intracomm | None = None,
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
         self._wish = wish_of(_NAME, comm, settings, on_lost_rank)
-        self._resolver, self._num_ps = cluster_resolver, num_ps
+        self._numbers = cluster_resolver, num_ps, spare_ranks
 
     def join(self) -> None:
-        """Hold variables, or run functions, until the coordinator ends.
+        """Hold variables, run functions, or be spare, until the coordinator ends.
 
         Collective over ``comm``: the coordinator makes a ParameterServerStrategy.
 
@@ -71,7 +74,7 @@ class Server:
         ValueError
             If this rank is the coordinator, or there are too few ranks.
         """
-        cluster = Cluster(self._wish, self._resolver, self._num_ps)
+        cluster = Cluster(self._wish, *self._numbers)
         if cluster.coordinates:
             # The others serve already, and wait for this rank.
             cluster.end(closes=True)
@@ -95,13 +98,16 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Says which task each rank is: one ``chief``, any number of ``ps`` and
-        ``worker``. Default: rank 0 coordinates, the next ``num_ps`` hold variables, the
-        others work.
+        Says which task each rank is: one ``chief``, any number of ``ps``, ``worker``
+        and ``spare``. Default: rank 0 coordinates, the next ``num_ps`` hold variables,
+        the last ``spare_ranks`` are spare, the others work.
     variable_partitioner : Partitioner, optional
         Into how many shards a variable is cut; default: variables stay whole.
     num_ps : int
         Number of ranks for variables, where no resolver says it.
+    spare_ranks : int
+        How many ranks wait until another is lost, and then take its place; where no
+        resolver says it. Needs ``on_lost_rank="raise"``.
     comm : mpi4py.MPI.Intracomm, optional
         Default: all ranks of the job.
     settings : Settings, optional
@@ -109,8 +115,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         workers that have not ended a function.
     on_lost_rank : {"abort", "raise"}
         Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
-        --with-ft ulfm``, functions of a lost worker run again elsewhere, and the loss
-        of a server is an UnavailableError; see ``ClusterCoordinator.recover``.
+        --with-ft ulfm``, functions of a lost worker run again elsewhere, a spare rank
+        takes its place, and the loss of a server is an UnavailableError; see
+        ``ClusterCoordinator.recover``.
 
     Attributes
     ----------
@@ -126,7 +133,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     Raises
     ------
     ValueError
-        If there is not at least one rank for variables and one worker. On every rank.
+        If there is not at least one rank for variables and one worker, or there are
+        spare ranks without ``on_lost_rank="raise"``. On every rank.
     SystemExit
         On the other ranks, once the coordinator has ended.
     """
@@ -139,12 +147,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         num_ps: int = 1,
+        spare_ranks: int = 0,
         comm: MPI.Intracomm | None = None,
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
         wish = wish_of(_NAME, comm, settings, on_lost_rank)
-        cluster = Cluster(wish, cluster_resolver, num_ps)
+        cluster = Cluster(wish, cluster_resolver, num_ps, spare_ranks)
         self._resolver = cluster_resolver
         self._begin(cluster, variable_partitioner)
         if not cluster.coordinates:
@@ -377,13 +386,49 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._variables[number] = variable
         self.slots.give(variable)
 
+    def replace(self, lost: int) -> int | None:
+        """Give the place of a lost rank to a spare one.
+
+        Not collective; on the coordinator.
+
+        Parameters
+        ----------
+        lost : int
+            The rank.
+
+        Returns
+        -------
+        int or None
+            The spare rank; None where none is left.
+        """
+        return self._cluster.replace(lost)
+
+    def take_roles(self, roles: Roles) -> None:
+        """Take note of who does what from now on.
+
+        Not collective; on a worker.
+
+        Parameters
+        ----------
+        roles : Roles
+            As the coordinator has them.
+        """
+        self._cluster.take(roles)
+
     def move_from_lost(self) -> None:
         """Put what lost servers held on others, as zeros; optimizers begin anew.
 
-        Not collective; on the coordinator, while no function is under way.
+        Not collective; on the coordinator, while no function is under way. The others
+        are spare ranks, or the servers that are left.
         """
+        lost = self.client.mailbox.lost
+        places = {
+            rank: spare
+            for rank in self.roles.servers
+            if rank in lost and (spare := self.replace(rank)) is not None
+        }
         for number, variable in list(self._variables.items()):
-            if variable.move_from(self.client.mailbox.lost):
+            if variable.move_from(lost, places):
                 del self._variables[number]
         self.slots.forget()
 
@@ -484,9 +529,10 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def __repr__(self) -> str:
         """Show how many ranks do what."""
         roles = self.roles
+        spares = f", {len(roles.spares)} spare ranks" if roles.spares else ""
         return (
             f"ParameterServerStrategy({len(roles.servers)} parameter servers, "
-            f"{len(roles.workers)} workers)"
+            f"{len(roles.workers)} workers{spares})"
         )
 
 

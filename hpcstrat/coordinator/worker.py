@@ -167,6 +167,8 @@ class Worker:
             self._kept.pop(rest[0], None)
         elif kind == "forget":
             self._functions.pop(rest[0], None)
+        elif kind == "roles":
+            self._strategy.take_roles(rest[0])
         elif kind == "renew":
             self._functions.clear()
             self._strategy.renew()

@@ -27,23 +27,27 @@ class Client:
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
         self.mailbox = mailbox
-        self.servers = tuple(servers)
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
         # What is not known to be made, of functions that have ended.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
-        bells = mailbox.bells
-        # Of servers of this node: what they have done for this rank.
-        self._counts = {
-            server: (bells.applied[place], bells.failed[place])
-            for server in self.servers
-            if (place := bells.place(server)) is not None
-        }
+        # Of servers of this node: what they have done for this rank, and their errors.
+        self._counts: dict[int, tuple[Array, Array]] = {}
         # What is known of the second.
         self._failed: Counter[int] = Counter()
         self._rules: dict[tuple[int, int], Any] = {}
+        self.use(servers)
+
+    def use(self, servers: Sequence[int]) -> None:
+        """Take note of the servers that there are now."""
+        self.servers = tuple(servers)
+        bells = self.mailbox.bells
+        for server in self.servers:
+            # Those of lost ones stay, for who still waits for them.
+            if (place := bells.place(server)) is not None:
+                self._counts[server] = bells.applied[place], bells.failed[place]
 
     def reader(
         self, server: int, place: Place, shape: Any, dtype: Any

@@ -60,7 +60,7 @@ class VariableServer:
 
     def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
         self._mailbox, self._bells = mailbox, mailbox.bells
-        self._users = frozenset(users)
+        self._users = set(users)
         place = mailbox.bells.place(mailbox.rank)
         assert place is not None
         self._applied, self._failed = (
@@ -111,6 +111,9 @@ class VariableServer:
                 ended.add(client)
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
+            elif kind == "serves":
+                # It was spare, and uses no servers now.
+                self._users.discard(client)
             else:
                 self._apply(client, kind, rest)
         for user in self._users:

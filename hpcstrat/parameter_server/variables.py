@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -135,9 +135,16 @@ class ServerVariable(Variable):
             raise
         self._begin()
 
-    def _placed(self, start: int, stop: int, value: Any) -> _Shard:
-        """Put rows on the next server: an array, what makes them, or None for zeros."""
-        server, number = self._strategy.next_server(), next(_numbers)
+    def _placed(
+        self, start: int, stop: int, value: Any, server: int | None = None
+    ) -> _Shard:
+        """Put rows on a server: an array, what makes them, or None for zeros.
+
+        By default on the next one.
+        """
+        if server is None:
+            server = self._strategy.next_server()
+        number = next(_numbers)
         shape = (stop - start, *self.shape[1:]) if self.ndim else ()
         place = self._strategy.client.ask(
             server, "create", number, self.name, shape, self.dtype, value
@@ -152,7 +159,7 @@ class ServerVariable(Variable):
         self._attach()
         self._strategy.known(self._number, self)
 
-    def move_from(self, lost: Collection[int]) -> bool:
+    def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
         """Put the shards of lost servers on others; they are zero there.
 
         Not collective; on the coordinator, while no function is under way.
@@ -161,6 +168,9 @@ class ServerVariable(Variable):
         ----------
         lost : collection of int
             Ranks.
+        places : mapping of int to int
+            Which rank has taken the place of a lost one; what those have held whose
+            place is empty goes to all servers in turn.
 
         Returns
         -------
@@ -171,7 +181,8 @@ class ServerVariable(Variable):
             return False
         for index, shard in enumerate(self._shards):
             if shard.server in lost:
-                self._shards[index] = self._placed(shard.start, shard.stop, None)
+                place = places.get(shard.server)
+                self._shards[index] = self._placed(shard.start, shard.stop, None, place)
         self._begin()
         return True
 

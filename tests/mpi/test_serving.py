@@ -63,6 +63,26 @@ def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) 
 
 
 @ulfm
+@pytest.mark.parametrize(
+    ("kills", "spares"),
+    [
+        # The worker, the server, both, and a spare rank that nobody needs.
+        ((2,), 1),
+        pytest.param((1,), 1, marks=pytest.mark.full),
+        pytest.param((2, 1), 2, marks=pytest.mark.full),
+        pytest.param((3,), 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_spare_rank_takes_the_place_of_a_lost_one(
+    kills: tuple[int, ...], spares: int
+) -> None:
+    pairs = [(rank, 0.05) for rank in kills]
+    trial = served_kills.one_trial(1, 1, pairs, losses=len(kills), spares=spares)
+    _fail_for([trial])
+    assert trial.results[0]["vacant"] == 0, str(trial)
+
+
+@ulfm
 @pytest.mark.full
 def test_loss_of_the_coordinator_ends_the_job() -> None:
     trial = served_kills.one_trial(1, 2, [(0, 0.05)], losses=1)

@@ -66,6 +66,7 @@ def one_trial(
     make_launch: Callable[[int], Sequence[str]] = local,
     *,
     losses: int = 0,
+    spares: int = 0,
 ) -> Trial:
     """Run the program once; each kill is of a rank, after some seconds.
 
@@ -73,12 +74,13 @@ def one_trial(
     """
     options = {
         "servers": servers,
+        "spares": spares,
         "rounds": _ROUNDS,
         "functions": _FUNCTIONS,
         "seconds": _SECONDS,
         "losses": losses,
     }
-    launch = make_launch(1 + servers + workers)
+    launch = make_launch(1 + servers + workers + spares)
     trial = attempt(launch, options, name="served_work.py", disturb=killing(kills))
     trial.title = f"{trial.title}, killed {kills}"
     return judge(trial)
@@ -87,24 +89,33 @@ def one_trial(
 def campaign(
     count: int, seed: int, make_launch: Callable[[int], Sequence[str]] = local
 ) -> list[Trial]:
-    """Kill a worker, a server, or both, of each of many jobs at random."""
+    """Kill workers, servers or spare ranks of each of many jobs at random."""
     chance = random.Random(seed)
     trials = []
     for number in range(count):
         servers, workers = chance.choice((1, 2)), chance.choice((2, 3))
-        kills = []
-        # The last server and the last worker stay.
-        if servers == 1 or chance.random() < 0.6:
-            kills.append(1 + servers + chance.randrange(workers))
-        if servers == 2 and (not kills or chance.random() < 0.5):
-            kills.append(1 + chance.randrange(servers))
-        chance.shuffle(kills)
+        spares = chance.choice((0, 0, 1, 2))
+        kills = _kills(chance, servers, workers, spares)
         delays = [chance.uniform(0, _SPAN_SECONDS / len(kills)) for _ in kills]
         pairs = list(zip(kills, delays, strict=True))
-        trial = one_trial(servers, workers, pairs, make_launch)
+        trial = one_trial(servers, workers, pairs, make_launch, spares=spares)
         trial.title = f"seed {seed}, trial {number}: {trial.title}"
         trials.append(trial)
     return trials
+
+
+def _kills(chance: random.Random, servers: int, workers: int, spares: int) -> list[int]:
+    """Choose ranks; without spare ones, the last server and the last worker stay."""
+    kills = []
+    if spares:
+        others = range(1, 1 + servers + workers + spares)
+        return chance.sample(others, chance.randint(1, spares))
+    if servers == 1 or chance.random() < 0.6:
+        kills.append(1 + servers + chance.randrange(workers))
+    if servers == 2 and (not kills or chance.random() < 0.5):
+        kills.append(1 + chance.randrange(servers))
+    chance.shuffle(kills)
+    return kills
 
 
 def figures(trials: list[Trial]) -> str:
@@ -113,10 +124,11 @@ def figures(trials: list[Trial]) -> str:
     results = [result for trial in trials for result in trial.results]
     losses = sum(result["losses"] for result in results)
     again = sum(len(result["again"]) for result in results)
+    left = sum(result["vacant"] for result in results)
     twice = sum(n > 1 for result in results for n in result["counts"])
     return (
         f"{right} of {len(trials)} right; {losses} losses noticed, {again} functions "
-        f"run again, of which {twice} counted twice"
+        f"run again, of which {twice} counted twice; {left} places stayed empty"
     )
 
 

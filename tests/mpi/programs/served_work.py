@@ -3,12 +3,14 @@
 The options are in JSON. Each function adds one to an element of its own of ``done``:
 ``counts`` says how often each has run. ``again`` are those that a lost worker had: they
 may count twice, all others count once. After each round is a checkpoint, from which the
-coordinator goes on when a server is lost. All ranks write their process numbers into
-FOLDER.
+coordinator goes on when a server is lost. It does not end before spare ranks have the
+places of lost ones: ``vacant`` is how many have none. All ranks write their process
+numbers into FOLDER.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -41,7 +43,7 @@ class Ledger:
         for rank in lost:
             if rank in self._workers:
                 calls = self._workers[rank].under_way.values()
-                self.again += [call.args[0][0] for call in calls]
+                self.again += [c.args[0][0] for c in calls if not c.keep]
         self._lose(lost)
 
 
@@ -63,18 +65,22 @@ class Program:
             net=[self.done, self.whole, self.slow],
             optimizer=self.optimizer,
         )
+        # Of each worker, the same object again where a spare rank takes the place.
+        data = self.coordinator.create_per_worker_dataset(itertools.count)
+        self.iterator = iter(data)
         # By step, what had run again by then.
         self.saved: dict[int, list[int]] = {}
         self.result: dict[str, Any] = {}
 
-    def function(self) -> Callable[[int], int]:
+    def function(self) -> Callable[..., int]:
         """Return what is scheduled."""
         done, whole, slow, optimizer = self.done, self.whole, self.slow, self.optimizer
         seconds = self.options["seconds"]
         ones, one = np.ones(LENGTH), np.ones(1, np.int64)
 
-        def work(number: int) -> int:
+        def work(number: int, iterator: Any) -> int:
             time.sleep(seconds)
+            next(iterator)
             whole.assign_add(ones, read_value=False)
             optimizer.apply_gradients([(np.ones(3), slow)])
             done.scatter_add(hs.IndexedSlices(one, [number]))
@@ -86,10 +92,19 @@ class Program:
         """Run all rounds."""
         work, rounds = self.function(), self.options["rounds"]
         step = self.guarded(lambda: self.save(0))
-        while step < rounds or self.ledger.losses < self.options["losses"]:
+        while step < rounds or self.waits():
             step = self.guarded(lambda step=step: self.run_round(step, work))
         self.result.update(again=self.ledger.again, losses=self.ledger.losses)
         (self.folder / "0.result").write_text(json.dumps(self.result))
+
+    def waits(self) -> bool:
+        """Whether a rank is still to be lost, or a spare one to take its place."""
+        strategy = self.coordinator.strategy
+        lost, roles = strategy.client.mailbox.lost, strategy.roles
+        vacant = lost.intersection((*roles.servers, *roles.workers))
+        self.result["vacant"] = len(vacant)
+        takes = bool(vacant) and not lost.issuperset(roles.spares)
+        return takes or self.ledger.losses < self.options["losses"]
 
     def guarded(self, action: Callable[[], int]) -> int:
         """Return the step that comes next: after a loss, that of the checkpoint."""
@@ -107,17 +122,17 @@ class Program:
             except hs.UnavailableError:
                 continue
 
-    def run_round(self, step: int, work: Callable[[int], int]) -> int:
+    def run_round(self, step: int, work: Callable[..., int]) -> int:
         """Run the functions of a round, and save what they have counted."""
         many = self.options["functions"]
         if step == self.options["rounds"]:
-            # A rank is still to be lost.
+            # A rank is still to be lost, or to take a place.
             self.coordinator.schedule(time.sleep, (0.01,)).fetch()
             return step
         numbers = range(step * many, (step + 1) * many)
         values = []
         for number in numbers:
-            values.append(self.coordinator.schedule(work, (number,)))
+            values.append(self.coordinator.schedule(work, (number, self.iterator)))
             if len(values) == many // 4:
                 (self.folder / "started").touch()
         self.coordinator.join()
@@ -145,6 +160,7 @@ def main() -> None:
     (folder / f"{rank}.process").write_text(str(os.getpid()))
     strategy = hs.ParameterServerStrategy(
         num_ps=options["servers"],
+        spare_ranks=options["spares"],
         variable_partitioner=hs.partitioners.FixedShardsPartitioner(3),
         on_lost_rank="raise",
     )

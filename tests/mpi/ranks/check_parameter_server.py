@@ -634,6 +634,35 @@ def test_a_rank_without_a_role_is_refused(job: Any) -> None:
             make(resolver)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"spare_ranks": -1}, "spare_ranks >= 0, found -1"),
+        ({"spare_ranks": 40}, "at least 3 ranks.*spare_ranks=40, found -"),
+        ({"spare_ranks": 0}, "same num_ps and spare_ranks"),
+    ],
+)
+def test_wrong_numbers_of_spare_ranks_are_refused(
+    job: Any, arguments: dict[str, Any], problem: str
+) -> None:
+    if not job.rank and "same" in problem:
+        arguments = {"spare_ranks": 1}
+    with pytest.raises(ValueError, match=problem):
+        hs.ParameterServerStrategy(**arguments)
+
+
+def test_spare_ranks_wait_for_losses_alone(job: Any) -> None:
+    spare_ranks, kinds = job.size - 3, ["chief", "ps", "worker", "spare"]
+    if spare_ranks != 1:
+        pytest.skip("one rank is spare")
+    resolver = hs.cluster_resolver.SimpleClusterResolver(
+        hs.cluster_resolver.ClusterSpec({}), task_type=kinds[job.rank]
+    )
+    for arguments in ({"spare_ranks": 1}, {"cluster_resolver": resolver}):
+        with pytest.raises(ValueError, match="on_lost_rank='raise' where ranks are"):
+            hs.ParameterServerStrategy(**arguments)
+
+
 def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
     kinds = ["worker"] * (job.size - 2) + ["ps", "chief"]
     resolver = hs.cluster_resolver.SimpleClusterResolver(
