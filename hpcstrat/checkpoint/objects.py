@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import RESERVED, Entry, Header, section_of
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import Array, SupportsCheckpoint, SupportsDeferredCheckpoint
+from hpcstrat.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 from hpcstrat.variables import (
     DistributedVariable,
     SyncOnReadVariable,
@@ -19,7 +20,7 @@ from hpcstrat.variables import (
     read_all,
 )
 
-__all__ = ["Objects", "is_of_group"]
+__all__ = ["Objects", "is_of_group", "pieces_of"]
 
 
 @runtime_checkable
@@ -201,6 +202,14 @@ class Objects:
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
+    def target(self, path: str) -> Variable | None:
+        """Return where a saved value of state that is not there can go at once."""
+        owner = self.owner(path)
+        if owner is None:
+            return None
+        find: Any = getattr(owner[0], "checkpoint_target", None)
+        return None if find is None else find(owner[1])
+
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
         """Return who makes the variable of a path later, and the path within it."""
         name, _, rest = path.partition("/")
@@ -231,21 +240,27 @@ class Objects:
         ]
         return f"{len(words)} variables: {', '.join(words)}"
 
-    def values(self, variables: dict[str, Variable]) -> dict[str, Array]:
+    def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
         """Return the logical value of each, or this replica's or its group's row.
 
         Collective over the strategy's replicas, if there are SyncOnRead variables.
+        Those that lie elsewhere stay there, and give their bytes piece by piece.
         """
+        values: dict[str, Any] = {
+            path: pieces
+            for path, variable in variables.items()
+            if (pieces := pieces_of(variable)) is not None
+        }
+        here = {path: v for path, v in variables.items() if path not in values}
         # One strategy after the other: a call is of the replicas of one.
-        values: dict[str, Array] = {}
         for of_group in (False, True):
-            some = {p: v for p, v in variables.items() if is_of_group(v) is of_group}
+            some = {p: v for p, v in here.items() if is_of_group(v) is of_group}
             read = read_all(list(some.values()), own_rows=True)
             values.update(zip(some, read, strict=True))
         return {path: values[path] for path in variables}
 
     def entries(
-        self, variables: dict[str, Variable], values: dict[str, Array]
+        self, variables: dict[str, Variable], values: dict[str, Any]
     ) -> dict[str, Entry]:
         """Return what the file says of each variable, by path.
 
@@ -329,6 +344,19 @@ class Objects:
 def _is_apart(variable: Variable) -> bool:
     none = variable.aggregation is VariableAggregation.NONE
     return none and isinstance(variable, SyncOnReadVariable)
+
+
+def pieces_of(variable: Variable | None) -> Any:
+    """Return the bytes of a variable that lies elsewhere, as a file has them.
+
+    They come and go piece by piece. None where they would have to be converted, and for
+    all other variables.
+    """
+    if variable is None or not variable.lies_elsewhere:
+        return None
+    as_stored = sys.byteorder == "little" and variable.dtype.isnative
+    elsewhere: Any = variable
+    return elsewhere.pieces() if as_stored else None
 
 
 def is_of_group(thing: Any) -> bool:

@@ -671,6 +671,26 @@ class Optimizer(MadeTogether, ABC):
         if elsewhere:
             self._strategy_elsewhere.slots.wait(self)
 
+    def checkpoint_target(self, name: str) -> Variable | None:
+        """Return where saved state can go at once, though no step has made it.
+
+        Not collective.
+
+        Parameters
+        ----------
+        name : str
+            As in `checkpoint_variables`.
+
+        Returns
+        -------
+        Variable or None
+            State on servers; None where a value has to wait, by `checkpoint_defer`.
+        """
+        if not self.iterations.lies_elsewhere:
+            return None
+        found: Variable | None = self._strategy_elsewhere.slots.find(self, name)
+        return found
+
     def take_restored(self, name: str) -> Array | None:
         """Return restored state, which waits no longer; None if there is none.
 

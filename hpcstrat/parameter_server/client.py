@@ -200,6 +200,18 @@ class Client:
                 return
         np.copyto(out, self.ask(server, "read", number))
 
+    def read_bytes(
+        self, server: int, number: int, reader: Reader | None, start: int, stop: int
+    ) -> Array:
+        """Return some bytes of a shard's value, as they were between two updates."""
+        if reader is not None:
+            self._settle(server)
+            found = reader.read_bytes(start, stop)
+            if found is not None:
+                return np.asarray(found)
+        answer = self.ask(server, "read_bytes", number, None, start, stop)
+        return np.asarray(answer)
+
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:

@@ -100,6 +100,7 @@ class Reader:
     def __init__(self, file: _File, place: Place, shape: Any, dtype: Any) -> None:
         self._file = file
         count, start = math.prod(shape), place.offset + _HEAD_BYTES
+        self._start = start
         self._version = np.frombuffer(file.map, np.int64, 1, place.offset)
         self._array = np.frombuffer(file.map, dtype, count, start).reshape(shape)
 
@@ -117,6 +118,21 @@ class Reader:
                     return result
             os.sched_yield()
         return None
+
+    def read_bytes(self, start: int, stop: int) -> Any:
+        """Return a copy of some bytes of the array; None as in `read`."""
+
+        def copy(array: Array) -> Array:
+            return array.reshape(-1).view(np.uint8)[start:stop].copy()
+
+        try:
+            return self.read(copy)
+        finally:
+            # Who reads large arrays in pieces has no memory for all of their pages.
+            begin = self._start + start
+            begin -= begin % mmap.PAGESIZE
+            end = self._start + stop
+            self._file.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class Readers:

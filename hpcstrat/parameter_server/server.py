@@ -78,7 +78,7 @@ class VariableServer:
             "create": self._create,
             "read": self._read,
             "read_rows": self._read_rows,
-            "slot": self._slot,
+            "read_bytes": self._read_bytes,
             "stateful": self._stateful,
         }
         self._updates: dict[str, Callable[..., None]] = {
@@ -88,7 +88,7 @@ class VariableServer:
             "scatter": self._scatter,
             "rule": self._rule,
             "steps": self._take_steps,
-            "set_slot": self._set_slot,
+            "write_bytes": self._write_bytes,
             "restored": self._restored,
             "build": self._build,
             "forget_state": self._forget_state,
@@ -173,9 +173,13 @@ class VariableServer:
     def _read_rows(self, number: int, indices: Array) -> Array:
         return self._shards[number].array[indices]
 
-    def _slot(self, number: int, key: int, kind: str) -> Array | None:
-        slot = self._shards[number].slots.get((key, kind))
-        return None if slot is None else slot.copy()
+    def _read_bytes(
+        self, number: int, slot: tuple[int, str] | None, start: int, stop: int
+    ) -> Array | None:
+        """Return bytes of a shard, or of an optimizer's state, where there is some."""
+        shard = self._shards[number]
+        array = shard.array if slot is None else shard.slots.get(slot)
+        return None if array is None else _bytes_of(array)[start:stop].copy()
 
     def _stateful(self, key: int) -> list[int]:
         """Return which shards have state of an optimizer."""
@@ -245,10 +249,19 @@ class VariableServer:
             shard.slots[key, kind] = slot
         return slot
 
-    def _set_slot(
-        self, kind: str, number: int, key: int, name: str, value: Any
+    def _write_bytes(
+        self,
+        kind: str,
+        number: int,
+        slot: tuple[int, str, float] | None,
+        start: int,
+        data: Array,
     ) -> None:
-        self._shards[number].slots[key, name] = np.array(value)
+        """Replace bytes of a shard, or of an optimizer's state."""
+        shard = self._shards[number]
+        array = shard.array if slot is None else self._slot_of(shard, *slot)
+        place = _bytes_of(array)[start : start + data.size]
+        shard.update(lambda: np.copyto(place, data))
 
     def _restored(self, kind: str, key: int, steps: int) -> None:
         """Count steps on from this one, on all shards, as other strategies do."""
@@ -277,3 +290,8 @@ class VariableServer:
                 shard.steps.pop(number, None)
                 for key in [key for key in shard.slots if key[0] == number]:
                     del shard.slots[key]
+
+
+def _bytes_of(array: Array) -> Array:
+    """Return a view of an array's bytes; it is contiguous."""
+    return array.reshape(-1).view(np.uint8)

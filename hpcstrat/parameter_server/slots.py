@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.slots import file_names
+from hpcstrat.optimizers.slots import file_names, unescaped
 from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.pieces import Pieces
 from hpcstrat.parameter_server.variables import ServerVariable
 from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
@@ -45,15 +46,15 @@ class _ServerSlot(Variable):
         self._place = optimizer.key, kind
         return self
 
+    def pieces(self) -> Pieces:
+        """Return what reads and writes it piece by piece."""
+        return self._variable.pieces((*self._place, self._initial))
+
     def value(self) -> Array:
         """Return a copy."""
-        out = np.full(self.shape, self._initial, self.dtype)
-        client = self._strategy.client
-        for shard, part in self._variable._parts(out):
-            found = client.ask(shard.server, "slot", shard.number, *self._place)
-            if found is not None:
-                np.copyto(part, found)
-        return out
+        size = self._component.nbytes
+        data = self.pieces()[0:size] if size else np.empty(0, np.uint8)
+        return data.view(self.dtype).reshape(self.shape)
 
     def assign(self, value: Any, read_value: bool = True) -> Any:
         """Replace the value, on all shards."""
@@ -62,10 +63,8 @@ class _ServerSlot(Variable):
                 f"expected a saved value of shape {self.shape} for {self.name!r}, "
                 f"found {value.shape}; restore a checkpoint of the same model"
             )
-        client = self._strategy.client
-        for shard, part in self._variable._parts(value.astype(self.dtype, copy=False)):
-            client.post(shard.server, "set_slot", shard.number, *self._place, part)
-        client.done()
+        data = value.astype(self.dtype, "C", copy=False).reshape(-1)
+        self.pieces().write_bytes(0, data.view(np.uint8))
 
 
 class ServerSlots:
@@ -121,6 +120,14 @@ class ServerSlots:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")
                 if value is not None:
                     _ServerSlot.of(optimizer, kind, variable).assign(value)
+
+    def find(self, optimizer: Optimizer, name: str) -> Variable | None:
+        """Return the state of a name, whose variable is there; also before any step."""
+        kind, _, rest = name.partition("/")
+        names = rest, unescaped(name).partition("/")[2]
+        found = [v for v in list(self._variables.values()) if v.name in names]
+        known = kind in optimizer.state and found
+        return _ServerSlot.of(optimizer, kind, found[0]) if known else None
 
     def restored(self, optimizer: Optimizer) -> None:
         """Let servers count steps on from those that the optimizer has made."""

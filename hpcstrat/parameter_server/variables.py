@@ -14,6 +14,7 @@ from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.row_updates import summed_rows
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.memory import Place, Reader
+from hpcstrat.parameter_server.pieces import Pieces
 from hpcstrat.typing import Array
 from hpcstrat.values import Adopted, HostValue
 from hpcstrat.variables import Variable
@@ -245,6 +246,28 @@ class ServerVariable(Variable):
         array = self.read_value()
         array.flags.writeable = False
         return array
+
+    def pieces(self, slot: tuple[int, str, float] | None = None) -> Pieces:
+        """Return what reads and writes the value's bytes piece by piece.
+
+        Not collective.
+
+        Parameters
+        ----------
+        slot : tuple of int, str and float, optional
+            Key and kind of an optimizer's state beside the variable, and what it
+            begins with; default: the value itself.
+
+        Returns
+        -------
+        Pieces
+            For checkpoints.
+        """
+        parts = [
+            (each.server, each.number, each.start, each.stop, each.reader)
+            for each in self._shards
+        ]
+        return Pieces(self._strategy.client, self.shape, self.dtype, parts, slot)
 
     def read_value(self) -> Array:
         """Return a copy of the value.

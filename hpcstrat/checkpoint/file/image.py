@@ -7,7 +7,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.gpu.transfers import lock_pages
 from hpcstrat.typing import Array
 
-__all__ = ["Image", "ImageMemory", "Source", "as_bytes", "fill"]
+__all__ = ["Elsewhere", "Image", "ImageMemory", "Source", "as_bytes", "fill"]
 
 # Large pages; and children have zeros there: to share the pages with them would have
 # this process copy each of them when it writes to it again, while a GPU that pages are
@@ -32,6 +32,16 @@ class Source(Protocol):
 
     def __getitem__(self, source: slice, /) -> Array:
         """Return the bytes of the `Piece` that has this ``source``."""
+
+
+@runtime_checkable
+class Elsewhere(Source, Protocol):
+    """A value in other processes; its bytes are moved by the main thread alone."""
+
+    shape: tuple[int, ...]
+
+    def write_bytes(self, start: int, data: Array) -> None:
+        """Replace bytes of the value, from one on."""
 
 
 class ImageMemory:

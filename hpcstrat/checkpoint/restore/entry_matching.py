@@ -151,10 +151,11 @@ def match_entries(
         if owner is None:
             unused.append(path)
             continue
-        entry = header.entries[path]
-        if problem := rows_misfit(entry):
+        entry, target = header.entries[path], objects.target(path)
+        misfit = "" if target is None else _misfit(entry, target, allow_cast)
+        if problem := misfit or rows_misfit(entry):
             problems.append(f"{path} {problem}")
-        matches.append(Match(entry, None, *owner, per_replica=per_replica))
+        matches.append(Match(entry, target, *owner, per_replica=per_replica))
     problems += objects.state_problems(header, only)
     if unused and not expect_partial:
         problems.append(f"nothing takes {', '.join(unused)} (pass expect_partial=True)")

@@ -33,6 +33,8 @@ __all__ = ["restore_values"]
 
 # How many bytes a replica reads once only; of more, the rest is read twice.
 _KEPT_BYTES = 1 << 30
+# Where values go elsewhere, whose memory may be all that they fit into.
+_KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
 def restore_values(
@@ -139,7 +141,9 @@ class _ParallelRead:
             for sink in self._sinks
             for block in self._plan.blocks_of(sink.extent.offset, sink.extent.stop)
         }
-        most_kept = max(1, _KEPT_BYTES // self._plan.block_bytes)
+        passes = any(sink.elsewhere is not None for sink in self._sinks)
+        kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
+        most_kept = max(1, kept_bytes // self._plan.block_bytes)
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}

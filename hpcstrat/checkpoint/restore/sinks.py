@@ -8,7 +8,9 @@ import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.image import Elsewhere
 from hpcstrat.checkpoint.file.schema import named_dtype, saved_dtype
+from hpcstrat.checkpoint.objects import pieces_of
 from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.gpu.transfers import Uploads
 from hpcstrat.typing import Array, Replicas
@@ -19,13 +21,17 @@ __all__ = ["Sink", "live_bytes", "value_of"]
 class Sink:
     """Where the bytes of a dataset go.
 
-    To ``live``, the variable's own bytes, else to a buffer that is assigned when full.
+    To ``live``, the variable's own bytes, here or elsewhere, else to a buffer that is
+    assigned when full.
     """
 
-    def __init__(self, match: Match, extent: Extent, live: Array | None = None) -> None:
+    def __init__(
+        self, match: Match, extent: Extent, live: Array | Elsewhere | None = None
+    ) -> None:
         self.match, self.extent = match, extent
         self.on_device = is_device(live)
-        self._live = live
+        self.elsewhere = live if isinstance(live, Elsewhere) else None
+        self._live = None if isinstance(live, Elsewhere) else live
         self._collected: Array | None = None
         self._left = extent.nbytes
 
@@ -41,6 +47,9 @@ class Sink:
         ``uploads`` copies to a GPU; needed if this is ``on_device``.
         """
         place = start - self.extent.offset
+        if self.elsewhere is not None:
+            self.elsewhere.write_bytes(place, data)
+            return
         if self._live is None and self._collected is None:
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
@@ -67,7 +76,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
     return native.view(dtype).reshape(shape[1:] if rows else shape)
 
 
-def live_bytes(match: Match) -> Array | None:
+def live_bytes(match: Match) -> Array | Elsewhere | None:
     """Return the bytes of a variable into which a value can be read as it is.
 
     None where it has to be converted, or is not there yet.
@@ -76,7 +85,9 @@ def live_bytes(match: Match) -> Array | None:
     if variable is None or match.divides or sys.byteorder != "little":
         return None
     if variable.lies_elsewhere:
-        return None
+        same = variable.dtype.name == match.entry.dtype
+        found: Elsewhere | None = pieces_of(variable) if same else None
+        return found
     component = variable.component
     fits = (
         component.dtype.name == match.entry.dtype

@@ -1,8 +1,9 @@
 """One replica's part of a save: copy, hash and write block after block.
 
 Threads hash and write, which Python's lock does not hinder, and make no MPI call. Where
-the caller waits for the end, they copy, too; otherwise the caller has copied before, or
-has told the GPU to, for which the threads then wait.
+the caller waits for the end, they copy, too, or the caller does, block after block, if
+other processes have values; otherwise the caller has copied before, or has told the GPU
+to, for which the threads then wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 from hpcstrat.checkpoint.disk.disk import flush, forget_pages, open_to_write, write_all
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.hashing import block_hash
-from hpcstrat.checkpoint.file.image import Image, Source, fill
+from hpcstrat.checkpoint.file.image import Elsewhere, Image, Source, fill
+from hpcstrat.errors import UnavailableError
 from hpcstrat.gpu.transfers import Arrival, Downloads
 from hpcstrat.typing import Array
 
@@ -75,8 +77,11 @@ class PartWriter:
         # What the GPU still copies, by the place of the block.
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
-        # Which of the blocks, and whether they have been copied.
-        self._todo: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
+        self._ahead = False
+        # Which of the blocks, and where they have been copied to, if they have.
+        self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
+        # Where the next can be.
+        self._free: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._left = 0
@@ -89,23 +94,57 @@ class PartWriter:
         the memory of a GPU by what its current stream is given from then on. Otherwise
         they may not before `join` has returned.
         """
+        self._ahead = ahead
+        asks = any(isinstance(value, Elsewhere) for value in values.values())
         try:
             if self.blocks:
                 self._file = open_to_write(self.path, self._direct)
             if ahead:
-                self._copy_all(values)
+                self._copy_all(values, asks)
         except Exception as error:
             # All replicas learn of it, and raise together.
             self._fail(error)
+            if isinstance(error, UnavailableError):
+                raise
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             # Where all is copied, sums and others' rows need not stay in memory.
             self._values = {} if ahead else values
-            self._start_threads(ahead)
+            feeds = asks and not ahead and self.error is None
+            if not feeds:
+                for index in range(len(self.blocks)):
+                    self._todo.put((index, index if ahead else None))
+            wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
+            self._start_threads(wanted)
+            try:
+                if feeds:
+                    self._feed()
+            finally:
+                for _ in range(wanted):
+                    self._todo.put(None)
 
-    def _copy_all(self, values: Mapping[str, Source]) -> None:
+    def _feed(self) -> None:
+        """Copy block after block, each to a place that has become free."""
+        for slot in range(RING_SLOTS):
+            self._free.put(slot)
+        try:
+            for index, block in enumerate(self.blocks):
+                slot = self._free.get()
+                if self.error is not None:
+                    return
+                self._copy(block, slot)
+                self._todo.put((index, slot))
+        except Exception as error:
+            self._fail(error)
+            if isinstance(error, UnavailableError):
+                raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _copy_all(self, values: Mapping[str, Source], asks: bool) -> None:
         begin = time.perf_counter()
 
         def copy(index: int) -> list[tuple[Array, Array]]:
@@ -114,7 +153,7 @@ class PartWriter:
         indices = range(len(self.blocks))
         with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
             try:
-                missing = list(pool.map(copy, indices))
+                missing = list((map if asks else pool.map)(copy, indices))
             except RuntimeError:
                 # The system gives no more threads, or the program ends.
                 missing = list(map(copy, indices))
@@ -125,13 +164,10 @@ class PartWriter:
             self._downloads.end()
         self.seconds["copy"] = time.perf_counter() - begin
 
-    def _start_threads(self, copied: bool) -> None:
+    def _start_threads(self, wanted: int) -> None:
         self._began = time.perf_counter()
-        for index in range(len(self.blocks)):
-            self._todo.put((index, copied))
-        wanted = self._left = NUM_THREADS if copied else RING_SLOTS
+        self._left = wanted
         for number in range(wanted):
-            self._todo.put(None)
             thread = threading.Thread(
                 target=self._work,
                 args=(number,),
@@ -149,22 +185,27 @@ class PartWriter:
 
     def _work(self, number: int) -> None:
         while (item := self._todo.get()) is not None:
-            index, copied = item
-            if self.error is not None:
-                continue
+            index, slot = item
             try:
-                slot = index if copied else number
-                if copied:
-                    self._await_turn(index)
-                    self._await_copy(index)
-                with self._cores:
-                    if not copied:
-                        self._copy(self.blocks[index], slot)
-                    data = self._hashed(index, slot)
-                self._write(index, data)
+                if self.error is None:
+                    self._write(index, self._made(index, slot, number))
             except BaseException as error:
                 self._fail(error)
+            finally:
+                if slot is not None:
+                    self._free.put(slot)
         self._leave(1)
+
+    def _made(self, index: int, slot: int | None, number: int) -> memoryview:
+        """Return a block, hashed, and copied if it is not; ``number`` is the thread."""
+        if self._ahead:
+            self._await_turn(index)
+            self._await_copy(index)
+        with self._cores:
+            if slot is None:
+                slot = number
+                self._copy(self.blocks[index], slot)
+            return self._hashed(index, slot)
 
     def _await_turn(self, index: int) -> None:
         turn = self._began + self._spread * index / len(self.blocks)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,12 @@ from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.disk.disk import create
 from hpcstrat.checkpoint.disk.file_systems import goes_direct
 from hpcstrat.checkpoint.file.extents import Plan
-from hpcstrat.checkpoint.file.image import ImageMemory, Source, as_bytes
+from hpcstrat.checkpoint.file.image import (
+    Elsewhere,
+    ImageMemory,
+    Source,
+    as_bytes,
+)
 from hpcstrat.checkpoint.file.part_verdicts import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
@@ -36,7 +42,7 @@ from hpcstrat.checkpoint.save.pending_save import NewFile, Order, PendingSave
 from hpcstrat.checkpoint.save.publication import Publication, Target
 from hpcstrat.checkpoint.save.row_exchange import Rows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.errors import CheckpointError
+from hpcstrat.errors import CheckpointError, UnavailableError
 from hpcstrat.gpu.transfers import Downloads
 from hpcstrat.logs import get_logger
 from hpcstrat.typing import Array, Replicas
@@ -105,13 +111,7 @@ class Saver:
         blocks = save.plan.parts(save.num_replicas)[save.replica]
         rows = self._rows(save, values)
         try:
-            data: dict[str, Source] = {
-                path: as_bytes(value)
-                for path, value in values.items()
-                if path not in rows
-            }
-            data |= rows
-            data |= state_bytes(header, file.python)
+            data = _sources(values, rows) | state_bytes(header, file.python)
             # All of this replica's blocks, or a few at a time.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
             downloads = self._from_device(values)
@@ -119,6 +119,10 @@ class Saver:
             if downloads is not None:
                 downloads.begin(self._memory.lock())
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
+        except UnavailableError as error:
+            # Of a server: this is the only replica, and may go on without it.
+            self._drop(save, error)
+            raise
         except Exception as error:
             # All replicas raise it together, when they meet.
             save.error = error
@@ -353,6 +357,15 @@ def _num_cores(strategy: Replicas) -> int:
     # Of a job of several ranks, each with a strategy of its own, not all is known.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
+
+
+def _sources(values: Mapping[str, Any], rows: Mapping[str, Rows]) -> dict[str, Source]:
+    """Return what has the bytes of each value: rows, other processes, or arrays."""
+    rest = {path: value for path, value in values.items() if path not in rows}
+    return {
+        **rows,
+        **{p: v if isinstance(v, Elsewhere) else as_bytes(v) for p, v in rest.items()},
+    }
 
 
 def _nothing() -> None:

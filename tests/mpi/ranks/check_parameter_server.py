@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CancelledError, OutOfRangeError
+from hpcstrat.parameter_server import pieces
 from hpcstrat.parameter_server.bells import Bells
 
 pytestmark = pytest.mark.algorithm
@@ -331,6 +333,91 @@ def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> N
     partitioner = hs.partitioners.FixedShardsPartitioner(3)
     cluster.run(save, variable_partitioner=partitioner)
     cluster.run(restore)
+
+
+@pytest.mark.once
+def test_large_values_are_saved_and_restored_in_pieces(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Neither pieces nor shards end where blocks of the file do.
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 300_001)
+    start = np.random.default_rng(0).normal(size=(40_001, 10)).astype(np.float32)
+    steps = []
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        for _ in range(2):
+            with strategy.scope():
+                table = hs.Variable(np.zeros_like(start), name="table/of/rows")
+                count = hs.Variable(np.int8(3), name="count")
+                optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+            objects = {"net": [table, count], "optimizer": optimizer}
+            manager = hs.CheckpointManager(tmp_path, **objects)
+            if steps:
+                assert manager.restore() == steps[-1]
+                np.testing.assert_array_equal(table.numpy(), -start)
+                assert count.numpy() == 4
+            strategy.apply_gradients(optimizer, [(start, table)])
+            if steps:
+                # With the momentum of the step before.
+                np.testing.assert_allclose(table.numpy(), -2.5 * start, rtol=1e-6)
+                continue
+            count.assign_add(np.int8(1))
+            for asynchronous in (False, True):
+                steps.append(1 + len(steps))
+                manager.save(steps[-1], asynchronous=asynchronous)
+            manager.wait()
+            first, last = (Path(path) for path in manager.checkpoints)
+            with h5py.File(first) as one, h5py.File(last) as other:
+                for file in (one, other):
+                    np.testing.assert_array_equal(file["variables/net/0"], -start)
+            # The variables of the program that ends.
+            del table, count, optimizer, objects, manager
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(3)
+    cluster, num_ps = Cluster(job), job.size - 2
+    cluster.run(body, num_ps, variable_partitioner=partitioner)
+
+
+def rise(call: Callable[[], Any]) -> int:
+    """Return how many bytes this process has needed more in a call than before."""
+
+    def bytes_of(kind: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if kind in line).split()[1]) << 10
+
+    # proc(5): the most is then what it is now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = bytes_of("VmRSS")
+    call()
+    return bytes_of("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_table_is_saved_and_restored_without_memory_for_it(
+    job: Any, tmp_path: Path
+) -> None:
+    num_rows, width, limit = 1 << 21, 128, 200 << 20
+
+    def make(first: int, last: int) -> Any:
+        numbers = np.arange(first, last, dtype=np.float32)
+        return np.broadcast_to(numbers[:, None], (last - first, width))
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        rows = hs.Rows((num_rows, width), np.float32, make)
+        table = made(strategy, rows, name="table")
+        ends = np.array([end for a, b in table.shard_rows for end in (a, b - 1)])
+        manager = hs.CheckpointManager(tmp_path, table=table)
+        saved = rise(lambda: manager.save(1))
+        zeros = np.zeros((len(ends), width), np.float32)
+        table.scatter_update(hs.IndexedSlices(zeros, ends))
+        restored = rise(manager.restore)
+        print(f"{saved >> 20} MiB to save, {restored >> 20} MiB to restore")
+        np.testing.assert_array_equal(table.read_rows(ends)[:, 5], ends)
+        assert max(saved, restored) < limit
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(2)
+    Cluster(job).run(body, job.size - 2, variable_partitioner=partitioner)
 
 
 STARTS = np.ones((7, 3)), np.zeros(())

@@ -1,0 +1,99 @@
+"""Values on servers as checkpoints see them: bytes, which are moved piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.memory import Reader
+from hpcstrat.typing import Array
+
+__all__ = ["Part", "Pieces"]
+
+_PIECE_BYTES = 32 << 20
+# Which shard of a server, and its rows of the value.
+Part = tuple[int, int, int, int, Reader | None]
+
+
+class Pieces:
+    """The bytes of a value on servers, in C order.
+
+    For who reads and writes them from the first to the last: a piece is kept until the
+    next is read. One of a shard is as it was between two updates. ``slot`` is None for
+    the value of a variable, or key, kind and first value of an optimizer's state.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        shape: tuple[int, ...],
+        dtype: Any,
+        parts: Sequence[Part],
+        slot: tuple[int, str, float] | None = None,
+    ) -> None:
+        self.shape = shape
+        self._client, self._dtype, self._parts, self._slot = client, dtype, parts, slot
+        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        self._piece, self._begin = np.empty(0, np.uint8), 0
+
+    def __getitem__(self, source: slice, /) -> Array:
+        """Return some bytes."""
+        found, done = np.empty(source.stop - source.start, np.uint8), 0
+        while done < found.size:
+            done += self._copy(source.start + done, found[done:])
+        return found
+
+    def _copy(self, start: int, out: Array) -> int:
+        """Copy bytes from one on, as many as are in a piece; return how many."""
+        if not 0 <= start - self._begin < self._piece.size:
+            # First, so that there are never two.
+            self._piece = np.empty(0, np.uint8)
+            spans = self._spans(start, start + _PIECE_BYTES)
+            self._piece, self._begin = self._read(*next(spans)), start
+        found = self._piece[start - self._begin :][: out.size]
+        out[: found.size] = found
+        if start + found.size == self._nbytes:
+            # There may be many values.
+            self._piece = np.empty(0, np.uint8)
+        return int(found.size)
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
+        """Yield the shards of some bytes, and which of their own bytes these are."""
+        for part in self._parts:
+            _, _, first, last, _ = part
+            begin, end = first * self._row_bytes, last * self._row_bytes
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                yield part, low - begin, high - begin
+
+    def _read(self, part: Part, start: int, stop: int) -> Array:
+        server, number, _, _, reader = part
+        found = None
+        if self._slot is None:
+            found = self._client.read_bytes(server, number, reader, start, stop)
+        else:
+            key, kind, initial = self._slot
+            place = key, kind
+            found = self._client.ask(server, "read_bytes", number, place, start, stop)
+            if found is None:
+                # No step has made it yet.
+                itemsize = self._dtype.itemsize
+                first, last = start // itemsize, -(-stop // itemsize)
+                values = np.full(last - first, initial, self._dtype)
+                found = values.view(np.uint8)[start - first * itemsize :]
+        return np.asarray(found[: stop - start])
+
+    def write_bytes(self, start: int, data: Array) -> None:
+        """Replace bytes from one on, and wait until it is done."""
+        done = 0
+        for part, low, high in self._spans(start, start + data.size):
+            server, number, _, _, _ = part
+            piece = data[done : done + high - low]
+            self._client.post(server, "write_bytes", number, self._slot, low, piece)
+            done += piece.size
+        self._client.done()
