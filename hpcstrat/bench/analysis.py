@@ -29,6 +29,7 @@ from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 __all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
 
 RESAMPLES = 10_000
+# Fixed, so that the same files give the same page.
 _SEED = 20260101
 _LEVEL = 95
 # With fewer repeats an interval is not worth its name.
@@ -94,6 +95,7 @@ class Report:
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
     """Read files, smallest run first; BenchError where they do not fit together."""
+    # A pattern of the shell and a name by hand may give one file twice.
     runs = [read_run(path) for path in dict.fromkeys(paths)]
     runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
     seen: dict[tuple[int, ...], Run] = {}
@@ -118,6 +120,7 @@ def _require_same_problem(runs: Sequence[Run]) -> None:
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
         for kind in ours:
+            # One in common is enough: a later run may have measured more sizes.
             if kind in theirs and not ours[kind] & theirs[kind]:
                 name, scaling = kind
                 difference = _difference(min(ours[kind]), min(theirs[kind]))
@@ -162,6 +165,7 @@ def analyze(runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()) -> Report
 
 def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
     name, scaling, words = key
+    # Parts of a later writer come last, and are only shown.
     known = _ORDER.index(name) if name in _ORDER else len(_ORDER)
     nbytes = json.loads(words).get("nbytes", 0)
     return known, scaling == "strong", nbytes, words
@@ -172,6 +176,7 @@ def _series(
 ) -> Series:
     pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
     name, scaling, words = key
+    # The smallest run that has this part: another one may lack it.
     base = pairs[0]
     points = [_point(run, part, base, expectation) for run, part in pairs]
     return Series(name, scaling, json.loads(words), tuple(points))
@@ -241,6 +246,7 @@ def _shares(run: Run, part: Part) -> dict[str, Any]:
     """Return what the replicas' time went to, all repeats together."""
     if not part.own_seconds:
         return {}
+    # Of the mean replica, as what it is compared with; not of the slowest.
     whole = float(np.sum(part.own_seconds))
     return {
         "late": float(np.sum(part.late_seconds)) / whole,
@@ -337,6 +343,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     """Say what else differs between what was measured."""
     kinds: dict[str, dict[str, str]] = {}
     for run in runs:
+        # A run that went on after a kill may have found newer packages.
         for session in run.sessions:
             for name, version in session.get("versions", {}).items():
                 kinds.setdefault(name, {}).setdefault(str(version), run.layout)

@@ -54,6 +54,7 @@ def _check(content: Any, path: str) -> None:
         str(content["source"])
         for point in content["points"]:
             str(point["part"]), str(point["scaling"]), dict(point.get("parameters", {}))
+            # Python reads NaN and Infinity from JSON.
             if point["num_replicas"] < 1 or not 0 < point["seconds"] < math.inf:
                 raise ValueError(f"{point['seconds']!r} seconds")
     except (KeyError, TypeError, ValueError) as error:
@@ -74,6 +75,7 @@ class Expectation:
         for run in runs:
             if run.expected:
                 _check(run.expected, run.path)
+        # The first that fits is taken: what the user gives goes before a run's own.
         self._given = [*given, *own]
 
     def seconds(self, part: Part, run: Run) -> tuple[float, str] | None:
@@ -104,6 +106,7 @@ class Expectation:
             return None
         base = first.part(part.key)
         assert base is not None
+        # It is what the model starts from: expecting it would say nothing.
         if run is first:
             return None
         if run.num_replicas == 1:
@@ -130,6 +133,7 @@ class Expectation:
                 smallest = min(found, key=lambda part: int(part.parameters["nbytes"]))
                 moving = self._sum(smallest.parameters["nbytes"], run) or 0.0
                 beyond = float(np.median(smallest.seconds)) - moving
+                # Without the turns of this run: `_call` puts in those of another one.
                 return max(beyond, 0.0) / _turns(run)
         return 0.0
 
@@ -149,7 +153,9 @@ class Expectation:
             latency, bandwidth = link
             share = 2 * (run.num_workers - 1) / run.num_workers
             seconds += 2 * math.log2(run.num_workers) * latency
+            # No turns here: replicas that share a core do not share it with the wire.
             seconds += share * nbytes / bandwidth
+        # A single replica sums nothing.
         return seconds or None
 
     def _link(self, name: str) -> tuple[float, float] | None:
@@ -161,6 +167,7 @@ class Expectation:
 
 
 def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
+    # A part of other parameters is another problem, such as another model's.
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
     if parameters and parameters != part.parameters:
@@ -176,6 +183,7 @@ def _turns(run: Run) -> float:
 def _besides(base: Part, first: Run, run: Run) -> float:
     """Return what a replica's step takes besides its calls, with its own batch."""
     calls = np.add(base.late_seconds, base.communication_seconds)
+    # The calls are modelled by themselves, with the waiting that they hold.
     besides = float(np.median(np.subtract(base.own_seconds, calls)))
     if base.scaling != "strong":
         return besides

@@ -49,6 +49,7 @@ class Repeats:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
+    # A collection on one replica is waiting on all others, and in the figures.
     gc.collect()
     gc.disable()
     try:
@@ -75,9 +76,11 @@ def fill_calls(
         strategy.barrier()
         return int(strategy.local_value(strategy.run(timed, args=(count,))))
 
+    # For nothing: first calls make plans, and touch memory that is new.
     measured(_TRIAL_CALLS)
     # All must make as many calls: the slowest replica's time decides.
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
+    # The trial's time is that of all its calls.
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
     with watched(part, strategy), _without_collector():
@@ -100,17 +103,21 @@ def fill_steps(
         for index in range(repeats.warm_up):
             _do(step, index, repeats)
         strategy.barrier()
+        # What the first steps took is thrown away.
         found.take()
         last = time.perf_counter_ns()
         for index in range(repeats.num):
             _do(step, repeats.warm_up + index, repeats)
+            # One clock reading ends a step and begins the next: nothing falls between.
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
     every = _gathered(strategy, own)
+    # Nobody can use a step before the slowest replica has done it.
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
+        # Sums only: all repeats of thousands of replicas would be a large file.
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
 
 
@@ -139,6 +146,7 @@ def compute(seconds: float) -> None:
 
     The time is that of the core: it takes longer where replicas share one.
     """
+    # Not a sleep: it would leave the core to helper threads and to other replicas.
     end = time.thread_time() + seconds
     result = np.empty_like(_WORK)
     while time.thread_time() < end:

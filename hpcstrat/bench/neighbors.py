@@ -24,9 +24,11 @@ def watched(part: Part, strategy: Strategy) -> Iterator[None]:
 
     Collective over the strategy's replicas, at its end, unless it raises.
     """
+    # No `finally`: where the block raises, others may not come to the gather.
     start = _times()
     yield
     spent = _times() - start
+    # All of the host, as in /proc/stat, not only those that the job may use.
     cores = float(os.cpu_count() or 1)
     own = np.array([[strategy.topology.worker_id, cores, *spent]])
     part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
@@ -41,8 +43,10 @@ def _busy_seconds() -> float:
     """Return what all cores together were busy; NaN where Linux does not say."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
+            # Up to `steal`, proc(5): time of guests is counted in `user` already.
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
+        # Not None: all must send as many numbers, or the gather would fail.
         return float("nan")
     # Without idle, and without waiting for disks; what a hypervisor took is in it.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
@@ -60,5 +64,6 @@ def worker_shares(rows: Times) -> list[float]:
         _, cores, busy, own, wall = rows[rows[:, 0] == worker].T
         # Each replica has read the same clock of the host, a moment apart.
         others = max(float(busy.max() - own.sum()), 0.0)
+        # Ticks are coarse: a short block may seem to hold more than there is.
         found.append(min(others / float(cores.max() * wall.max()), 1.0))
     return found

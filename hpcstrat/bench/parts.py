@@ -116,6 +116,7 @@ def _measure_sums(
 
     def call() -> None:
         context: Any = get_replica_context()
+        # In place: page faults of a fresh result would cost more than the sum.
         context.all_reduce("sum", arrays, out=arrays)
 
     fill_calls(part, strategy, call, repeats)
@@ -133,6 +134,7 @@ def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
     """Choose the global batch; BenchError on every rank where it cannot be divided."""
     count = strategy.num_replicas_in_sync
     part.batch_size = batch_size * (count if part.scaling == "weak" else 1)
+    # Replicas without examples would only wait for the others.
     if part.batch_size < count:
         raise BenchError(
             f"expected an example for each of {count} replicas in strong scaling, "
@@ -141,6 +143,7 @@ def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
 
 
 def _steps(options: Options) -> Iterator[Planned]:
+    # Runs are compared by these: nothing in them may depend on the number of replicas.
     parameters: dict[str, Any] = {"batch_size": options.batch_size}
     if options.step:
         parameters["step"] = options.step
@@ -176,6 +179,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
+        # As many as all steps read: the end of an epoch would end the measurement.
         rows = Rows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
@@ -201,6 +205,7 @@ def _checkpoints(options: Options) -> Iterator[Planned]:
             ]
         folder = os.path.join(options.folder, "checkpoints")
         with CheckpointManager(folder, max_to_keep=1, weights=variables) as manager:
+            # Each save has a step of its own, as in training.
             numbers = itertools.count()
             fill_steps(
                 save, strategy, lambda: manager.save(next(numbers)), options.repeats

@@ -73,7 +73,9 @@ def save(figure: Any, form: str) -> bytes:
     import matplotlib as mpl
 
     stream = io.BytesIO()
+    # The salt and the fonts are looked up when a figure is written, too.
     with mpl.rc_context(_STYLE):
+        # Without a date, which would change the bytes of the same picture.
         more = {"metadata": {"Date": None}} if form == "svg" else {"dpi": 150}
         figure.savefig(stream, format=form, **more)
     return stream.getvalue()
@@ -139,6 +141,7 @@ def _label(series: Series, among: Sequence[Series]) -> str:
 
 
 def _draw_steps(steps: Sequence[Series]) -> Any:
+    # Not pyplot: it keeps every figure, and may look for a screen.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
@@ -166,6 +169,7 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.set_title("efficiency, with 95% intervals")
     share.set_ylabel("%")
     _, top = share.get_ylim()
+    # From 0, so that heights compare; caches may bring more than 100%.
     share.set_ylim(0, max(top, 108))
     for axes in (speed, share):
         _replica_axis(axes, steps)
@@ -240,6 +244,7 @@ def _draw_bars(axes: Any, series: Series) -> None:
         # Above the grid, which would cut them.
         look = {"color": color, "height": 0.7, "zorder": 2}
         bars = axes.barh(places, widths, left=left, label=name, **look)
+        # A number would not fit into a narrower bar.
         words = [f"{width:.0f}" if width >= 5 else "" for width in widths]
         ink = "white" if color == _BLUE else "black"
         axes.bar_label(bars, words, label_type="center", fontsize=9, color=ink)
@@ -320,6 +325,7 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         # Of the quartiles of times.
         ends = np.array([point.quartiles for point in series.points]).T
         medians = np.array([point.median for point in series.points])
+        # The longest times are the lowest rates: the two ends change places.
         spread = np.abs(rates * medians / ends[::-1] - rates)
         color = _LINES[number % len(_LINES)]
         axes.errorbar(

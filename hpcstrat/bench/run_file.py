@@ -131,6 +131,7 @@ class Part:
     @property
     def key(self) -> tuple[str, str, str]:
         """What is the same in runs of other sizes."""
+        # Sorted: others may write the names of a file in any order.
         words = json.dumps(self.parameters, sort_keys=True)
         return self.name, self.scaling, words
 
@@ -186,6 +187,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
+        # Where a file lies is no part of what was measured: it may be moved.
         content = asdict(self)
         del content["path"]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
@@ -227,6 +229,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
             f"expected {what}, found in {path} what is no JSON: {error}; leave it out, "
             "or measure again"
         ) from error
+    # Any JSON may be given: a list has no fields.
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise BenchError(
@@ -261,6 +264,7 @@ def _words(error: Exception) -> str:
 
 
 def _parsed(content: dict[str, Any], path: str) -> Run:
+    # Looked up for the KeyError alone, which names what is missing.
     for name in _REQUIRED:
         content[name]
     for name in _TOPOLOGY:
@@ -276,6 +280,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
             Part(**{name: value for name, value in part.items() if name in known})
             for part in content["parts"]
         ],
+        # Only other programs fill it in, so that their files may lack it.
         expected=content.get("expected"),
         path=path,
     )
@@ -284,6 +289,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
     if len(run.topology["worker_of_replica"]) != run.num_replicas:
         raise ValueError("another number of workers of replicas")
     for session in run.sessions:
+        # What a page shows must be there before half of the page is made.
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")
@@ -306,11 +312,13 @@ def _check_part(part: Part, run: Run) -> None:
         raise ValueError(f"no times, or none above 0, {where}")
     for name in ("own", "late", "communication", "input"):
         values = getattr(part, f"{name}_seconds")
+        # Of single calls only the times are known; all four come together with steps.
         if len(values) != (len(part.seconds) if part.own_seconds else 0):
             raise ValueError(f"another number of {name}_seconds {where}")
     for name, values in part.replicas.items():
         if len(values) != run.num_replicas:
             raise ValueError(f"{len(values)} of replicas.{name} {where}")
+    # None where the host's system does not say what is busy.
     if len(part.others_share) not in (0, run.num_workers):
         raise ValueError(f"another number of others_share {where}")
     if not 0 <= part.session < len(run.sessions):

@@ -53,9 +53,11 @@ def run_scaling(strategy: Strategy, wish: Wish) -> str:
     file is not of such a run, or cannot be written; what a step of the user's raised,
     or ReplicaError on the others. What was measured before is kept.
     """
+    # Not str.format, for which other braces of a path would be fields.
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
     run = _on_first(strategy, functools.partial(_open, path, _topology(strategy)))
     plan = planned(wish.options)
+    # Of a save without its restore both are measured again: they share the file.
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
         # Before anything takes minutes.
@@ -66,6 +68,7 @@ def run_scaling(strategy: Strategy, wish: Wish) -> str:
         wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
     if not missing:
         return path
+    # Only where something is measured: each part refers to one of them.
     run.sessions.append(_session(strategy, wish.command))
     _prepare(strategy, run, wish.options, path)
     for number, item in enumerate(missing, 1):
@@ -86,6 +89,7 @@ def run_scaling(strategy: Strategy, wish: Wish) -> str:
 
 def _prepare(strategy: Strategy, run: Run, options: Options, path: str) -> None:
     """Measure the links, and write the rows that parts read."""
+    # A file goes on with the same ranks only, so that its links still serve.
     if not run.links:
         with strategy.collectives.section("links"):
             run.links = _links(measure_links(strategy.topology))
@@ -109,6 +113,7 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
             outcome = str(error), None
         except OSError as error:
             outcome = _unwritten(error), None
+    # What failed on replica 0 alone travels, so that all raise it.
     text, result = strategy.collectives.broadcast_object(outcome, 0, "bench")
     if text:
         raise BenchError(text)
@@ -134,6 +139,7 @@ def _open(path: str, topology: dict[str, Any]) -> Run:
         write_run(run, path)
         return run
     run = read_run(path)
+    # Numbers, not names of hosts: those may be others, and a note says so.
     for name, value in topology.items():
         if run.topology[name] != value:
             raise BenchError(
@@ -168,6 +174,7 @@ def _of_workers(strategy: Strategy, value: Any) -> list[Any]:
     """Return what the first replica of each worker gives; collective."""
     topology = strategy.topology
     own = (topology.worker_id, value) if topology.worker_comm.rank == 0 else None
+    # One of each worker answers: all ranks of a node would say the same.
     told = strategy.collectives.all_gather_object(own, "bench")
     return [pair[1] for pair in sorted(filter(None, told), key=lambda pair: pair[0])]
 
@@ -256,6 +263,7 @@ def _describe_reduction(part: Part, strategy: Strategy) -> None:
         return
     chosen = CrossDeviceOps().choose(nbytes, strategy.topology, CommunicationOptions())
     function: Any = chosen.algorithm
+    # Of a partial, which has no name, what it calls.
     part.algorithm = getattr(function, "func", function).__name__
     part.piece_bytes = chosen.piece_bytes
 

@@ -60,6 +60,7 @@ class Rows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: slice) -> Array:
+        # Past the file's end it begins again.
         places = np.arange(rows.start, rows.stop) % len(self._rows)
         taken: Array = np.take(self._rows, places, axis=0)
         return taken
@@ -89,6 +90,7 @@ class TrainingStep:
         self, strategy: Strategy, size: StepSize, folder: str, num_steps: int
     ) -> None:
         self.strategy = strategy
+        # By the example, so that in strong scaling each replica computes less.
         self.seconds_each = size.compute_seconds / size.batch_size
         shapes = MODELS[size.model]()
         with strategy.scope():

@@ -148,6 +148,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 def _picture(name: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
     if name in pictures:
+        # In the page itself, which is sent by mail and opened without a network.
         data = base64.b64encode(pictures[name]).decode("ascii")
         source = f"data:image/svg+xml;base64,{data}"
         yield f'<figure><img src="{source}" alt="{_ALT[name]}"></figure>'
@@ -237,6 +238,7 @@ def _sum_cell(series: Series, run: Run) -> Cell:
     if point is None:
         return ("not measured",)
     count = run.num_replicas
+    # As NCCL's tests count it, to be compared with figures of theirs.
     moved = 2 * (count - 1) / count * series.parameters["nbytes"] / point.median
     words = f"{moved / 1e9:.3g} GB/s"
     if point.expected_seconds is not None:
@@ -348,6 +350,7 @@ def _table(
 def _cell(value: object) -> str:
     """Return a cell; of several lines, the first is the figure."""
     if isinstance(value, tuple):
+        # Names of hosts and commands come from files: they are text, never HTML.
         first, *rest = (escape(line) for line in value)
         return (
             f"<td>{first}" + "".join(f"<br><small>{r}</small>" for r in rest) + "</td>"
