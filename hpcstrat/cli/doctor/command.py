@@ -73,6 +73,7 @@ def doctor(
     """
     launch = launch_from_environment()
     report = Report(Findings())
+    # Before MPI starts: children that look at libraries must not be ranks of it.
     if launch.rank == 0:
         report.found = look()
         words = None if launcher is None else shlex.split(launcher)
@@ -152,6 +153,7 @@ def _conclude(
 ) -> None:
     """Put down what ranks have told, and what is wrong with it."""
     report.ranks = [facts for facts, _ in answers]
+    # Those that have answered: a silent rank is a finding of its own.
     report.found.add(compare(report.ranks))
     measures = [told for _, told in answers if told is not None]
     if path is not None:
@@ -180,6 +182,7 @@ def _together(report: Report, path: str | None, show: Callable[[], None]) -> boo
         return True
     measures = RankMeasures(init_seconds=time.perf_counter() - start)
     world = mpi.Comm(mpi.COMM_WORLD)
+    # First of all: of a rank that is silent later the host is known then.
     hosts = gather(world, platform.node(), LIMIT_SECONDS, _HOSTS)
     if library.is_installed():
         # Where others have a GPU, the strategy says what is wrong.
@@ -202,6 +205,7 @@ def _together(report: Report, path: str | None, show: Callable[[], None]) -> boo
         if silent:
             _tell_silent(report.found, silent, hosts)
         show()
+    # Twice: rank 0 may still wait as long for a silent one.
     told = share(world, silent, 2 * LIMIT_SECONDS)
     if told is None or told:
         # The end of MPI would wait for them; the launcher ends them instead.
@@ -231,6 +235,7 @@ def _try_strategy(
 
     # A reduction that hangs is a finding, too, and must not keep the job.
     options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
+    # No summary nor timeline, whatever the environment says: this is no job.
     with MultiWorkerMirroredStrategy(
         communication_options=options, settings=Settings(summary="off", timeline="")
     ) as strategy:

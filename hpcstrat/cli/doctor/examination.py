@@ -90,6 +90,7 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            # A library's words may be in any encoding: they must not end the doctor.
             errors="replace",
             # Without what the launcher has set: a child is no rank of the job.
             env=scrubbed(os.environ),
@@ -113,6 +114,7 @@ def look() -> Findings:
     """
     found = Findings(software())
     _look_at_mpi(found)
+    # Importing h5py here would load its HDF5, and maybe an MPI, into this process.
     version, trouble = _child(["-c", _HDF5])
     found.software.append(("HDF5", version or "not usable"))
     if trouble:
@@ -146,6 +148,7 @@ def _look_at_mpi(found: Findings) -> None:
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
+    # Where srun starts ranks, no mpirun is needed.
     if not command and shutil.which("srun") is None:
         found.problem(
             "mpirun",
@@ -155,6 +158,7 @@ def _look_at_mpi(found: Findings) -> None:
         return
     first = shutil.which("mpirun")
     # An mpirun of another library starts ranks that do not find each other.
+    # Resolved: modules and environments have one program under several names.
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
         found.remark(
             "foreign-mpirun",
@@ -231,6 +235,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
         shm_bytes = folder.f_blocks * folder.f_frsize
     except OSError:
         shm_bytes = 0
+    # Not os.cpu_count(), which counts cores that the launcher has not given.
     cores = frozenset(os.sched_getaffinity(0))
     try:
         # Of the launcher: what it has, and the rank has not, it has bound it away from.
@@ -283,6 +288,7 @@ def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> 
     for cores in dict.fromkeys(facts.cores for facts in here):
         ranks = tuple(facts.rank for facts in here if facts.cores <= cores)
         others = set().union(*(facts.launcher_cores for facts in here)) - cores
+        # Without other cores nothing was bound away: that is another finding.
         if len(ranks) <= len(cores) or not others:
             continue
         bound = True
@@ -323,6 +329,7 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
     # Compared only where all have it: others may have set their threads otherwise.
     given = [int(facts.threads) for facts in here if facts.threads.isdigit()]
     if len(given) == len(here):
+        # A rank that is bound to few cores is crowded, however many its host has.
         crowded = tuple(
             facts.rank
             for facts, number in zip(here, given, strict=True)
@@ -364,6 +371,7 @@ def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
     for host, size in sizes.items():
         others = [other for name, other in sizes.items() if name != host]
         usual = int(statistics.median(others)) if others else 0
+        # Hosts differ in memory, and Linux gives /dev/shm half of it.
         if size > _SMALL_SHM_BYTES and size * _SMALLER_SHM >= usual:
             continue
         large = f", as other hosts have ({usual >> 20} MiB)" if usual > size else ""

@@ -93,9 +93,11 @@ def summarize(
     ]
     for host in hosts:
         if host.clock_offset_seconds is not None:
+            # The clock of one of them: the middle of two would call both wrong.
             host.clock_offset_seconds -= statistics.median_low(offsets)
     # MPI starts on all ranks when the last one has come, whose time has no wait in it.
     inits = [told.init_seconds for told in measures if told.init_seconds is not None]
+    # By what it is: the same trouble on every rank is told once.
     troubles = {
         trouble: facts.host
         for facts, told in zip(ranks, measures, strict=True)
@@ -122,6 +124,7 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
     found.folder = next((m.folder for m in every if m.folder is not None), None)
     samples = next((m.clocks for m in every if m.clocks), [])
     if samples:
+        # Half a round trip bounds the error: the fastest one says most.
         best = min(samples, key=lambda sample: sample.round_trip_ns)
         # A sample says what is to be added to this host's clock.
         found.clock_offset_seconds = -best.offset_ns / 1e9
@@ -207,6 +210,7 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
         )
     for outlier in outliers:
         ends = outlier.link.hosts
+        # A slow host explains its links: they are told with it.
         if not set(ends) & set(slow_hosts):
             _tell_slow(
                 found,
@@ -259,6 +263,7 @@ def _tell_slow(
         expected = middle.others_latency_seconds
         own, unit = middle.link.latency_seconds, "s"
         words = latency_words
+        # Many times a microsecond is still too short to ruin a job.
         bad = middle.latency_ratio > _BAD_LATENCY and own > _BAD_LATENCY_SECONDS
     tell = found.problem if bad else found.remark
     tell(
@@ -281,6 +286,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     service = "ask the site to mend its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
+        # Only what no error of measuring explains.
         if abs(offset) - error > _CLOCK_SECONDS:
             others = "the other hosts'"
             if len(known) == 2:
@@ -298,6 +304,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
                 unit="s",
             )
         drift, bound = host.clock_drift or 0.0, host.clock_drift_error or 0.0
+        # Likewise: two samples a few seconds apart tell little of a drift.
         if abs(drift) - bound > _DRIFT:
             found.remark(
                 "clock-drift",
@@ -354,6 +361,7 @@ def _grouped(told: _Told, key: Callable[[FolderFacts], str]) -> dict[str, Any]:
 
 
 def _judge_writing(found: Findings, path: str, told: _Told) -> None:
+    # One sentence for all hosts that fail alike, not one for each.
     for why, some in _grouped(told, lambda facts: facts.problem).items():
         found.problem(
             "folder",
@@ -365,6 +373,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
     values = [(host, facts.write_seconds) for host, facts in told]
     size = f"{FILE_BYTES >> 20} MiB"
     for host, own, others in _with_others(values):
+        # Many times next to nothing is no fault.
         if own > _SLOW_FOLDER * others and own > _SLOW_FOLDER_SECONDS:
             found.remark(
                 "slow-folder",

@@ -46,6 +46,7 @@ class Memory:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (_SHARE * num_ranks)
         nbytes = min(max(share, _LEAST_BYTES), _MOST_BYTES)
+        # Written: pages that never were are all the same page of zeros to Linux.
         self._from, self._to = np.ones((2, nbytes), np.uint8)
 
     def bytes_per_second(self, *, busy: bool = False) -> float:
@@ -60,6 +61,7 @@ class Memory:
             np.copyto(self._to, self._from)
             seconds.append(time.perf_counter() - start)
         middle = statistics.fmean if busy else statistics.median
+        # Without the first copy, which meets cold caches.
         return 2 * self._to.nbytes / middle(seconds[1:])
 
 
@@ -68,9 +70,9 @@ class FolderFacts:
     """What a host finds in a folder.
 
     ``problem`` says why no file could be written; ``unlockable`` why none could be
-    locked, where ``locks_hang`` says that the lock did not return. ``is_seen`` says
-    whether the host sees what replica 0 has made there, ``is_locked`` whether it sees
-    replica 0's lock; None where that is not known.
+    locked, or that the lock did not return. ``is_seen`` says whether the host sees
+    what replica 0 has made there, ``is_locked`` whether it sees replica 0's lock; None
+    where that is not known.
     """
 
     kind: str = ""
@@ -95,6 +97,7 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
         except BaseException as error:
             errors.append(error)
 
+    # A daemon: a call that hangs in a file system would keep the process from ending.
     thread = threading.Thread(target=run, name="hpcstrat-doctor", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -110,6 +113,7 @@ class Locked:
 
     def __init__(self, folder: str, token: str) -> None:
         self.path = _path(folder, token, "lock")
+        # Exclusively: no file of the user's is ever opened for writing.
         self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,6 +143,7 @@ def look_at_folder(folder: str, token: str, rank: int, limit: float) -> FolderFa
     unlockable, is_seen, is_locked = "", None, None
     try:
         unlockable = within(limit, lambda: _unlockable(folder, token, rank))
+        # The host of rank 0 sees its own file in any case.
         if rank:
             is_seen, is_locked = within(limit, lambda: _see(folder, token))
     except OSError as error:
@@ -152,6 +157,7 @@ def _words(error: OSError) -> str:
 
 def _write_seconds(folder: str, token: str, rank: int) -> float:
     """Return how long it takes to make a file and have it on the disk."""
+    # Nothing that a file system could make smaller.
     path, data = _path(folder, token, f"{rank}"), memoryview(os.urandom(FILE_BYTES))
     seconds = []
     for _ in range(_FILES):
@@ -174,6 +180,7 @@ def _unlockable(folder: str, token: str, rank: int) -> str:
     path = _path(folder, token, f"{rank}")
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
+        # HDF5 takes the first where the system has it, else the second.
         for name, call in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
             try:
                 call(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,6 +198,7 @@ def _see(folder: str, token: str) -> tuple[bool, bool | None]:
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         try:
+            # For writing: NFS turns flock into fcntl, which asks for it.
             file = os.open(_path(folder, token, "lock"), os.O_RDWR)
             break
         except FileNotFoundError:

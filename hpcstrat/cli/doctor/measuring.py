@@ -31,6 +31,7 @@ LIMIT_SECONDS = 60.0
 
 _NAP_SECONDS = 0.002
 _TOKEN_BYTES = 8
+# A tag: others than those that the command gathers by.
 _VERDICT = 33
 
 
@@ -95,10 +96,12 @@ class _Together:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        # Its own: a barrier that never ends must not meet later calls on the other.
         self.comm, request = topology.replica_comm.Idup()
         self._came = self._await(request)
 
     def _await(self, request: Any) -> bool:
+        # With naps: a wait that spins would take the core from those that measure.
         return finish([request], time.monotonic() + LIMIT_SECONDS, naps=True)
 
     def meet(self, comm: Any = None) -> bool:
@@ -112,6 +115,7 @@ class _Together:
 
     def token(self) -> str:
         """Return a name that rank 0 gives. Collective over all ranks."""
+        # A copy: bytes cannot be written, and others receive into theirs.
         own = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8).copy()
         if self._came:
             self._came = self._await(self.comm.Ibcast(own))
@@ -126,6 +130,7 @@ def _note_clock(together: _Together, measures: RankMeasures) -> None:
     def compare() -> Sample | None:
         return measure_clock(topology, together.comm, LIMIT_SECONDS, clock=time.time_ns)
 
+    # The wall clocks: files and logs of hosts are compared by these.
     sample = measures.attempt("clock", compare)
     if sample is not None:
         measures.clocks.append(sample)
@@ -136,6 +141,7 @@ def _measure_memory(together: _Together, measures: RankMeasures) -> None:
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: Memory(worker.size))
 
+    # A rank that could get no memory meets the others all the same.
     def copy(busy: bool = False) -> float | None:
         return None if memory is None else memory.bytes_per_second(busy=busy)
 
@@ -150,6 +156,7 @@ def _measure_memory(together: _Together, measures: RankMeasures) -> None:
 def _look(together: _Together, folder: str, measures: RankMeasures) -> None:
     """Look at the folder, on all hosts at the same time."""
     topology, token = together.topology, together.token()
+    # Five such waits of one rank are less than the one wait of the others.
     held, limit = None, LIMIT_SECONDS / 6
     if topology.replica_id == 0:
         # Why it fails, if it does, is found below.
@@ -162,6 +169,7 @@ def _look(together: _Together, folder: str, measures: RankMeasures) -> None:
             measures.folder = look_at_folder(folder, token, rank, limit)
         together.meet()
     finally:
+        # Only now, as the others look whether they see the lock.
         if held is not None:
             held.close()
 
@@ -179,6 +187,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
     deadline = time.monotonic() + limit_seconds
     num_missing = comm.size - 1
     while num_missing and time.monotonic() < deadline:
+        # Not irecv, which has room for 32 KiB of pickle: this one knows the size.
         found = comm.improbe(tag=tag)
         if found is None:
             time.sleep(_NAP_SECONDS)

@@ -188,6 +188,7 @@ def _show_measured(measured: Measured) -> None:
     table = new_table(
         *("host", "one copies", "all copy", "file flushed", "locks", "clock, ms")
     )
+    # JSON has all of them.
     for host in measured.hosts[:_MOST_HOSTS]:
         add_row(table, *_host_words(host))
     new_console(of_job=True).print(table)
