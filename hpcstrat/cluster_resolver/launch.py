@@ -14,6 +14,7 @@ __all__ = ["Launch", "launch_from_environment"]
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+# In this order: mpirun inside of a Slurm job starts ranks that see Slurm's, too.
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
@@ -86,6 +87,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
                 int(env[place]) for place in places if env.get(place, "").isdigit()
             )
             started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
+            # Of unlike nodes, such as 2(x3),1, it says nothing of this one.
             found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
             here = next((int(match[1]) for match in found if match), None)
             return Launch(
@@ -96,5 +98,6 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
 
 def _is_of_srun(env: Mapping[str, str]) -> bool:
     """Whether it was srun that gave the rank of MPICH's protocol."""
+    # An mpiexec in a job step inherits Slurm's rank, which need not be its own.
     same = env.get("SLURM_PROCID") == env["PMI_RANK"]
     return same and not any(sign in env for sign in _MPIEXEC_SIGNS)

@@ -84,6 +84,7 @@ class _MpiClusterResolver(ClusterResolver):
         seen: dict[str, int] = {}
         addresses = []
         for host in hosts:
+            # Ranks of one host need not follow each other: ports are counted by host.
             addresses.append(f"{host}:{self._port_base + seen.get(host, 0)}")
             seen[host] = seen.get(host, 0) + 1
         return ClusterSpec({str(self.task_type): addresses})
@@ -165,6 +166,7 @@ class MPICHClusterResolver(_MpiClusterResolver):
     _launcher = "mpiexec of MPICH"
     _rank_names = ("PMI_RANK",)
     _size_names = ("PMI_SIZE",)
+    # Hydra's own, then srun's, which speaks the same protocol.
     _local_rank_names = ("MPI_LOCALRANKID", "SLURM_LOCALID")
     _local_size_names = ("MPI_LOCALNRANKS",)
 
@@ -203,6 +205,7 @@ class PMIxClusterResolver(_MpiClusterResolver):
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"
     _rank_names = ("PMIX_RANK",)
+    # The step before the job: a step may have fewer tasks than its job.
     _size_names = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     _local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)

@@ -13,6 +13,7 @@ _NAME = re.compile(r"[^\s,\[\]]*")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+# A few characters of a damaged list may stand for more names than memory holds.
 _MOST_NODES = 1 << 24
 
 
@@ -77,6 +78,7 @@ def _numbers(text: str, node_list: str) -> list[str]:
         first, last = match.group(1), match.group(2) or match.group(1)
         if not 0 <= int(last) - int(first) < _MOST_NODES:
             raise _malformed(node_list)
+        # Zeros in front are part of the names: n01 is not n1.
         width = len(first)
         numbers += [f"{n:0{width}d}" for n in range(int(first), int(last) + 1)]
     return numbers
@@ -119,6 +121,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             )
         match = _LAST_NUMBER.fullmatch(node)
         before, number, after = match.groups() if match else (node, "", "")
+        # Only neighbors are joined: the order of nodes is that of ranks.
         if not groups or not number or groups[-1][:2] != (before, after):
             groups.append((before, after, [[number, number]] if number else []))
             continue
@@ -127,6 +130,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             groups.append((before, after, [[number, number]]))
             continue
         first, last = ranges[-1]
+        # With its zeros: n9 and n10 follow each other, n09 and n010 do not.
         if number == f"{int(last) + 1:0{len(first)}d}":
             ranges[-1][1] = number
         else:

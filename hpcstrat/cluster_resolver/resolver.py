@@ -346,6 +346,7 @@ class UnionResolver(ClusterResolver):
         dict of str to int
             Such as ``{"GPU": 2}``.
         """
+        # As in tf.distribute: no sum over the clusters.
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
@@ -355,6 +356,7 @@ class UnionResolver(ClusterResolver):
 
 
 def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
+    # Numbers of lists are places, which change; numbers of mappings were given.
     if all(isinstance(part, list) for part in parts):
         return dict(enumerate(address for part in parts for address in part))  # type: ignore[misc]
     tasks: dict[int, str] = {}

@@ -66,6 +66,7 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         self._variables = os.environ if variables is None else variables
         self._rank = self._number("SLURM_PROCID")
+        # Of the step, never of the job: sbatch sets the latter for its own script, too.
         num_tasks = self._number("SLURM_STEP_NUM_TASKS")
         nodes = expand_node_list(self._text("SLURM_STEP_NODELIST"))
         if tasks_per_node is None:
@@ -122,6 +123,7 @@ class SlurmClusterResolver(ClusterResolver):
         """Return each rank's node, and its number there."""
         places = [(node, i) for node, count in enumerate(counts) for i in range(count)]
         stated = self._variables.get("SLURM_DISTRIBUTION", "")
+        # What follows is the distribution over sockets and cores, which moves no rank.
         across = stated.partition(":")[0].partition(",")[0]
         # Of neither does the environment say which rank is where.
         if across in ("plane", "arbitrary"):
@@ -132,6 +134,7 @@ class SlurmClusterResolver(ClusterResolver):
         if across == "cyclic":
             # One task to each node in turn, see srun(1).
             places.sort(key=lambda place: (place[1], place[0]))
+        # A layout that is wrong for this rank would give all of them wrong addresses.
         found = self._variables.get("SLURM_NODEID", "")
         if found.isdigit() and int(found) != places[self._rank][0]:
             raise RuntimeError(
@@ -162,6 +165,7 @@ class SlurmClusterResolver(ClusterResolver):
         # by another resolver.
         whole = not visible or len(visible) == per_node
         if per_task is None:
+            # Of its own node: others may have more tasks.
             share = per_node // counts[node]
             per_task = share if whole else min(share, len(visible))
         if per_task * counts[node] > per_node:
@@ -184,6 +188,7 @@ class SlurmClusterResolver(ClusterResolver):
         ClusterSpec
             Ranks in the order of ``jobs``.
         """
+        # Not before it is asked for, as in tf.distribute; never emptied.
         if self._auto_set_gpu and self._own_gpus:
             self._variables[_GPUS] = self._own_gpus
         cluster, first = {}, 0

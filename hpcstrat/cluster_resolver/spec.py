@@ -179,6 +179,7 @@ class ClusterSpec:
 
     def __hash__(self) -> int:
         """Return a hash of the names of the jobs."""
+        # Equal specs have equal names; addresses are in mappings, without a hash.
         return hash(tuple(self.jobs))
 
     def __repr__(self) -> str:
@@ -187,12 +188,14 @@ class ClusterSpec:
 
 
 def _tasks(job: str, tasks: Any) -> dict[int, str]:
+    # A text is a sequence, too: each letter would be a task.
     if isinstance(tasks, (str, bytes)) or not isinstance(tasks, (Sequence, Mapping)):
         raise TypeError(
             f"expected a list or mapping of addresses for job {job!r}, found "
             f"{tasks!r}; write ['host:port']"
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
+    # Keys of JSON are texts: "10" would come before "2".
     numbered = sorted((int(index), address) for index, address in items)
     for index, address in numbered:
         if index < 0:
