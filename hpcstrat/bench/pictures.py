@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,7 +274,8 @@ def _draw_sums(sums: Sequence[Series]) -> Any:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.subplots()
     points = [point for point in _sizes(sums) if point.run.num_replicas > 1]
-    for color, chosen in zip(_LINES, points, strict=False):
+    # Colors come again where there are more runs: none is to be missing.
+    for color, chosen in zip(itertools.cycle(_LINES), points, strict=False):
         lines: list[tuple[int, Point]] = [
             (series.parameters["nbytes"], point)
             for series in sums

@@ -179,7 +179,8 @@ class Run:
             return str(self.num_replicas)
         if len(set(sizes)) == 1:
             return f"{self.num_replicas} ({len(sizes)} x {sizes[0]})"
-        return f"{self.num_replicas} ({' + '.join(map(str, sizes[:4]))}...)"
+        rest = "..." if len(sizes) > 4 else ""
+        return f"{self.num_replicas} ({' + '.join(map(str, sizes[:4]))}{rest})"
 
     def part(self, key: tuple[str, str, str]) -> Part | None:
         """Return what was measured of something, if it was."""

@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from hpcstrat.bench.analysis import analyze, interval, read_runs
 from hpcstrat.bench.expectation import read_expected
 from hpcstrat.bench.neighbors import worker_shares
+from hpcstrat.bench.pictures import draw
 from hpcstrat.bench.run_file import BenchError, Run, read_run, write_run
 from hpcstrat.bench.shapes import gradient_bytes, resnet50_shapes, transformer_shapes
 from hpcstrat.cli.main import main
@@ -62,7 +63,8 @@ def _step(scaling: str, seconds: list[float], late: list[float]) -> Content:
 
 def _content(workers: list[int], parts: list[Content], cores: int = 8) -> Content:
     """Return a file's content; replicas are dealt to the workers in turn."""
-    places = [w for place in range(max(workers)) for w in range(len(workers))]
+    turns = range(max(workers))
+    places = [w for turn in turns for w, each in enumerate(workers) if turn < each]
     link = {"latency_seconds": LATENCY, "bytes_per_second": BANDWIDTH}
     return {
         "format": "hpcstrat scaling",
@@ -324,6 +326,18 @@ def test_page_has_the_figures_and_fetches_nothing(
         picture = tmp_path / f"out-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert "<script>" not in text
+
+
+@needs_matplotlib
+def test_picture_of_sums_shows_every_run(save: Callable[..., list[str]]) -> None:
+    """More runs than there are colors; those of unlike workers are named in full."""
+    layouts = [[2], [2, 1], [2, 2], [2, 2, 1], [2] * 3, [2] * 4, [2] * 5, [2] * 6]
+    sums = [_part("all_reduce", "same", [1e-3] * 5, parameters={"nbytes": 4})]
+    found = analyze(read_runs(save(*(_content(each, sums) for each in layouts))))
+    (axes,) = draw(found)["all_reduce"].axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [*(f"{run.layout} replicas" for run in found.runs), "expected"]
+    assert labels[1::2][:2] == ["3 (2 + 1) replicas", "5 (2 + 2 + 1) replicas"]
 
 
 def _without(content: Content, *names: str) -> Content:
