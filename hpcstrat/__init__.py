@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from hpcstrat.variables import SyncOnReadVariable as SyncOnReadVariable
     from hpcstrat.variables import Variable as Variable
 
+    # Names that are too long to be imported as themselves in a line.
     CommunicationImplementation = _Implementation
     MultiWorkerMirroredStrategy = _MultiWorker
     experimental_set_strategy = _set_strategy
@@ -213,12 +214,14 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hpcstrat.{home}"), name)
+    # So that this function, which is slow, is asked once for each name.
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """List the public names."""
+    # Also names that are not loaded yet: completion in a shell must show them.
     return sorted([*globals(), *__all__])
 
 

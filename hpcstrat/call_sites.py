@@ -31,10 +31,12 @@ def call_site() -> str:
 
     Such as ``train.py:41``; empty where there is no such frame.
     """
+    # Not inspect.stack(), which reads source files.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if is_of_program(name):
+            # Without the folder, which may be another on each host.
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

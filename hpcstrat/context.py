@@ -115,6 +115,7 @@ class MadeTogether:
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the constructor of a subclass announce its errors."""
         super().__init_subclass__(**options)
+        # An inherited one announces already.
         if "__init__" in vars(cls):
             cls.__init__ = _announcing(cls.__init__)  # type: ignore[method-assign]
 
@@ -129,6 +130,7 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
             if entry is not None:
                 name = getattr(self, "name", None)
                 what = type(self).__name__ + (f" {name!r}" if name else "")
+                # Else the others, which have made theirs, would wait in the next call.
                 entry.strategy.collectives.fail(f"creation of {what}", error)
             raise
 

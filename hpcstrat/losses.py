@@ -68,6 +68,7 @@ def compute_average_loss(
         losses = losses * (to_device(weights) if is_device(losses) else weights)
     size = global_batch_size
     if size is None:
+        # The others are not asked: a loss makes no call.
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
     number = np.int64(size) if type(size) is int and size < 1 << 63 else as_array(size)
     if number.ndim or number.dtype.kind not in "iu" or number <= 0:

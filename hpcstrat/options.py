@@ -53,6 +53,7 @@ class _NamedEnum(enum.Enum):
         if type(value) is cls:
             return value
         if isinstance(value, str):
+            # Not `__members__`, which makes a proxy in each of many calls.
             member = cls._member_map_.get(value.upper())
             if member is not None:
                 return cast("Self", member)
@@ -170,6 +171,7 @@ class CommunicationOptions:
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
                 f"{self.wire_dtype!r}; pass None for full precision"
             )
+        # Here, not at the first sum, which is collective and comes late.
         if self.wire_dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             raise ValueError(
                 "expected the package ml_dtypes for wire_dtype='bfloat16', found "
@@ -345,6 +347,7 @@ class InputContext:
         ValueError
             If the replicas do not divide the global batch size.
         """
+        # As tf.distribute: rounding would change the global batch unnoticed.
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"expected a global batch size that {self.num_replicas_in_sync} "

@@ -124,6 +124,7 @@ class MaxSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         length = shape[axis] if shape else 1
+        # Of one index of the axis: shards are cut between these only.
         row_bytes = math.prod(shape) * np.dtype(dtype).itemsize // max(1, length)
         rows = max(1, self._largest // max(1, row_bytes))
         wanted = max(1, -(-length // rows))
@@ -139,5 +140,6 @@ def _positive(name: str, value: int) -> int:
 def _parts(shape: Sequence[int], axis: int, wanted: int) -> list[int]:
     parts = [1] * len(shape)
     if shape:
+        # An empty shard would be a server that is asked for nothing.
         parts[axis] = max(1, min(wanted, shape[axis]))
     return parts

@@ -23,6 +23,7 @@ _NUM_WORDS = 12
 and a word whose bits 0 to 7 are the position in the buffer, bit 8 whether half a drawn
 word is left over, and bits 32 to 63 that half."""
 
+# The largest word: no job has so many replicas.
 _SHARED = 2**32 - 1
 """Stands for the replica in the key of the shared stream."""
 
@@ -110,6 +111,7 @@ class RandomStreams:
         CollectiveError
             If replicas have drawn differently from ``shared``. On every replica.
         """
+        # Both in one call; that of the shared one only to see that all are alike.
         rows = np.stack([_pack(self.generator, self._birth), _pack(self.shared, 0)])
         both = self._strategy.collectives.all_gather(
             rows[np.newaxis], 0, f"state of the random streams {self.name!r}"
@@ -127,6 +129,7 @@ class RandomStreams:
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
             "generation": self.generation,
+            # A copy: the other column is not kept alive with it.
             "state": np.ascontiguousarray(own),
             "shared": shared[0].copy(),
         }
@@ -162,6 +165,7 @@ class RandomStreams:
                 f"expected {_NUM_WORDS} words for each stream, found shapes "
                 f"{rows.shape} and {shared.shape}; restore an older checkpoint"
             )
+        # The key was drawn from the name, which is not saved itself.
         if not np.array_equal(shared[1:3], self._key(0, _SHARED)):
             raise ValueError(
                 f"expected the state of the streams {self.name!r}, found that of "
@@ -187,6 +191,7 @@ class RandomStreams:
         rows = np.asarray(state["state"])
         generation = int(state["generation"])
         replica, count = self._strategy.replica_id, self._strategy.num_replicas_in_sync
+        # Another key for new streams: those of an earlier restore are not repeated.
         if len(rows) != count:
             generation += 1
         if replica < len(rows):
@@ -194,6 +199,7 @@ class RandomStreams:
         else:
             self._birth = generation
             fresh = np.random.Philox(key=self._key(generation, replica))
+            # In place: the program keeps its reference to the generator.
             self.generator.bit_generator.state = fresh.state
         _unpack(np.asarray(state["shared"]), self.shared)
         self.generation = generation
@@ -253,6 +259,7 @@ def _checked(name: Any, seed: Any) -> int:
         raise ValueError(
             f"expected text as the name of random streams, found {name!r}; name them"
         )
+    # True is an integer, too, and a seed of True is a mistake.
     whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
     if not whole or not 0 <= seed < 2**63:
         raise ValueError(
@@ -263,7 +270,9 @@ def _checked(name: Any, seed: Any) -> int:
 
 def _words_of(name: str) -> tuple[int, ...]:
     """Return four words below 2**32 that stand for a name, on every machine."""
+    # Not hash(), which differs between processes.
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    # Little-endian on every machine: a checkpoint may move to another.
     return tuple(int(word) for word in np.frombuffer(digest, "<u4"))
 
 

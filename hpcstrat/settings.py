@@ -128,6 +128,7 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None:
                 checked = _checked(field, value, field.name)
+                # Frozen to others: settings are agreed once, when a strategy is made.
                 object.__setattr__(self, field.name, checked)
 
     def resolved(self, environment: Mapping[str, str] | None = None) -> Self:
@@ -159,6 +160,7 @@ class Settings:
             if name.startswith(PREFIX) and not name.startswith(_NOT_SETTINGS)
         }
         for name in given:
+            # A name with a slip would quietly be the default, and nobody would notice.
             if name not in fields:
                 raise ValueError(
                     f"expected {PREFIX}* to name a setting, found {name}; "
@@ -194,6 +196,7 @@ class Settings:
 
 def _advice(name: str, known: list[str]) -> str:
     ends = [other.removeprefix(PREFIX) for other in known]
+    # Without the prefix, which is alike in all and would make every name close.
     close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.6)
     if close:
         return f"write {PREFIX}{close[0]}, or unset it"
@@ -241,6 +244,7 @@ def _checked(field: Any, value: Any, name: str) -> Any:
                 f"expected {name} to be one of {words}, found {value!r}; choose one"
             )
     least = field.metadata["least"]
+    # NaN is below nothing.
     if kind in (int, float) and (not math.isfinite(value) or value < least):
         raise ValueError(
             f"expected {name} >= {least:g} and finite, found {value}; change it"

@@ -70,6 +70,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
                 "variable.numpy()"
             )
         if dtype is not None and array.dtype != dtype:
+            # NumPy 2 asks so: the caller would write into a copy unnoticed.
             if copy is False:
                 raise ValueError(
                     f"expected an array of {np.dtype(dtype)} without a copy, found "
@@ -85,6 +86,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         for out in kwargs.get("out", ()):
             if isinstance(out, ArrayOperators):
                 raise _not_written(ufunc, out)
+        # Else NumPy would ask these objects again, for ever.
         arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
@@ -122,6 +124,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __iter__(self) -> Iterator[Any]:
         """Go through the first dimension."""
+        # A copy: rows of a view would change while a loop updates the variable.
         return iter(self._operand().copy())
 
     def __contains__(self, value: Any) -> bool:
@@ -165,6 +168,7 @@ def _operands(argument: Any) -> Any:
     """Replace what stands for arrays, also in the lists that functions take."""
     if isinstance(argument, ArrayOperators):
         return argument._operand()
+    # Not of named tuples and the like, which need not take one sequence.
     if type(argument) in (list, tuple):
         return type(argument)(map(_operands, argument))
     return argument
@@ -250,6 +254,7 @@ class PerReplica(ArrayOperators, DistributedValues):
 
     def __format__(self, specification: str) -> str:
         """Show this replica's component; format it in replica context only."""
+        # Logging a value must not fail in cross-replica context.
         return super().__format__(specification) if specification else repr(self)
 
     def __repr__(self) -> str:
