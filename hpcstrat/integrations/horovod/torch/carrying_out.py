@@ -152,11 +152,6 @@ def _cut(array: Array, lengths: list[int]) -> list[Array]:
     return [array[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
 
-def share_of(rows: int, rank: int, size: int) -> int:
-    """Return how many of the rows reducescatter leaves to a rank."""
-    return rows // size + (rank < rows % size)
-
-
 def reduce_scatter(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
     """Reduce tensors, of whose rows each rank gets its part."""
     return [[_scattered(job, one) for one in some] for some in batch]
