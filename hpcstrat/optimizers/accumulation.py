@@ -146,6 +146,7 @@ class Accumulation:
                 module = array_module(variable.component)
                 array = module.zeros(variable.shape, variable.dtype)
                 slots.make(_SUM, variable, array, is_sum=True)
+                # Counted apart: sums of zeros do not say whether there was a gradient.
                 slots.make(_COUNT, variable, zero, is_sum=True)
 
     def _sum_and_count(self, variable: Variable) -> tuple[Array, Array]:

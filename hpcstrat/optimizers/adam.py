@@ -90,6 +90,7 @@ class Adam(Optimizer):
         v *= number(self.beta_2)
         v += gradient
         np.sqrt(v, out=scratch)
+        # Powers in double: in float32 a difference from 1 loses digits.
         scratch /= number(math.sqrt(1 - self.beta_2**step.number))
         scratch += number(self.epsilon)
         np.divide(m, scratch, out=gradient)
@@ -128,6 +129,7 @@ class AdamWithDecay(Adam):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
         self.weight_decay = weight_decay
         try:
+            # A lone text would be a pattern for each of its letters.
             one = [exclude] if isinstance(exclude, str) else exclude
             self._exclude = [re.compile(pattern) for pattern in one]
         except (re.error, TypeError) as error:
@@ -199,6 +201,7 @@ class AdamW(AdamWithDecay):
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
         if not self._is_excluded(step.name):
+            # Before the step, as decay is of the variable as it was.
             value *= value.dtype.type(1 - step.rate * self.weight_decay)
         super().update(step, gradient, value, *slots)
 

@@ -157,6 +157,7 @@ def sum_of_squares(array: Array) -> Any:
         flat = flat.view(flat.real.dtype)
     total = 0.0
     for start in range(0, flat.size, _BLOCK):
+        # In double: squares of large float32 numbers overflow.
         block = flat[start : start + _BLOCK].astype(np.float64)
         # Not np.dot, whose order of summation depends on the BLAS and its threads.
         np.multiply(block, block, out=block)
@@ -238,6 +239,7 @@ def _require_owner(variables: Iterable[Variable]) -> None:
     strategy = get_strategy()
     for variable in variables:
         owner = variable.distribute_strategy
+        # A plain variable may be updated where there is nobody else to differ from.
         if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
             continue
         if owner is None:
@@ -312,6 +314,7 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
+        # Once for each: a layer that is never used has none in every step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

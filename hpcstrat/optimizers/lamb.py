@@ -80,6 +80,7 @@ class LAMB(AdamWithDecay):
             )
             norms = sum_of_squares(value), sum_of_squares(gradient)
             if is_device(value):
+                # On the GPU: to read the norms would wait for it in every step.
                 rate = _trusted(rate, *norms).astype(value.dtype)
             elif all(norms):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])

@@ -60,6 +60,7 @@ class NonFinite:
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
+        # Ever more rarely: a run that has gone wrong would fill its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, pairs, combined)
             if strategy.replica_id == 0:

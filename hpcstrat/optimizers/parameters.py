@@ -66,6 +66,7 @@ def require_range(
 
     NaN is in no range; with ``open_below`` the lower end is outside, too.
     """
+    # Not the opposite comparisons, which NaN would pass.
     if not least <= value < below or (open_below and value == least):
         sign = ">" if open_below else ">="
         end = "" if below == math.inf else f" and < {below}"

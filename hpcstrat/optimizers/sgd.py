@@ -59,12 +59,14 @@ class SGD(Optimizer):
         self.nesterov = nesterov
         if momentum:
             self.state = {"momentum": 0.0}
+        # Momentum moves rows without a gradient, too.
         self._by_rows = not momentum
 
     def update(  # numpydoc ignore=GL08
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
         number = value.dtype.type
+        # Into the gradient, which is free: no array is made.
         gradient *= number(-step.rate)
         if not slots:
             value += gradient
