@@ -98,6 +98,7 @@ class CentralVariable(MirroredVariable):
 
     def _apart(self, array: Array) -> Array:
         """Return values that do not change while ranks write."""
+        # A rank that is early would read what another has written already.
         shares = np.may_share_memory(array, self._component)
         return array.copy() if shares else array
 
@@ -109,6 +110,7 @@ class CentralVariable(MirroredVariable):
             write(slice(0, count))
             return
         comm = channel.topology.worker_comm
+        # A slice each: ranks that all wrote everything would race.
         own = functools.partial(write, slice_of(count, comm.rank, comm.size))
         call = describe_call(f"{method} of variable {self.name!r}")
         steps = write_between(own, call, channel)

@@ -56,10 +56,12 @@ class DistributedVariable(Variable, DistributedValues):
         def shared() -> Any:
             own = make(initial_value, dtype)
             self._require_mean(own.dtype)
+            # State of the library, which each replica has already: no call.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
                 return collectives.broadcast(own, 0, what)
+            # Into the memory of its owner, which goes on to use that.
             if not initial_value.is_equal:
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
@@ -109,6 +111,7 @@ class DistributedVariable(Variable, DistributedValues):
         if entry is None:
             return _CROSS
         if entry.strategy is not self._strategy:
+            # The default strategy is none that a program has chosen to mix in.
             if entry.strategy.is_default:
                 return _CROSS
             raise RuntimeError(
@@ -121,6 +124,7 @@ class DistributedVariable(Variable, DistributedValues):
         return _UPDATE if entry.updating else _CROSS
 
     def _as_mirrored(self, result: Any) -> Any:
+        # As in tf.distribute, where one replica gives bare values.
         alone = self._strategy.num_replicas_in_sync == 1
         return result if result is None or alone else Mirrored(result)
 
@@ -190,6 +194,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
             op = ReduceOp.from_variable_aggregation(self.aggregation)
             combined = collectives.batch_reduce(op, array, what)
         else:
+            # Replica 0 of all, not of each worker, so that all copies stay equal.
             combined = collectives.broadcast(array, 0, what)
         return combined
 
@@ -241,6 +246,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
             op = ReduceOp.from_variable_aggregation(self.aggregation)
             combined = collectives.batch_reduce(op, own, what)
             return combined
+        # As an object: how many rows there are, only replica 0 knows.
         values, indices = collectives.broadcast_object(
             (own.values, own.indices), 0, what
         )
@@ -319,6 +325,7 @@ class SyncOnReadVariable(DistributedVariable):
                 f"defined; {advice}"
             )
         array = self._converted(method, value)
+        # For MEAN and ONLY_FIRST_REPLICA the value itself: a mean of equal parts is it.
         share = array
         if self.aggregation is _SUM:
             count = self._strategy.num_replicas_in_sync
@@ -357,6 +364,7 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
         wide = total if total.dtype.itemsize == _WIDEST else total.astype(np.int64)
         remainder = replica_id < wide % num_replicas
         return (wide // num_replicas + remainder).astype(total.dtype)
+    # The sum of bools is whether any is true: one true part is enough.
     if total.dtype.kind == "b":
         return total if replica_id == 0 else array_module(total).zeros_like(total)
     return (total / num_replicas).astype(total.dtype, copy=False)

@@ -97,6 +97,7 @@ class Variable(MadeTogether, ArrayOperators):
                 synchronization = VariableSynchronization.parse(
                     kwargs.get("synchronization", synchronization)
                 )
+            # Here, as the class must be known before `__init__` runs.
             kind = strategy.variable_class(synchronization)
         self = object.__new__(kind)
         self._strategy = None if kind is Variable else strategy
@@ -122,6 +123,7 @@ class Variable(MadeTogether, ArrayOperators):
                 f"{self.name!r}, found NONE; leave it out for the default"
             )
         on_read = self.synchronization is VariableSynchronization.ON_READ
+        # As in tf.distribute: parts of a total have no gradient.
         self.trainable = (not on_read) if trainable is None else bool(trainable)
         self._component = self._initialize(initial_value, dtype)
         self._view = view_of(self._component)
@@ -549,6 +551,7 @@ class Variable(MadeTogether, ArrayOperators):
     def _rows(self, method: str, rows: IndexedSlices) -> Array:
         """Check rows against this variable and return them."""
         dtype = self._component.dtype
+        # A quotient that is cut to an integer would be wrong unnoticed.
         if method == "scatter_div" and dtype.kind in "biu":
             raise ValueError(
                 f"expected a floating variable for scatter_div, found {self.name!r} of "
@@ -600,6 +603,7 @@ class Variable(MadeTogether, ArrayOperators):
         if isinstance(value, ArrayOperators):
             value = value._operand()
         array = self._typed(method, value)
+        # NumPy would broadcast: a scalar that fills a matrix is mostly a mistake.
         if array.shape != self._component.shape:
             raise ValueError(
                 f"expected shape {self._component.shape} in {method} of variable "
