@@ -43,9 +43,11 @@ def digest(batch: Tree, *, on_gpus: bool) -> int:
     """
     mark = 0
     for leaf in flatten(batch)[0]:
+        # Each hash is the seed of the next one, so that the order of leaves counts.
         mark = xxh3_64_intdigest(f"{leaf.dtype}{leaf.shape}".encode(), mark)
         if on_gpus or not is_device(leaf):
             mark = _hashed(to_host(leaf), mark)
+    # 63 bits, as its negative travels, too; 0 is the end of data.
     return mark >> 1 or 1
 
 
@@ -56,6 +58,7 @@ def _hashed(array: Array, mark: int) -> int:
         for name in dtype.names:
             mark = _hashed(array[name], mark)
         return mark
+    # Such an array holds pointers to its texts, other ones in each process.
     if dtype.kind == "T":
         return xxh3_64_intdigest(repr(array.tolist()).encode(), mark)
     if dtype.hasobject:
@@ -71,6 +74,7 @@ def show(batch: Tree) -> str:
     leaves = flatten(batch)[0]
     try:
         shown = [_show_array(leaf) for leaf in leaves[:_SHOWN_ARRAYS]]
+    # Words of an error must not hide it by another one.
     except Exception as error:
         return f"a batch that cannot be shown ({type(error).__name__})"
     rest = len(leaves) - len(shown)
@@ -101,6 +105,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
     if len(groups) > _SHOWN_BATCHES:
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
+    # What most workers have is taken for right: somebody has to be named.
     most = max(groups.values(), key=len)
     return CollectiveError(
         "expected that the iterable gives the same batches on every worker, found in "

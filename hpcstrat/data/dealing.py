@@ -149,6 +149,7 @@ class _Elements:
 
     @collective
     def __next__(self) -> Tree:
+        # After the end no call is made: the others may have gone on to another one.
         if self._ended:
             raise StopIteration
         if self._place.num_replicas == 1:
@@ -234,6 +235,7 @@ class _Elements:
             part, came = dealt[0], None
             if not self._alone:
                 own = channel.patient(self._place.comm)
+                # Not to itself: its own part need not be pickled.
                 came = own.scatter([None, *dealt[1:]], root=0)
             try:
                 if came is not None:
@@ -251,6 +253,7 @@ class _Elements:
                     state = _STOPPED
             mark = self._mark
             marks = mark, mark if mark == _UNSEEN else -mark
+            # With both signs, so that one MAX gives the least, too.
             states = np.array([state, -state, failed is not None, *marks], np.int64)
             comm.Allreduce(comm.mpi.IN_PLACE, states, op=comm.mpi.MAX)
         if failed is not None:

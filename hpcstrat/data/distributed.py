@@ -169,6 +169,7 @@ class DistributedDataset(ReducibleDataset):
         with strategy.together("iteration"):
             place = _EpochPlace(epoch, position)
             batches = _Batches(strategy, dataset, place, self._placer)
+        # At once, so that a loop that is left early does not repeat its epoch.
         self._next = (epoch + 1, 0)
         self._latest = batches.place
         return DistributedIterator(batches)
@@ -285,6 +286,7 @@ def distribute_dataset(
     ValueError
         For ``single_pipeline`` with a Dataset, and for arrays that are no batches.
     """
+    # Of one data set each replica would go through everything by itself.
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "expected one pipeline per worker for a data set of global batches, found "

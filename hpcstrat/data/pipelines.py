@@ -73,10 +73,12 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
     )
     files = getattr(dataset, "files", None)
     if policy is AutoShardPolicy.AUTO:
+        # As in tf.distribute, which also prefers files where a data set has them.
         policy = AutoShardPolicy.DATA if files is None else AutoShardPolicy.FILE
     source = dataset
     if policy is AutoShardPolicy.FILE and place.num_workers > 1:
         count = 0 if files is None else len(files)
+        # A worker without a file would end at once, and with it all others.
         if count < place.num_workers:
             raise ValueError(
                 f"expected at least one file for each of {place.num_workers} workers "

@@ -87,6 +87,7 @@ def _read(column: Any, rows: Array | slice) -> Array:
         increasing, places = np.unique(rows, return_inverse=True)
         whole: Array = column[increasing]
         return whole[places]
+    # One by one: a sequence of Python takes no array of indices.
     return as_array([column[int(row)] for row in rows])
 
 
@@ -138,6 +139,7 @@ def _datasets(group: Any) -> dict[str, Any]:
     for name, item in group.items():
         if hasattr(item, "visititems"):
             found[name] = _datasets(item)
+        # Scalars are about the file, and no column of examples.
         elif item.ndim:
             found[name] = item
     return found

@@ -108,6 +108,7 @@ class _Stream:
     def take(self, count: int) -> Tree:
         """Take up to ``count`` rows; fewer only at the end."""
         first = self._parts[0][0] if self._parts else self._last
+        # Begins with no rows of the right form, should there be none to take.
         parts = [rows_of(first, 0, 0)]
         while count > 0 and self._parts:
             batch, start, length = self._parts.popleft()
@@ -188,9 +189,11 @@ class _DealtPieces:
                 break
             # A pipeline may fill the same buffer again.
             self._step.append(tree_map(own_array, element))
+        # Kept so far in the object: after an error the next step has what had come.
         step, self._step = self._step, []
         if len(step) == self._count:
             return step
+        # Replicas without an element take part in the step: the others reduce in it.
         empty = empty_like(step[0]) if step else None
         if empty is None:
             raise StopIteration
