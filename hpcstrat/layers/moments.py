@@ -94,6 +94,7 @@ def _combined(
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
     count: Any = counts.sum()
+    # A batch may have no rows on any replica: no division by zero.
     divisor = library.maximum(count, 1)
     # Differences from one of the means keep the digits of means that are far from 0.
     origin = library.take(means, counts.argmax(), axis=0)
@@ -224,6 +225,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
     library = array_module(array)
     row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
+    # A row of zeros: this replica takes part in the sum all the same.
     if not count:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count

@@ -235,6 +235,7 @@ class SyncBatchNormalization(MadeTogether):
                 f"forward of layer {self.name!r}, found {found.shape}; call "
                 "backward once after each forward"
             )
+        # Each forward has one backward: arrays of the batch's size are not kept longer.
         self._kept = None
         gradient = found.astype(np.float64, copy=False)
         axes = others(centered.ndim, self.axis)
@@ -250,6 +251,7 @@ class SyncBatchNormalization(MadeTogether):
             dx += self._spread(offset, dx) + self._spread(slope, dx) * centered
         return (
             dx.astype(dtype, copy=False),
+            # Not summed over replicas: optimizers do so with all gradients at once.
             _cast(products * inverse, self.gamma),
             _cast(dbeta, self.beta),
         )
@@ -272,6 +274,7 @@ class SyncBatchNormalization(MadeTogether):
         """Return the strategy, and refuse to average over other replicas."""
         strategy = strategy_of(what)
         own = self.moving_mean.distribute_strategy
+        # Moments of other replicas than those that hold the layer would differ.
         if own is not None and own is not strategy:
             raise RuntimeError(
                 f"expected {what} inside the function that run of {own!r} runs, found "
@@ -305,6 +308,7 @@ class SyncBatchNormalization(MadeTogether):
         if is_device(old):
             old[...] = moved.astype(old.dtype)
         else:
+            # In place, as checkpoints and views of the program refer to this memory.
             np.copyto(old, moved, casting="same_kind")
 
 

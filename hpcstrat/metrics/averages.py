@@ -104,6 +104,7 @@ class _Average(Metric):
         if sample_weight is not None:
             array, weights = _fitted(array, as_float64(sample_weight), mean_over)
             array = array * weights
+            # Weights along dimensions of 1 count for each value that they multiply.
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
@@ -124,6 +125,7 @@ class _Average(Metric):
             The average.
         """
         total, count = totals
+        # As tf.keras: no examples are no error, and no NaN in a log.
         return self.dtype.type(total / count if count else 0.0)
 
 

@@ -157,6 +157,7 @@ class Metric(MadeTogether):
                 self._on_device[name] = amount if kept is None else kept + amount
             else:
                 value = amount if is_device(amount) else np.float64(amount)
+                # Without the new value, which would be a copy.
                 total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
@@ -179,6 +180,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
     if _reads_own():
         return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
+    # Plain metrics are of this process, and may be read beside any others.
     strategies.pop(id(None), None)
     if len(strategies) > 1:
         raise ValueError(
