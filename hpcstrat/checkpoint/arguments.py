@@ -32,6 +32,7 @@ def strategy_of(things: Any) -> Any:
             split = getattr(strategy, "split", None)
             return strategy if split is None else split.whole
         if isinstance(thing, SupportsCheckpoint):
+            # What is faulty here is told by the caller, with its own error.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return get_strategy()
@@ -56,6 +57,7 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Refuse objects of which each rank of a job would write the same files."""
+    # Of the launcher: a strategy of one replica has started no MPI to ask.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(

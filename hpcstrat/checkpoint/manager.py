@@ -252,6 +252,7 @@ class CheckpointManager:
         if on_busy == "skip" and self._saver.busy():
             return None
         self.wait()
+        # Numbers of the manager's own come again after a restore of an older one.
         replaces = overwrite or step is None
         if step is None:
             step = self._objects.iterations()

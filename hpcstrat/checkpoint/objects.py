@@ -90,6 +90,7 @@ class Objects:
         if isinstance(thing, Variable):
             self._variables[path] = thing
         elif isinstance(thing, Mapping):
+            # As text, as HDF5 has no other names: 1 and "1" would be one dataset.
             names = [_check_name(str(key)) for key in thing]
             if len(set(names)) != len(names):
                 raise ValueError(
@@ -167,6 +168,7 @@ class Objects:
         for thing in self._nested:
             # What a metric has yet to add to its totals.
             thing.checkpoint_variables()
+        # Anew at each call: optimizers make state in their first step.
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():

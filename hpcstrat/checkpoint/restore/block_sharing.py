@@ -37,6 +37,7 @@ class BlockDeal:
         if self.size > 1:
             topology = strategy.topology
             self.column = topology.worker_comm.rank
+            # A column needs a replica on each worker, also on the smallest.
             self.columns = topology.smallest_worker
             self._worker, self._workers = topology.worker_id, topology.num_workers
         self._owner = self.column * self._workers + self._worker

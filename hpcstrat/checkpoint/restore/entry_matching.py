@@ -60,6 +60,7 @@ class Match:
             self.owner.checkpoint_defer(self.name, value, strategy)
             return
         if self._is_total:
+            # Before it is divided: shares of an integer add up in its own type only.
             cast = value.astype(variable.dtype, copy=False)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
@@ -89,6 +90,7 @@ class Match:
             own, count = strategy.split.own, strategy.split.num_groups
         if saved == count:
             return own
+        # Not "error": `match_entries` has refused another number of rows before.
         return {"first": 0, "cycle": own % saved, "init": None}[self.per_replica]
 
 
@@ -146,6 +148,7 @@ def match_entries(
             problems.append(f"{path} {problem}")
         matches.append(Match(entry, variable, per_replica=per_replica))
     others = header.entries.keys() - taken
+    # Sorted: owners are told of the same values in the same order on all replicas.
     for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:
@@ -190,6 +193,7 @@ def renamed(header: Header, names: Mapping[str, str]) -> Header:
 
     def _new(path: str) -> str:
         parts = path.split("/")
+        # The longest beginning counts, whatever the order in which they are given.
         for count in range(len(parts), 0, -1):
             head = "/".join(parts[:count])
             if head in names:

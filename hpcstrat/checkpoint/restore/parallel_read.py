@@ -82,6 +82,7 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
 
 
 def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
+    # As class and text: not every error can be pickled, nor needs its traceback.
     mine = error and (type(error), str(error))
     found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
@@ -144,6 +145,7 @@ class _ParallelRead:
         passes = any(sink.elsewhere is not None for sink in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
+        # Of a restore of some objects, blocks of others are not read.
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
@@ -190,6 +192,7 @@ class _ParallelRead:
                 target=self._work,
                 args=(todo, num_kept + k, errors),
                 name=f"hpcstrat-restore-{k}",
+                # Not waited for at the end of a program that is interrupted in a read.
                 daemon=True,
             )
             for k in range(min(NUM_THREADS, len(self._own)))

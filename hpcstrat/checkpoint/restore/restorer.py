@@ -119,6 +119,7 @@ class Restorer:
             nbytes=nbytes,
             seconds=time.perf_counter() - began,
             read_seconds=read_seconds,
+            # By the paths in the file, not by those that rename has given.
             unused=tuple(sorted(file.header.entries.keys() - taken)),
             passed_over=tuple(passed_over),
         )
