@@ -165,6 +165,7 @@ def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
             **words,
             repeats=repeats,
             compute_seconds=compute_seconds,
+            # Rank 0 has drawn its name: the others can know it only now.
             folder=strategy.broadcast_object(folder),
         )
         launcher = launch_from_environment().launcher or "no launcher"
@@ -213,6 +214,7 @@ def report(
         found = analyze(read_runs(files), given)
     except BenchError as error:
         raise click.ClickException(str(error)) from error
+    # Also in the terminal: who looks at a picture alone would not see them.
     for note in found.notes:
         click.echo(note, err=True)
     figures = draw(found)

@@ -92,6 +92,7 @@ def chaos_run(
     console = Console(highlight=False, soft_wrap=True)
     # Printed below, so that the same acts can be drawn again.
     seed = secrets.randbelow(1 << 32) if seed is None else seed
+    # In our order, not that of the options, so that one seed draws the same acts.
     kinds = [k for k in library.KINDS if options[k] not in (None, False)]
     if not kinds:
         raise click.UsageError(
@@ -108,6 +109,7 @@ def chaos_run(
         here = [process.rank for process in job.ranks]
         every, count = options["every"], options["count"]
         acts = library.draw(wanted or here, kinds, every=every, count=count, seed=seed)
+        # Of ranks of a job on several nodes, those of this one alone can be reached.
         if missing := sorted(set(wanted or ()) - set(here)):
             raise library.NoSuchRankError(
                 f"expected ranks of job {job.name} on this machine, some of {here}, "
@@ -134,6 +136,7 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
     start = time.monotonic()
 
     def report(_: Any, process: Any, text: str) -> None:
+        # The wall clock, too: logs of the job are compared with these lines by it.
         clock = datetime.datetime.now().strftime("%H:%M:%S.%f")[:-3]
         at = time.monotonic() - start
         console.print(

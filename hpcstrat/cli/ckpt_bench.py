@@ -84,6 +84,7 @@ def _bench_ranks(wish: _Asked, launcher: str) -> None:
 
 
 def _bench_threads(wish: _Asked) -> None:
+    # Two at least, as one writer says nothing of several that write one file.
     count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     words = f"{count} threads that stand for ranks, which mpirun or srun would start"
     run_in_threads(count, lambda group: _bench(group, wish, words))
@@ -91,6 +92,7 @@ def _bench_threads(wish: _Asked) -> None:
 
 def _bench(group: Writers, wish: _Asked, writers: str) -> None:
     """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
+    # In here, where all ranks raise the same.
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
     # Before minutes of writing whose result could then not be kept.
@@ -99,6 +101,7 @@ def _bench(group: Writers, wish: _Asked, writers: str) -> None:
     show = progress if group.rank == 0 else _no_progress
     usual = choose_block_bytes(nbytes, group.size)
     num_ways = 4 * len({STRIPE_BYTES, usual})
+    # Twice: what is written is read as well.
     with show(2 * num_ways * wish.rounds * nbytes, "writing and reading") as tick:
         results = compare(group, wish.folder, nbytes, wish.rounds, tick)
     if group.rank:
@@ -143,6 +146,7 @@ def parse_size(text: str) -> int:
     base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
     power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
     nbytes = int(float(match[1]) * base**power)
+    # Whole pieces: direct writes take no others.
     return max(-(-nbytes // STRIPE_BYTES), 1) * STRIPE_BYTES
 
 

@@ -167,6 +167,7 @@ def verify(paths: tuple[str, ...]) -> None:
     wrong = not files
     for file in files:
         good, words = _verdict(file)
+        # All are looked at: which others are good is what one needs to know then.
         wrong |= not good
         click.echo(f"{file}: {words}")
     if not files:
@@ -220,6 +221,7 @@ def diff(first: str, second: str) -> None:
 
     The exit status is 1 if they do, apart from the step.
     """
+    # Checked before they are compared: a flipped bit would look like training.
     headers = _checked(first), _checked(second)
     table = new_table("name", "difference")
     names = sorted(set(headers[0].entries) | set(headers[1].entries))

@@ -89,6 +89,7 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
             context,
             option,
         )
+    # Smallest first: a run that is interrupted has the points that take seconds.
     return sorted({int(word) for word in words})
 
 
@@ -167,6 +168,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
         shapes=words["gradients"],
     )
     for path in files:
+        # What is known already stays: options first, then files in their order.
         given = given.over(read_given(path))
     return given
 

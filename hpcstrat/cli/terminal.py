@@ -41,6 +41,7 @@ def new_console(*, of_job: bool = False) -> Console:
     ``of_job`` is that of a rank: mpirun gives ranks a terminal, and writes to a file.
     """
     if of_job:
+        # Without colors: their codes would be in the file to which mpirun writes.
         return Console(markup=False, color_system=None, width=_WIDE)
     # Names of variables may hold brackets, which rich would take for markup.
     console = Console(markup=False)

@@ -12,6 +12,7 @@ __all__ = ["torch"]
 
 
 @click.command(
+    # Options behind PROGRAM are the program's, also those that have names of ours.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option(
@@ -36,6 +37,7 @@ def torch(
     of ranks is the launcher's; without one it is a single one. What stands after
     PROGRAM is the program's.
     """
+    # Found, not imported: this process makes room for another one.
     if find_spec("torch") is None:
         raise click.ClickException(
             "expected torch, found none; install it: pip install torch"
