@@ -175,6 +175,7 @@ def draw(
     _require_positive("every", every)
     if count < 1:
         raise ValueError(f"expected a count >= 1, found {count}; change it")
+    # Sorted, so that the order in which ranks are named does not change the draw.
     generator, left = random.Random(seed), sorted(ranks)
     acts: list[Act] = []
     while left and len(acts) < count:
@@ -206,17 +207,20 @@ class _Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Closes its input, at which it ends, and waits for it.
         self._process.communicate(timeout=_GUARD_SECONDS)
 
     def _tell(self, sign: str, rank: int) -> None:
         stream = self._process.stdin
         assert stream is not None
         stream.write(f"{sign}{self._held[rank].fd}\n".encode())
+        # At once: what is still in a buffer when this process is killed tells nothing.
         stream.flush()
 
     @contextlib.contextmanager
     def watching(self, rank: int) -> Iterator[Held]:
         """Let a rank go on at the end of the block, whatever happens in it."""
+        # Before it is stopped: killed in between, this process would leave it so.
         self._tell("+", rank)
         try:
             yield self._held[rank]
@@ -283,6 +287,7 @@ def disturb(
             )
     with contextlib.ExitStack() as stack:
         held: dict[int, Held] = {}
+        # Held before the first act: the number of one that ends may be used again.
         for rank in sorted({act.rank for act in acts}):
             # Of one that has ended before the first act, each act says so.
             with contextlib.suppress(NoSuchRankError):

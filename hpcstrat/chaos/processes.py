@@ -88,6 +88,7 @@ class _LaunchedProcess:
 def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
     """Return a process's name, and the fields behind it; raise OSError if it ended."""
     name, fields = process_stat(pid, str(proc))
+    # A zombie has ended, though its number is still taken.
     if fields[STATE] in "ZX":
         raise ProcessLookupError(pid)
     return name, fields
@@ -147,6 +148,7 @@ def _job_name(top: _LaunchedProcess, proc: Path) -> str:
 
 def _uses_mpi(pid: int, proc: Path) -> bool:
     try:
+        # A wrapper, such as a shell's script, has the same environment, but no MPI.
         return "libmpi" in (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError:
         return False
@@ -170,6 +172,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
         By name. This process, and those above it, are of no job.
     """
     uid = os.geteuid() if uid is None else uid
+    # A program that disturbs its own launcher would end by its own hand.
     own = {pid for pid, _ in _above(os.getpid(), Path("/proc"))}
     pids = [int(path.name) for path in proc.glob("[0-9]*")]
     looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
@@ -178,6 +181,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     slurm: dict[str, str] = {}
     for process in processes.values():
         top = process
+        # Ranks that start processes hand them their environment: the uppermost counts.
         while top.parent in processes:
             top = processes[top.parent]
         name = _job_name(top, proc)
