@@ -28,6 +28,7 @@ def chosen(callbacks: list[Any], strategy: Strategy) -> list[Any]:
     """Return the callbacks of this replica: those that write are replica 0's."""
     if strategy.replica_id == 0:
         return callbacks
+    # Several replicas that write one file would spoil it.
     return [callback for callback in callbacks if not isinstance(callback, _WRITERS)]
 
 
@@ -60,6 +61,7 @@ class Together(keras.callbacks.Callback):
         model = self.model
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._state.begin(f"fit of {epochs} epochs of {steps} steps")
+        # Only replica 0 has read a backup: the others would begin anew.
         model._initial_epoch = self._strategy.collectives.broadcast_object(
             model._initial_epoch, 0, "first epoch"
         )

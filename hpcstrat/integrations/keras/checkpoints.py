@@ -41,6 +41,7 @@ class _Held:
             if name not in self._held:
                 self._held[name] = self._adopt(name, value, variable.trainable)
             else:
+                # In place: the manager knows this variable since the first save.
                 np.copyto(self._held[name].component, value)
         return {name: self._held[name] for name in found}
 

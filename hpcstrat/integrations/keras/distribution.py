@@ -377,6 +377,7 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
 def _distribute(model: Any, strategy: Strategy) -> Any:
     require_distributable(model)
+    # Now, so that `begin` finds its state: Keras builds it in the first step.
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     separate_seeds(model, strategy)

@@ -58,6 +58,7 @@ def _of_torch() -> Exchanges:
         # In place: their memory is used by nothing else.
         arrays = [memory_of(gradient) for gradient in gradients]
         for array in arrays if weight != 1 else ():
+            # Not times 0: NaN, as the mean over no rows gives it, would stay NaN.
             array[...] = array * array.dtype.type(weight) if weight else 0
         collectives = strategy.collectives
         collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
@@ -97,6 +98,7 @@ def _of_tensorflow() -> Exchanges:
         own = tf.cast(number, tf.float64)
         added = functools.partial(_added, strategy)
         result = tf.numpy_function(added, [own], tf.float64)
+        # TensorFlow knows nothing of what a function of Python returns.
         result.set_shape(())
         return result
 

@@ -38,6 +38,7 @@ def correct(compiled: Any, factor: Factor) -> None:
         build(*args)
         replace()
 
+    # Keras builds losses with the first batch, when it knows the outputs.
     object.__setattr__(compiled, "build", build_corrected)
     if compiled.built:
         replace()
@@ -73,4 +74,5 @@ def _total(weights: Any, mask: Any = None) -> Any:
         while len(weights.shape) < len(mask.shape):
             weights = keras.ops.expand_dims(weights, -1)
         weights = weights * mask
+    # A divisor is a number of the data: no gradient goes through it.
     return keras.ops.stop_gradient(keras.ops.sum(weights))

@@ -27,6 +27,7 @@ strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary
 
 def value_of(variable: Any) -> Array:
     """Return a copy of a variable of Keras, in host memory."""
+    # A copy: on CPUs some backends give a view of the variable's own memory.
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
@@ -50,6 +51,7 @@ def separate_seeds(model: Any, strategy: Strategy) -> None:
     key = np.random.SeedSequence(strategy.replica_id).generate_state(1)[0] >> 1
     mask = np.array([int(key) if strategy.replica_id else 0, 0])
     for generator in seed_generators(model):
+        # After another `compile` the model is distributed again: never twice.
         vars(generator).pop("next", None)
 
         def draw(*args: Any, drawn: Any = generator.next, **kwargs: Any) -> Any:

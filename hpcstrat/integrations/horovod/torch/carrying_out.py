@@ -83,6 +83,7 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rows of a tensor as bytes, which every library can carry."""
+    # Conjugates and negatives are marks on a tensor that its bytes do not show.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Contiguous ones may have any stride along dimensions of length one.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
@@ -131,6 +132,7 @@ def all_to_all(
     own = np.array([splits for _, splits in batch])
     size = job.collectives.size
     table = np.empty((size, *own.shape), own.dtype)
+    # First how many: a rank knows only what it sends, not what comes.
     job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
     counts = table[:, :, job.strategy.replica_id]
     results = []

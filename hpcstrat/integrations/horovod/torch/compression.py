@@ -29,6 +29,7 @@ class _HalfCompression:
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return it in float16, and its type."""
+        # Integers, such as counts, must stay exact.
         wire = tensor.half() if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
 

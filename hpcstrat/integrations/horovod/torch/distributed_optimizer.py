@@ -66,6 +66,7 @@ class _Distributed:
                 if parameter.is_floating_point() or parameter.is_complex():
                     # Hooks stay on one that is frozen, and serve one that is thawed.
                     trained = parameter.requires_grad
+                    # torch refuses hooks of a tensor that needs no gradient.
                     parameter.requires_grad_(True)
                     parameter.register_post_accumulate_grad_hook(reach)
                     parameter.requires_grad_(trained)
@@ -127,9 +128,11 @@ class _Distributed:
     def synchronize(self) -> None:
         """Wait for the gradients of all ranks; collective over them."""
         for parameter in self._parameter_names:
+            # A rank whose loss does not use a parameter takes part with zeros.
             if parameter.requires_grad and parameter not in self._finishes:
                 self._submit(parameter)
         try:
+            # All are submitted by now, so that the first wait makes all calls together.
             for finish in self._finishes.values():
                 finish()
         finally:
@@ -268,6 +271,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     if named is not None:
         named = _checked_names(optimizer, named)
     kind = type(optimizer)
+    # A subclass, as schedulers ask for an Optimizer; of the same name, as in Horovod.
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # But for what a scheduler of the old one has put in the place of its step.
     vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step"})

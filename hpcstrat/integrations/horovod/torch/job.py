@@ -80,6 +80,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def shutdown() -> None:
     """End; collective over all ranks. `init` may be called again."""
     global _submissions
+    # Forgotten first: should its end fail, `init` can still begin anew.
     ended, _submissions = _submissions, None
     if ended is not None:
         ended.close()

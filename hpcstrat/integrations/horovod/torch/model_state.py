@@ -23,6 +23,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     elif isinstance(params, (str, torch.Tensor)) or not hasattr(params, "__iter__"):
         raise ValueError(f"invalid params of type: {type(params)}")
     named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    # All submitted before the first wait: they travel in few messages.
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)

@@ -214,6 +214,7 @@ def _reduce(
     kinds = [Reduction(op.value, tensor, size()) for tensor in tensors]
     outs = list(tensors)
     if not in_place and not (scatters and factors[0] == 1):
+        # In copies: the program's own tensors stay as they are.
         outs = [t.detach().clone(memory_format=_PLAIN) for t in tensors]
     reduced = [
         carrying_out.Reduced(out.detach(), reduction, *factors)
@@ -493,6 +494,7 @@ def _allgather(
 
     def gradient(*gradients: Any) -> Any:
         means = grouped_allreduce(gradients)
+        # Ranks may have other numbers of rows: where its own begin, all lengths say.
         lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
         starts = lengths[: rank()].sum(0).tolist()
         return [

@@ -140,6 +140,7 @@ class Submissions:
     def _advance(self, awaited: Request, polls: bool) -> None:
         """Make the calls that all ranks have submitted."""
         names = self._common(awaited, polls)
+        # The one order that all ranks know: that of submitting differs between them.
         requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
         for _, some in groupby(requests, key=lambda r: r.order[:2]):
             batch = list(some)
@@ -169,7 +170,9 @@ class Submissions:
         own = {name: request.details for name, request in self._pending.items()}
         text = "\n".join(f"{name}\0{own[name]}" for name in sorted(own))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        # 62 bits fit an int64 with either sign.
         number = int.from_bytes(digest, "little") >> 2
+        # With both signs one maximum gives the least, too: equal only if all are.
         bounds = np.array([number, -number])
         self.exchanges.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
