@@ -3,18 +3,23 @@
 On two cores the jobs of the rank tests leave little idle, but a job in which a rank has
 left, and the others wait for a limit, does. So the whole suite runs in processes of
 pytest-xdist, one for each lane: tests that compute, jobs that wait and compute, and
-what hardly computes. One of the first two that has ended takes tests from the end of
-the others. A third one of jobs that compute made all of them slower: ranks wait for
-each other's cores. Each test is reported by itself, and a time limit prints stacks.
+what hardly computes. One of the first two that has ended takes tests of the others. A
+third one of jobs that compute made all of them slower: ranks wait for each other's
+cores. In all of them what takes longest comes first, by ``durations.json``, so that
+they end at about the same time. Each test is reported by itself, and a time limit
+prints stacks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.durations import KEPT
 
 NUM_LANES = 3
 # By lane: their jobs leave the cores alone some of the time, or nearly always.
@@ -33,8 +38,11 @@ OF_LANE = {
     ),
     2: (
         "tests/cluster/",
+        "tests/conformance/",
         "tests/fuzz/",
         "tests/gpu/test_failed_nccl.py",
+        "tests/integrations/test_horovod.py::test_a_call",
+        "tests/integrations/test_process_group.py::test_a_rank",
         "tests/mpi/test_lateness.py",
         "tests/mpi/test_starting.py",
         "tests/mpi/test_testing.py",
@@ -42,7 +50,11 @@ OF_LANE = {
     ),
 }
 # Files of long jobs without a fixture in common: they may be torn apart.
-LONG = ("tests/mpi/test_ranks.py", "tests/gpu/test_ranks_on_gpu.py")
+LONG = (
+    "tests/gpu/test_ranks_on_gpu.py",
+    "tests/integrations/",
+    "tests/mpi/test_ranks.py",
+)
 
 
 def num_lanes(config: pytest.Config) -> int:
@@ -62,11 +74,14 @@ def lane_of(unit: str) -> int:
 
 
 class LaneScheduling(LoadScopeScheduling):
-    """Gives each process the files of its own lane, then the last of the others'."""
+    """Gives each process the files of its own lane, then those of the others."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self._kept: dict[str, float] = json.loads(KEPT.read_text())
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return nodeid if file in LONG else file
+        return nodeid if nodeid.startswith(LONG) else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
         # One that replaces a process that crashed has a higher number.
@@ -75,7 +90,7 @@ class LaneScheduling(LoadScopeScheduling):
             own = [unit for unit in self.workqueue if lane_of(unit) == lane]
             if not own and lane == NUM_LANES - 1:
                 break
-            unit = own[0] if own else next(reversed(self.workqueue))
+            unit = max(own or self.workqueue, key=self._seconds)
             # What the class itself takes is the first.
             self.workqueue.move_to_end(unit, last=False)
             super()._assign_work_unit(node)
@@ -83,6 +98,15 @@ class LaneScheduling(LoadScopeScheduling):
             if self._pending_of(self.assigned_work[node]) > 1:
                 return
         node.shutdown()
+
+    def _seconds(self, unit: str) -> float:
+        """Return how long a unit of the queue took when durations were kept."""
+        return sum(self._kept.get(name, 0.0) for name in self.workqueue[unit])
+
+    def _reschedule(self, node: Any) -> None:
+        # The class itself does with two tests left, the last of which may be long ones.
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
         """Give what a process had left to others; without the test that it died in."""

@@ -260,13 +260,13 @@ def test_rank_that_works_on_is_not_disturbed() -> None:
 
 
 def test_strategy_made_by_one_rank_alone_is_an_error() -> None:
-    ended = start(2, "leave.py", "new_strategy", "reduce", 0, limit=10)
+    ended = start(2, "leave.py", "new_strategy", "reduce", 0)
     wrong = _wrong(ended, _failed(ended), _first(ended, "CollectiveError"))
     assert not wrong, wrong
 
 
 def _finalize_case(way: str, wait: str, n: int, rank: int) -> str:
-    ended = start(n, "leave.py", way, wait, rank, limit=8)
+    ended = start(n, "leave.py", way, wait, rank)
     return _wrong(ended, _failed(ended))
 
 

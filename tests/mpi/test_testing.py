@@ -138,7 +138,7 @@ def test_timeout_shows_where_each_rank_is_and_ends_it() -> None:
 
     mark = f"HPCSTRAT_TEST_MARK_{os.getpid()}"
     with pytest.raises(testing.RankTimeout, match="stay_away") as caught:
-        testing.run(2, meet, timeout=8, env={mark: "1"})
+        testing.run(2, meet, timeout=10, env={mark: "1"})
     assert "in meet" in caught.value.stacks[0]
     assert "in stay_away" in caught.value.stacks[1]
     assert wait_until(lambda: not _marked_processes(mark), 10)
@@ -154,7 +154,7 @@ def test_launch_timeout_shows_stacks_and_leaves_nothing(tmp_path: Path) -> None:
     )
     mark = f"HPCSTRAT_TEST_MARK_{os.getpid()}"
     with pytest.raises(testing.RankTimeout) as caught:
-        testing.launch(2, [sys.executable, program], timeout=6, env={mark: "1"})
+        testing.launch(2, [sys.executable, program], timeout=8, env={mark: "1"})
     if Path("/proc").exists():
         assert f'{program}", line 4' in str(caught.value)
     assert wait_until(lambda: not _marked_processes(mark), 10)

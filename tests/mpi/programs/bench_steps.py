@@ -12,6 +12,9 @@ import numpy as np
 
 import hpcstrat as hs
 
+# Of a row of the batch; long beside what a busy machine adds.
+ROW_SECONDS = 5e-3
+
 
 def make_step(strategy: Any, global_batch_size: int) -> Callable[[], None]:
     """Return a step; the last replica is slow."""
@@ -25,7 +28,7 @@ def make_step(strategy: Any, global_batch_size: int) -> Callable[[], None]:
 
     def train(batch: Any) -> None:
         # As long as a share of the batch takes; twice that on the slow one.
-        time.sleep((1 + last) * 1e-3 * len(batch))
+        time.sleep((1 + last) * ROW_SECONDS * len(batch))
         gradient = np.full(1000, batch.sum(), np.float32)
         optimizer.apply_gradients([(gradient, weights)])
 

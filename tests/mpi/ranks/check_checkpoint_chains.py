@@ -19,7 +19,7 @@ import hpcstrat as hs
 from tests.mpi.ranks.effort import SHORT
 from tests.mpi.ranks.saved import fill, make_variable
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.once
 
 
 INTEGERS = ("int8", "uint8", "int32", "int64", "uint64")

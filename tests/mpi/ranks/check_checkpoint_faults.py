@@ -34,7 +34,7 @@ from tests.mpi.ranks.saved import (
     warnings_of_checkpoints,
 )
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.once
 
 
 def _truncate(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from tests.rings import keep_rings_small
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ LAYOUTS = (
 # those before, and the layouts there (None: all). A rule of values sees one replica, 2
 # of a worker, and workers of unequal size; an algorithm, a header or a wait has first,
 # last and middle ranks, and workers, from 3 on, and at 4 ranks that are not alone in
-# their workers. What takes seconds and fails anywhere, if it does, runs once.
+# their workers. What is kept in files and in state sees one replica, and both workers
+# of 2 and of one. What takes seconds and fails anywhere, if it does, runs once.
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
+    "state": {1: None, 3: ("two_replicas_per_worker",)},
     "algorithm": {
         3: ("one_worker", "one_replica_per_worker"),
         4: ("two_replicas_per_worker",),
@@ -109,6 +112,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_rings(request: pytest.FixtureRequest) -> Iterator[Callable[..., bool]]:
+    """Let strategies take little shared memory, if ``--short``; see tests/rings.py.
+
+    Yields what finds out whether they should take more: those that tests share do.
+    """
+    from hpcstrat.channel import places
+
+    found = places._are_apart
+    if request.config.getoption("short"):
+        keep_rings_small()
+    yield found
+    places._are_apart = found
+
+
 @pytest.fixture(scope="session")
 def kept_strategies() -> Iterator[dict[str, Any]]:
     """Yield the strategies of the layouts; closed after all tests."""
@@ -119,10 +137,18 @@ def kept_strategies() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def strategy(topology_layout: Layout, kept_strategies: dict[str, Any]) -> Any:
+def strategy(
+    topology_layout: Layout,
+    kept_strategies: dict[str, Any],
+    small_rings: Callable[..., bool],
+) -> Any:
     """Return the strategy of the layout, which tests share and leave usable."""
     if topology_layout.name not in kept_strategies:
-        kept_strategies[topology_layout.name] = topology_layout.make_strategy()
+        from hpcstrat.channel import places
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(places, "_are_apart", small_rings)
+            kept_strategies[topology_layout.name] = topology_layout.make_strategy()
     return kept_strategies[topology_layout.name]
 
 
@@ -143,16 +169,8 @@ def job() -> Any:
 
 
 @pytest.fixture
-def make_strategy(
-    topology_layout: Layout, request: pytest.FixtureRequest, monkeypatch: Any
-) -> Callable[..., Any]:
+def make_strategy(topology_layout: Layout) -> Callable[..., Any]:
     """Return a function that makes more strategies of the layout."""
-    if request.config.getoption("short"):
-        from hpcstrat.channel import places
-
-        # Where cores share no cache, a strategy of two ranks takes 128 MiB, for which
-        # it needs longer than most tests. The one that tests share does, and some more.
-        monkeypatch.setattr(places, "_are_apart", lambda *_: False)
     return topology_layout.make_strategy
 
 
