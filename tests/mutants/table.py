@@ -335,13 +335,13 @@ MUTANTS = (
     ),
     _m(
         "accumulation: after a bad batch the sums stay as they are",
-        "3:optim_accumulation",
+        "2:optim_accumulation",
         "            own_total[...], own_count[...] = total, count\n",
         "            own_count[...] = count\n",
     ),
     _m(
         "accumulation: a restored sum is not scaled to the new number of replicas",
-        "3:optim_accumulation",
+        "2:optim_accumulation",
         "slot.component[...] *= now / num_replicas",
         "slot.component[...] *= 1",
     ),
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     _m(
         "splitting: the rest of a batch is lost",
-        "3:data tests/unit/test_sources.py",
+        "2:data tests/unit/test_sources.py",
         "self._parts.appendleft((batch, stop, length))",
         "pass",
     ),

@@ -22,7 +22,7 @@ from hpcstrat import optimizers
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import outcome
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.rule
 
 
 DATA = Path(__file__).parents[2] / "unit" / "data"
