@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.halves import narrowed, widened
 from hpcstrat.arrays.packing import Run
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.channel.channel import Channel
@@ -179,17 +180,29 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     message = np.empty(_EXPONENT_BYTES + values.size * wire_dtype.itemsize, np.uint8)
     magnitudes = np.abs(values)
     largest = magnitudes.max(initial=0)
+    fast = values.dtype == np.float32 and bool(np.isfinite(largest))
     if not np.isfinite(largest):
         largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
-    message[:_EXPONENT_BYTES].view(np.int64)[0] = exponent
-    scaled = quietly(np.ldexp, values, exponent)
-    quietly(assign, message[_EXPONENT_BYTES:].view(wire_dtype), ..., scaled)
+    # Where all are finite, who gets it need not look.
+    message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
+    out = message[_EXPONENT_BYTES:]
+    if fast:
+        bits = quietly(narrowed, magnitudes, values, exponent, wire_dtype)
+        out.view(np.uint16)[...] = bits
+    else:
+        scaled = quietly(np.ldexp, values, exponent)
+        quietly(assign, out.view(wire_dtype), ..., scaled)
     return message
 
 
 def _decoded(message: Array, like: Array, wire_dtype: np.dtype[Any]) -> Array:
-    exponent = int(message[:_EXPONENT_BYTES].view(np.int64)[0])
-    values = message[_EXPONENT_BYTES:].view(wire_dtype).astype(like.dtype)
-    scaled: Array = quietly(np.ldexp, values, -exponent)
+    exponent, fast = message[:_EXPONENT_BYTES].view(np.int32).tolist()
+    scaled: Array
+    if fast:
+        bits = message[_EXPONENT_BYTES:].view(np.uint16)
+        scaled = quietly(widened, bits, exponent, wire_dtype)
+    else:
+        values = message[_EXPONENT_BYTES:].view(wire_dtype).astype(like.dtype)
+        scaled = quietly(np.ldexp, values, -exponent)
     return scaled
