@@ -63,6 +63,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -285,10 +286,14 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
         expected=content.get("expected"),
         path=path,
     )
-    if sum(run.replicas_per_worker) != run.num_replicas or run.cores_per_replica <= 0:
+    sizes = run.replicas_per_worker
+    # Before the cores are divided by these.
+    if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
         raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
-    if len(run.topology["worker_of_replica"]) != run.num_replicas:
-        raise ValueError("another number of workers of replicas")
+    if run.cores_per_replica <= 0:
+        raise ValueError("a worker without cores")
+    if Counter(run.topology["worker_of_replica"]) != dict(enumerate(sizes)):
+        raise ValueError("replicas of other workers than these")
     for session in run.sessions:
         # What a page shows must be there before half of the page is made.
         str(session["started"]), dict(session["versions"])

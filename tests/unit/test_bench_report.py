@@ -348,6 +348,11 @@ def _without(content: Content, *names: str) -> Content:
     return content
 
 
+def _laid_out(content: Content, **changes: Any) -> Content:
+    content["topology"].update(changes)
+    return content
+
+
 def _bad(content: Content, **changes: Any) -> Content:
     content["parts"][1].update(changes)
     return content
@@ -363,6 +368,9 @@ def _bad(content: Content, **changes: Any) -> Content:
         (lambda c: {**c, "format": "other"}, "the format 'other'"),
         (lambda c: _without(c, "links"), "none with the name 'links'"),
         (lambda c: _without(c, "topology", "device"), "the name 'device'"),
+        (lambda c: _laid_out(c, replicas_per_worker=[0, 2]), "numbers per worker"),
+        (lambda c: _laid_out(c, cores_per_worker=[0]), "a worker without cores"),
+        (lambda c: _laid_out(c, worker_of_replica=[0, 7]), "of other workers"),
         (lambda c: _without(c, "parts", 1, "seconds"), "seconds"),
         (lambda c: _bad(c, seconds=[0.1, -1.0]), "none above 0"),
         (lambda c: _bad(c, seconds=[0.1, float("nan")]), "or none above 0, in"),
