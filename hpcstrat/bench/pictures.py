@@ -46,7 +46,7 @@ def require_matplotlib() -> None:
     """Raise BenchError where it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError(
-            "expected matplotlib, which draws the report, found it missing; install "
+            "expected matplotlib, which draws pictures, found it missing; install "
             "hpcstrat with its extra plot, or pip install matplotlib"
         )
 

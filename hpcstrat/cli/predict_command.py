@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hpcstrat.bench.pictures import require_matplotlib
 from hpcstrat.bench.prediction.forecast import Point, predict
 from hpcstrat.bench.prediction.inputs import Given, read_given
 from hpcstrat.bench.prediction.picture import PARTS, draw
@@ -138,6 +139,9 @@ def predict_command(
     """
     try:
         find_smpirun()
+        # Before minutes of simulations whose picture could then not be drawn.
+        if picture is not None:
+            require_matplotlib()
         given = _given(files, words)
         curves: dict[str, list[Point]] = {}
         for kind in dict.fromkeys(networks):
@@ -232,13 +236,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _draw(path: str, curves: dict[str, list[Point]]) -> None:
-    try:
-        figure = draw(curves, "A training step, predicted by SimGrid")
-    except ImportError as error:
-        raise click.ClickException(
-            "expected matplotlib for --picture, found none; install it, or leave out "
-            "--picture"
-        ) from error
+    figure = draw(curves, "A training step, predicted by SimGrid")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

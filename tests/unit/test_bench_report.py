@@ -439,7 +439,7 @@ def test_report_says_errors_in_a_sentence(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: none)
     done = _report(*save(*_contents().values()))
     assert done.exit_code == 1
-    assert "expected matplotlib, which draws the report" in done.output
+    assert "expected matplotlib, which draws pictures" in done.output
 
 
 def test_full_disk_leaves_the_file_as_it_was(

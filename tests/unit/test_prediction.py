@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -210,6 +211,26 @@ def test_a_missing_simgrid_is_said(
     assert done.exit_code == 1
     assert "expected SimGrid's smpirun" in done.output
     assert "apt-get install" in done.output
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, begun = tmp_path / "smpirun", tmp_path / "begun"
+    program.write_text(f"#!/bin/sh\ntouch {begun}\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find(name),
+    )
+    words = ["--network", "fat-tree", "--gradients", "1MiB", "--nodes", "2"]
+    done = command(*GIVEN, *words, "--picture", str(tmp_path / "picture.png"))
+    assert done.exit_code == 1
+    assert "expected matplotlib" in done.output
+    assert not begun.exists()
 
 
 def test_a_simgrid_that_fails_is_said(
