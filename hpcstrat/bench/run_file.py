@@ -286,14 +286,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
         expected=content.get("expected"),
         path=path,
     )
-    sizes = run.replicas_per_worker
-    # Before the cores are divided by these.
-    if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
-        raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
-    if run.cores_per_replica <= 0:
-        raise ValueError("a worker without cores")
-    if Counter(run.topology["worker_of_replica"]) != dict(enumerate(sizes)):
-        raise ValueError("replicas of other workers than these")
+    _check_topology(run)
     for session in run.sessions:
         # What a page shows must be there before half of the page is made.
         str(session["started"]), dict(session["versions"])
@@ -305,6 +298,18 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
     for part in run.parts:
         _check_part(part, run)
     return run
+
+
+def _check_topology(run: Run) -> None:
+    """Refuse replicas and workers that do not fit; ValueError, TypeError."""
+    sizes = run.replicas_per_worker
+    # Before the cores are divided by these.
+    if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
+        raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
+    if run.cores_per_replica <= 0:
+        raise ValueError("a worker without cores")
+    if Counter(run.topology["worker_of_replica"]) != dict(enumerate(sizes)):
+        raise ValueError("replicas of other workers than these")
 
 
 def _check_part(part: Part, run: Run) -> None:
