@@ -356,6 +356,7 @@ def pieces_of(variable: Variable | None) -> Any:
     """
     if variable is None or not variable.lies_elsewhere:
         return None
+    # Files are little-endian on every machine; pieces are never converted.
     as_stored = sys.byteorder == "little" and variable.dtype.isnative
     elsewhere: Any = variable
     return elsewhere.pieces() if as_stored else None

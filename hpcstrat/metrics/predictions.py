@@ -168,6 +168,7 @@ class RootMeanSquaredError(MeanMetricWrapper):
     def __init__(
         self, name: str = "root_mean_squared_error", dtype: Any = np.float64
     ) -> None:
+        # Not over columns first: all elements count alike, as in tf.keras.
         super().__init__(_squared, name, dtype)
 
     @quiet

@@ -150,6 +150,7 @@ def _cut(text: str, length: int) -> bytes:
 
 
 def _text(data: bytes) -> str:
+    # A text that was cut may end within a character.
     return data.rstrip(b"\0").decode(errors="ignore")
 
 
@@ -298,6 +299,7 @@ class ArrivalReport:
             f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
             f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
         ]
+        # Who waits least comes first: the others wait for it.
         ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
         for row in ordered[:_MOST_ROWS]:
             lines.append(
