@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-from hpcstrat.typing import Array
-
 __all__ = [
     "HEADER",
     "Awaited",
@@ -48,8 +46,8 @@ Awaits = Iterator[Awaited]
 class Carried(Protocol):
     """Values that travel in a header, see `hpcstrat.channel.wire_headers`."""
 
-    # For each step: the header, and the values that have come so far.
-    messages: list[Array]
+    # Of each worker's values.
+    nbytes: int
 
     def gather(self) -> None:
         """Lay the sum of the worker's values behind the header."""

@@ -18,18 +18,22 @@ import numpy as np
 from hpcstrat.channel.awaited import Awaited, Message
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["PIECE_BYTES", "Exchange", "PatientComm"]
+__all__ = ["EAGER_BYTES", "PIECE_BYTES", "Exchange", "PatientComm"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
+
+EAGER_BYTES = 48 << 10
+"""Size of messages that MPI sends at once.
+
+Over TCP, it sends more than 64 KiB only when the other rank has answered, and that
+answer stands in the queue behind the data of other messages.
+"""
 
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
 # Of memory that is kept.
 _MOST_SIZES = 8
-# Over TCP, MPI sends more than 64 KiB only when the other rank has answered, and that
-# answer stands in the queue behind the data of other messages.
-_EAGER_BYTES = 48 << 10
 
 
 class Exchange:
@@ -150,7 +154,7 @@ class PatientComm:
         Not collective. Arrays of uint8, of which both ranks know the sizes. What two
         ranks exchange with a tag is matched in the order in which they start it.
         """
-        return self._start(sent, received, tag, _EAGER_BYTES)
+        return self._start(sent, received, tag, EAGER_BYTES)
 
     def _start(
         self,

@@ -9,21 +9,27 @@ number they are. In one more step in the segment the worker's ranks learn how it
 both steps order memory, see `hpcstrat.channel.headers`.
 
 A message begins with the header. The values of a small reduction follow, so that it
-costs no exchange but this one. A rank that gets another header than its own takes none
-of the values, and sends from there on a header that is equal to no other: all learn of
-it in as many steps. Ranks that are in different calls send messages of different
-lengths; each is received into memory for the longest one.
+costs no exchange but this one. What is more than MPI sends at once goes in messages of
+its own, which are received when the header has come, as that says how much follows. A
+rank that gets another header than its own takes none of the values, and sends from
+there on a header that is equal to no other: all learn of it in as many steps. Ranks
+that are in different calls send messages of different lengths; each is received into
+memory for the longest one.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.channel.awaited import Carried
 from hpcstrat.channel.headers import SegmentHeaders
+from hpcstrat.channel.patient import EAGER_BYTES
 from hpcstrat.channel.places import Places
 from hpcstrat.topology.topology import Topology
 
@@ -41,6 +47,8 @@ _DELAY_BYTES = 16 << 10
 # Larger values are better sent in pieces, so that a wire is busy while ranks add.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
+# How many bits of a header are flags; the rest of that number is what follows.
+_FLAG_BITS = 8
 
 # What MPI may still write to.
 _left: list[Any] = []
@@ -64,6 +72,17 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
         delays = min(delays, 2 * num_workers / (num_workers - 2))
     room = int(delays * _DELAY_BYTES) // max(1, num_workers - 1)
     return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Requests of one step, which are used again: that takes half of the time."""
+
+    # Of the header, and of what goes with it.
+    first: Any
+    # Of what comes behind it.
+    sends: Sequence[Any]
+    receives: Sequence[Any]
 
 
 class WireHeaders:
@@ -103,13 +122,13 @@ class WireHeaders:
         self._header: Any = self.out.data[:HEADER_BYTES]
         # Much faster than a comparison of the memory itself.
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
-        # Requests that are used again and again take half of the time.
-        plain = self.out[:HEADER_BYTES]
-        self._receives: list[Any] = []
-        self._plain: list[Any] = []
-        for came, (to, source) in zip(self.came, self._peers, strict=False):
-            self._receives.append(comm.Recv_init(came, source, _TAG))
-            self._plain.append(comm.Send_init(plain, to, _TAG))
+        self._receives = [
+            comm.Recv_init(came, source, _TAG)
+            for came, (_, source) in zip(self.came, self._peers, strict=False)
+        ]
+        # By the bytes of each worker's values, for each step.
+        self._kept: dict[int, list[_Messages]] = {}
+        self._messages = self._make_messages(0)
         # What is to travel in the next header.
         self.carried: Carried | None = None
         self._load: Carried | None = None
@@ -118,12 +137,33 @@ class WireHeaders:
         self._phase, self._step, self._same = _DONE, 0, True
         self._received: Any = None
         self._sent: Any = None
+        # Whether the header of the step has been looked at; what else the step awaits.
+        self._looked = False
+        self._behind: list[Any] = []
+
+    def _make_messages(self, nbytes: int) -> list[_Messages]:
+        """Make the messages of all steps, for so many bytes of each worker's values."""
+        found, make = list[_Messages](), self._comm
+        for step, came in enumerate(self.came):
+            to, source = self._peers[step]
+            end = HEADER_BYTES + self.counts[step] * nbytes
+            cuts = [
+                slice(start, min(start + EAGER_BYTES, end))
+                for start in range(0, end, EAGER_BYTES)
+            ]
+            first, *sends = (make.Send_init(self.out[cut], to, _TAG) for cut in cuts)
+            receives = [make.Recv_init(came[cut], source, _TAG) for cut in cuts[1:]]
+            found.append(_Messages(first, sends, receives))
+        self._kept[nbytes] = found
+        return found
 
     def post(self, run: int, digest: int, flags: int) -> None:
         """Announce this rank's header; does not wait."""
         self._sequence = sequence = self._sequence + 1
-        self._own, self._flags = _HEADER.pack(sequence, run, digest, flags), flags
-        self._load, self._same = self.carried, True
+        load = self.carried
+        nbytes = 0 if load is None else load.nbytes
+        self._own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
+        self._load, self._flags, self._same = load, flags, True
         if self._alone:
             self._begin()
             return
@@ -145,9 +185,12 @@ class WireHeaders:
             # Left in the midst of one: a message may still come.
             _left.append(self)
             return
-        for request in (*self._receives, *self._plain):
+        for messages in itertools.chain.from_iterable(self._kept.values()):
+            for request in (messages.first, *messages.sends, *messages.receives):
+                request.Free()
+        for request in self._receives:
             request.Free()
-        self._receives, self._plain = [], []
+        self._receives, self._kept = [], {}
 
     def _came(self) -> bool:
         """Go as far as that can be without waiting; whether that is to the end."""
@@ -180,32 +223,36 @@ class WireHeaders:
 
     def _begin(self) -> None:
         """Begin to tell the other workers."""
+        nbytes = 0
         if not self._same:
             self._own, self._load = _DIFFERENT, None
         elif self._load is not None:
             self._load.gather()
+            nbytes = self._load.nbytes
+        self._messages = self._kept.get(nbytes) or self._make_messages(nbytes)
         self._header[:] = self._own
         self._phase, self._step = _ACROSS, 0
         self._send()
 
     def _send(self) -> None:
-        step, load = self._step, self._load
-        if load is None:
-            self._sent = self._plain[step]
-            self._sent.Start()
-        else:
-            to = self._peers[step][0]
-            self._sent = self._comm.Isend(load.messages[step], to, _TAG)
+        step = self._step
+        messages = self._messages[step]
+        self._sent = messages.first
+        self._sent.Start()
         self._received = self._receives[step]
         self._received.Start()
+        self._looked = False
+        if messages.sends:
+            _start(messages.sends, self._behind)
 
     def _compare_across(self) -> None:
         # What is sent next is laid out where this one is sent from.
         while self._received.Test() and self._sent.Test():
             step = self._step
-            if self._same and self._reads[step]() != self._own:
-                self._same, self._load = False, None
-                self._header[:] = _DIFFERENT
+            if not self._looked:
+                self._look()
+            if self._behind and not self._all_came():
+                return
             self._step = step + 1
             if self._step == len(self._peers):
                 self._end()
@@ -213,6 +260,28 @@ class WireHeaders:
             if self._load is not None:
                 self._load.take(step)
             self._send()
+
+    def _look(self) -> None:
+        """Look at the header that has come, and receive what follows it."""
+        self._looked, step, header = True, self._step, self._reads[self._step]()
+        messages = self._messages
+        if self._same and header != self._own:
+            self._same, self._load = False, None
+            self._header[:] = _DIFFERENT
+        if not self._same:
+            # From here on only headers are sent, but what follows another one must not
+            # be left for the next.
+            self._messages = self._kept[0]
+            nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+            messages = self._kept.get(nbytes) or self._make_messages(nbytes)
+        if messages[step].receives:
+            _start(messages[step].receives, self._behind)
+
+    def _all_came(self) -> bool:
+        behind = self._behind
+        if type(behind[0]).Testall(behind):
+            self._behind = behind = []
+        return not behind
 
     def _end(self) -> None:
         # A flag has all ranks agree once more, on the same values.
@@ -227,3 +296,9 @@ class WireHeaders:
     def _hear(self) -> None:
         if self._stepped():
             self._phase = _DONE
+
+
+def _start(requests: Sequence[Any], started: list[Any]) -> None:
+    for request in requests:
+        request.Start()
+    started.extend(requests)

@@ -67,15 +67,16 @@ class InlineReduction:
         self._rank = channel.topology.worker_comm.rank
         self.nbytes = nbytes = inlined_bytes(piece)
         self._place, self._place_bytes = 0, channel.places.place_bytes(nbytes)
-        self.messages: list[Array] = []
         self._copies: list[tuple[Array, Array]] = []
         # Of each run: this worker's values, and those of all in their order.
         self._blocks: list[tuple[Array, list[Array]]] = []
         if self._rank == 0:
             self._make_blocks(nbytes)
         self._views: _Views | None = None
-        # Of each run, where this rank is alone.
+        # Of each run, where this rank is alone; and where the sum of a single one goes
+        # instead.
         self._totals: list[Array] = []
+        self._into: Array | None = None
         if channel.topology.worker_comm.size == 1:
             self._totals = [_part(self._headers.total, run) for run in piece]
             own = [values for values, _ in self._blocks]
@@ -87,7 +88,6 @@ class InlineReduction:
         blocks = _cut(headers.out, largest, nbytes)
         steps = zip(headers.counts, headers.came, strict=True)
         for step, (count, came) in enumerate(steps):
-            self.messages.append(headers.out[: HEADER_BYTES + count * nbytes])
             # Not all is sent on.
             used = nbytes * max(0, min(count, largest - (1 << step)))
             behind = headers.out[HEADER_BYTES + (nbytes << step) :]
@@ -138,10 +138,18 @@ class InlineReduction:
         channel, call = self._channel, planned.call
         views = self._views or self._in_place()
         _lay_out(views, arrays)
-        channel.agree_on(self, call, timeout_seconds)
+        run = self._piece[0]
+        if flat is not None and flat.dtype != run.dtype:
+            flat = None
+        self._into = into = self._place_of_sum(results, flat)
         try:
-            run = self._piece[0]
-            if flat is not None and flat.dtype == run.dtype:
+            channel.agree_on(self, call, timeout_seconds)
+        finally:
+            self._into = None
+        if into is not None:
+            return
+        try:
+            if flat is not None:
                 # One run, in which the arrays lie as their results do.
                 flat[...] = self._total(0, run)
             else:
@@ -157,8 +165,23 @@ class InlineReduction:
         yield Header(self)
         _copy_out(views, results)
 
+    def _place_of_sum(
+        self, results: Sequence[Array], flat: Array | None
+    ) -> Array | None:
+        """Return the memory of results that the sum may be written to, flat, if any."""
+        if len(self._totals) != 1:
+            return None
+        if flat is not None:
+            return flat
+        result = results[0]
+        if len(results) > 1 or not result.flags.c_contiguous:
+            return None
+        return result.reshape(-1) if result.dtype == self._piece[0].dtype else None
+
     def _total(self, number: int, run: Run) -> Array:
         """Return where the sum of a run lies."""
+        if self._into is not None:
+            return self._into
         if self._views is not None:
             return self._totals[number]
         # The place of the worker's first rank, which nobody else has looked at.

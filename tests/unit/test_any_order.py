@@ -27,11 +27,19 @@ from hpcstrat.collectives.inlined import INLINE, InlineReduction, inlined_bytes
 from hpcstrat.reduction.replica_collectives import Collectives
 from tests.unit.pretend_ranks import Wire, pretend_channels
 
+# Small, so that sums take several pieces.
 SLOT_BYTES = 4096
+# Up to this number of workers a header carries more than MPI sends at once.
+MOST_CARRYING = 3
 # What ranks can do by themselves, between two messages.
 MOST_SWEEPS = 1000
 WAYS = (None, hs.HierarchicalCopyAllReduce(), hs.MpiAllReduce())
 DTYPES = ("f4", "f8", "f2", "i8", "i2", "c8")
+
+
+def slot_bytes(num_workers: int) -> int:
+    """Return the size of the largest piece: as small as that of many ranks, or less."""
+    return 16 * SLOT_BYTES if num_workers <= MOST_CARRYING else SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ def calls_of(draw: Any, num_workers: int) -> list[Sum]:
     p = num_workers
     # Where a segment takes another cache line, a header carries no more of one number
     # of four bytes, and parts are large enough not to be left to MPI.
-    room = min(room_bytes(p) if p > 1 else 0, SLOT_BYTES) // 4
+    room = min(room_bytes(p) if p > 1 else 0, slot_bytes(p)) // 4
     borders = {1, p - 1, p, p + 1, 16, 17, room, room + 1, 1024 * p, 1024 * p + 1}
     size = st.sampled_from(sorted(borders - {0})) | st.integers(1, 300)
     array = st.tuples(st.sampled_from(DTYPES), size)
@@ -198,7 +206,10 @@ def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
     calls = data.draw(calls_of(num_workers))
     ops, seed = data.draw(st.sampled_from(WAYS)), data.draw(st.integers(0, 1 << 30))
     wire = Wire(Random(seed))
-    ranks = [Collectives(c, ops) for c in pretend_channels(wire, sizes, SLOT_BYTES)]
+    ranks = [
+        Collectives(c, ops)
+        for c in pretend_channels(wire, sizes, slot_bytes(num_workers))
+    ]
     handles: list[list[Any]] = [[] for _ in ranks]
 
     def takes_part(rank: int) -> bool:
@@ -256,11 +267,11 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
     count = sum(sizes)
     odd = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count - 1))
     # Of the values of the header, on those that differ, and the others; 0 for none.
-    room = min(room_bytes(num_workers), SLOT_BYTES) // 4
+    room = min(room_bytes(num_workers), slot_bytes(num_workers)) // 4
     size = st.sampled_from([0, 1, room])
     loads = data.draw(size), data.draw(size)
     wire = Wire(Random(data.draw(st.integers(0, 1 << 30))))
-    channels = pretend_channels(wire, sizes, SLOT_BYTES)
+    channels = pretend_channels(wire, sizes, slot_bytes(num_workers))
 
     def announce(differ: bool) -> list[bool]:
         """Announce a call on all ranks; return what each has learned."""
