@@ -69,6 +69,9 @@ def ls(directory: str) -> None:
         except FileNotFoundError:
             # Replaced by newer ones since the folder was listed.
             continue
+        except OSError as error:
+            # Such as a folder of which only the names may be read.
+            raise click.ClickException(_unreadable(path, error)) from error
         except CheckpointError as error:
             add_row(table, name, "damaged", "", "", size)
             problems.append(f"{name}: {_line(error)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -274,6 +275,25 @@ def test_list_passes_over_a_file_that_goes_meanwhile(
     found = _run("ls", folder)
     assert found.exit_code == 0, found.output
     assert "ckpt-0000000002.h5" in found.output
+
+
+def test_list_of_a_folder_whose_files_cannot_be_looked_at_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lstat = os.lstat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        # As of a folder that may be listed, but not entered: root may do both.
+        if str(path).startswith(str(folder / "ckpt-")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", refused)
+    found = _run("ls", folder)
+    assert found.exit_code == 1
+    assert isinstance(found.exception, SystemExit)
+    assert len(found.output.splitlines()) == 1, found.output
+    assert "Permission denied; check the path" in found.output
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
