@@ -251,8 +251,9 @@ class CheckpointManager:
         numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
+        # One save at a time: two would need twice the memory.
         self.wait()
-        # Numbers of the manager's own come again after a restore of an older one.
+        # An optimizer's iterations come again after a restore of an older one.
         replaces = overwrite or step is None
         if step is None:
             step = self._objects.iterations()

@@ -246,6 +246,7 @@ def as_float64(value: ArrayLike) -> Array:
             f"expected real numbers for a metric, found dtype {array.dtype}; convert "
             "them"
         )
+    # In double: the total of a long epoch in float32 would stop growing.
     return rounded(array, np.dtype(np.float64))
 
 

@@ -142,6 +142,7 @@ class Metric(MadeTogether):
         """Refuse to update the totals of all replicas at once."""
         first = next(iter(self._totals.values()))
         distributed = isinstance(first, SyncOnReadVariable)
+        # In cross-replica context each replica would add the same: N times in the sum.
         if distributed and not _reads_own():
             raise RuntimeError(
                 f"expected update_state of metric {self.name!r} in replica context, "

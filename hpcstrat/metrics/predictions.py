@@ -198,6 +198,7 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
         true = true[..., 0]
     elif predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
         predicted = predicted[..., 0]
+    # NumPy would make an n x n array of shapes (n,) and (n, 1).
     if true.shape != predicted.shape:
         raise ValueError(
             f"expected labels and predictions of one shape, found {true.shape} and "
