@@ -109,7 +109,8 @@ def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
         said = output.read()
     if not failed:
         return False, ""
-    if "no tests ran" in said or "error: " in said.partition("\n")[0]:
+    none = re.search(r"no tests ran|^\d+ deselected in", said, re.M)
+    if none or "error: " in said.partition("\n")[0]:
         raise RuntimeError(f"expected tests in {command}, found: {said[-500:]}")
     # Of a job of ranks inside of a test its own test, which is said first.
     names = re.findall(r"^(?:E +)?(?:FAILED|ERROR) (\S+)", said, re.M)

@@ -12,7 +12,7 @@ import hpcstrat as hs
 from hpcstrat import optimizers
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.rule
 
 # Of less than a line of the cache, of no elements, of no even parts, of several blocks.
 SHAPES = [(3,), (), (0, 2), (33, 7), (5, 14009)]

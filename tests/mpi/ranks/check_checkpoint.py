@@ -16,7 +16,7 @@ import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError
 from tests.mpi.ranks.saved import KINDS, POLICIES, Counter, fill, make_variable
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 def _contribution(kind: str, dtype: str, replica: int) -> Any:

@@ -16,7 +16,7 @@ import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, ReplicaError
 from tests.mpi.ranks.saved import warnings_of_checkpoints
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 def _variable(strategy: Any, value: Any = 1.0) -> Any:

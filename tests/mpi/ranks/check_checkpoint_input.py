@@ -22,7 +22,7 @@ from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
 from tests.mpi.ranks.saved import warnings_of_checkpoints
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 _SECTOR_BYTES = 512

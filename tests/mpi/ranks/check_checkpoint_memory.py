@@ -26,7 +26,7 @@ from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.effort import examples
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 _LIMIT_SECONDS = 40.0

@@ -15,7 +15,7 @@ import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError, ReplicaError
 from tests.mpi.ranks.saved import Counter, warnings_of_checkpoints
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 def test_retention_keeps_the_newest(strategy: Any, folder: Path, job: Any) -> None:

@@ -20,7 +20,7 @@ from tests.mpi.ranks.dealing import epoch_rows, flat, rows_of
 from tests.mpi.ranks.effort import SHORT, examples
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.rule
 
 
 Columns = dict[str, Any]

@@ -20,7 +20,7 @@ from tests.mpi.ranks.outcomes import (
 )
 from tests.mpi.ranks.reference_rules import RULES, Model, batches
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.rule
 
 
 @pytest.fixture

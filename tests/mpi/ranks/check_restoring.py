@@ -17,7 +17,7 @@ from hpcstrat.checkpoint.restore import block_sharing, parallel_read
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 VERSION_1 = Path(__file__).parents[2] / "unit" / "data" / "version-1.h5"

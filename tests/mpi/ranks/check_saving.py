@@ -24,7 +24,7 @@ from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.mpi.ranks.saved import Counter, fill, make_variable
 
-pytestmark = pytest.mark.state
+pytestmark = pytest.mark.files
 
 
 _LIMIT_SECONDS = 40.0

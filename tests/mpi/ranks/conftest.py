@@ -51,11 +51,11 @@ LAYOUTS = (
 # those before, and the layouts there (None: all). A rule of values sees one replica, 2
 # of a worker, and workers of unequal size; an algorithm, a header or a wait has first,
 # last and middle ranks, and workers, from 3 on, and at 4 ranks that are not alone in
-# their workers. What is kept in files and in state sees one replica, and both workers
-# of 2 and of one. What takes seconds and fails anywhere, if it does, runs once.
+# their workers. What is kept in files sees one replica, and workers of 2 and of one.
+# What takes seconds and fails anywhere, if it does, runs once.
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
-    "state": {1: None, 3: ("two_replicas_per_worker",)},
+    "files": {1: None, 3: ("two_replicas_per_worker",)},
     "algorithm": {
         3: ("one_worker", "one_replica_per_worker"),
         4: ("two_replicas_per_worker",),
