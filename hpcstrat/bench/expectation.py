@@ -167,9 +167,9 @@ class Expectation:
 
 
 def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
-    # A part of other parameters is another problem, such as another model's.
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
+    # A part of other parameters is another problem, such as another model's.
     if parameters and parameters != part.parameters:
         return False
     return same and point["num_replicas"] == run.num_replicas

@@ -329,7 +329,7 @@ def _check_part(part: Part, run: Run) -> None:
     for name, values in part.replicas.items():
         if len(values) != run.num_replicas:
             raise ValueError(f"{len(values)} of replicas.{name} {where}")
-    # None where the host's system does not say what is busy.
+    # There are none where a host's system does not say what is busy.
     if len(part.others_share) not in (0, run.num_workers):
         raise ValueError(f"another number of others_share {where}")
     if not 0 <= part.session < len(run.sessions):
