@@ -190,12 +190,19 @@ def test_a_failure_in_the_midst_is_named_on_all(strategy: Any, job: Any) -> None
         if fails[0] and job.rank == faulty:
             raise ZeroDivisionError
 
-    module[2].weight.register_hook(refuse)
+    def meet(_: Any) -> None:
+        # Several buckets of the others' wait for the rank that has failed by then.
+        if fails[0]:
+            job.Barrier()
+
+    module[4].weight.register_hook(refuse)
+    module[0].weight.register_hook(meet)
     for _ in range(2):
         module(torch.ones(2, 4)).sum().backward()
     fails[0] = True
     error = outcome(module(torch.ones(2, 4)).sum().backward)
     if job.rank == faulty:
+        job.Barrier()
         assert isinstance(error, ZeroDivisionError)
         error = outcome(strategy.reduce, "sum", np.ones(3), axis=None)
     assert isinstance(error, hs.CollectiveError), repr(error)
@@ -208,14 +215,16 @@ def test_a_failure_in_the_midst_is_named_on_all(strategy: Any, job: Any) -> None
     strategy.check_equal(_gradients(module))
 
 
-def test_halves_on_the_wire_leave_what_is_agreed_exact(kept: Any, job: Any) -> None:
-    strategy = _strategy(kept, wire_dtype="float16")
-    module = hst.replicate(_mlp(300), strategy, bucket_bytes=300_000)
-    unused = nn.Linear(300, 1)
-    module.append(unused)
+def test_halves_on_the_wire_leave_what_is_agreed_exact(
+    kept: Any, job: Any, monkeypatch: Any
+) -> None:
+    strategy, unused = _strategy(kept, wire_dtype="float16"), nn.Linear(300, 1)
+    module = _mlp(300).append(unused)
     hst.replicate(module, strategy, bucket_bytes=300_000)
     alone = copy.deepcopy(module)
+    seen = _seen(module, strategy, monkeypatch)
     for step in range(3):
+        seen.clear()
         for model in (module, alone):
             model.zero_grad()
         x = torch.randn(job.size, 4, 300, generator=_seeded(step))
@@ -224,5 +233,7 @@ def test_halves_on_the_wire_leave_what_is_agreed_exact(kept: Any, job: Any) -> N
         for part in x:
             (alone[:6](part).mul(1e25).sum() / job.size).backward()
         _assert_close(module, alone, rtol=4e-3, atol=1e22)
+        starts = seen[: seen.index("first")].count("start")
+        assert starts == (2 if job.size > 1 and step else 0)
         strategy.check_equal(_gradients(module)[:-2])
         assert unused.weight.grad is None
