@@ -199,7 +199,7 @@ def compare(
 
 
 @pytest.mark.parametrize("num_workers", range(1, 10))
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
     sizes = data.draw(workers_of(num_workers))
@@ -258,7 +258,7 @@ def inline_of(channel: Channel, size: int) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", range(2, 10))
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_headers_that_differ_are_found_by_all_in_any_order(
     num_workers: int, data: Any
