@@ -145,7 +145,10 @@ class Replicated:
         """Take note that a backward has added to a gradient."""
         self._touched.setdefault(index)
         self._combined.discard(index)
-        self._await_end()
+        # Asked here once more: of hundreds of parameters, all but the first find one.
+        end = self._end
+        if end is None or end() is None:
+            self._await_end()
         if self._buckets is not None:
             self._buckets.ready(index)
 
