@@ -87,6 +87,7 @@ class Replicated:
         self._handles = [module.register_forward_hook(_OutputHook(self))]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
+        _every.add(self)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -161,7 +162,7 @@ class Replicated:
         self._taken.clear()
         if not self.syncs:
             return
-        if self._plan:
+        if self._plan and not self._is_beside_another():
             self._buckets = Buckets(self._plan, self._start)
 
         def end() -> None:
@@ -178,6 +179,21 @@ class Replicated:
         """Whether a backward is, whose end is awaited."""
         # Of one that an error has ended nothing is left but a dead reference.
         return self._end is not None and self._end() is not None
+
+    def _is_beside_another(self) -> bool:
+        """Whether another module, whose end comes first, has this backward, too.
+
+        When it starts its buckets depends on what this rank reaches: were those of two
+        modules started, ranks could do it in different orders, and add one's to the
+        other's.
+        """
+        channel = self.strategy.collectives.channel
+        return any(
+            one is not self
+            and one._is_under_way()
+            and one.strategy.collectives.channel is channel
+            for one in _every
+        )
 
     def _make_share(self, index: int) -> None:
         """Leave a sum to replica 0, before this replica adds to its gradient again."""
@@ -280,7 +296,9 @@ class Replicated:
     def _begin(self, bucket: Bucket) -> Started:
         arrays = [memory_of(self._own_share(index)) for index in bucket]
         for index, array in zip(bucket, arrays, strict=True):
-            if index not in self._sums:
+            kept = self._sums.get(index)
+            # The module may have been given another type, or another shape, since then.
+            if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
         start = self.strategy.collectives.start_inside
@@ -396,6 +414,9 @@ class Replicated:
         else:
             broadcast(self.strategy, arrays, "buffers")
         self._versions = self._buffer_versions()
+
+
+_every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class _OutputHook:

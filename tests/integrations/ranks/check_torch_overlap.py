@@ -237,3 +237,46 @@ def test_halves_on_the_wire_leave_what_is_agreed_exact(
         assert starts == (2 if job.size > 1 and step else 0)
         strategy.check_equal(_gradients(module)[:-2])
         assert unused.weight.grad is None
+
+
+def test_two_modules_in_a_backward_of_which_a_replica_skips_a_layer(
+    strategy: Any,
+) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+
+        def forward(self, x: Any, skipped: int | None = None) -> Any:
+            for number, layer in enumerate(self.layers):
+                x = x if number == skipped else layer(x).tanh()
+            return x
+
+    first, last = (hst.replicate(Skips(), strategy) for _ in range(2))
+    alone = nn.ModuleList([Skips(), Skips()])
+    size, rank = strategy.num_replicas_in_sync, strategy.replica_id
+    x = torch.randn(size, 2, 4, dtype=torch.float64, generator=_seeded(3))
+    for step in range(3):
+        # Buckets of the first module are then complete before those of the other.
+        skips: list[int | None] = [None] * size
+        skips[-1] = 2 if step == 2 else None
+        last(first(x[rank]), skips[rank]).square().sum().backward()
+        for part, skipped in zip(x, skips, strict=True):
+            (alone[1](alone[0](part), skipped).square().sum() / size).backward()
+    _assert_close(nn.ModuleList([first, last]), alone)
+
+
+def test_a_module_that_is_given_another_type(strategy: Any) -> None:
+    module, size = hst.replicate(_net(0), strategy), strategy.num_replicas_in_sync
+    for dtype in (torch.float64, torch.float32):
+        module.to(dtype)
+        for _ in range(2):
+            module.zero_grad()
+            x = torch.full((1, 4), float(strategy.replica_id), dtype=dtype)
+            module(x).sum().backward()
+    assert module[2].bias.grad.dtype == torch.float32
+    alone = _net(0).float()
+    for other in range(size):
+        (alone(torch.full((1, 4), float(other))).sum() / size).backward()
+    _assert_close(module, alone, rtol=1e-5, atol=1e-6)
