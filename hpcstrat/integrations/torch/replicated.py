@@ -302,7 +302,9 @@ class Replicated:
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
         start = self.strategy.collectives.start_inside
-        return start(self.op, arrays, _WHAT, out=outs, part=True)
+        # After a failure of one replica alone, none may be taken for the next one.
+        what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
+        return start(self.op, arrays, what, out=outs, part=True)
 
     def _reduce(
         self, indices: list[int], marks: Array | None = None, *, waits: bool = True
