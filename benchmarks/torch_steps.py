@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_models import MODELS, Transformer
 
+import hpcstrat as hs
 import hpcstrat.integrations.torch as hst
 
 __all__ = ["TorchStep", "torch_steps"]
@@ -125,6 +127,15 @@ def torch_steps(strategy: Any, name: str, gloo: Any, own: Any) -> dict[str, Torc
         "torch DDP, gloo": step(ddp(gloo)),
         "hpcstrat, DDP on it": step(ddp(own)),
     }
+    if topology.num_workers > 1:
+        half = hs.CommunicationOptions(wire_dtype="float16")
+        narrow = hs.MultiWorkerMirroredStrategy(communication_options=half)
+        for mib in (4, 8):
+            steps[f"replicate, float16, {mib} MiB"] = step(
+                functools.partial(
+                    hst.replicate, strategy=narrow, bucket_bytes=mib << 20
+                )
+            )
     if name == "transformer":
         steps["torch FSDP2, gloo"] = step(lambda model: _sharded(model, gloo))
         steps["hpcstrat, FSDP2 on it"] = step(lambda model: _sharded(model, own))

@@ -9,6 +9,10 @@ A launcher that is killed also leaves its session directory, by default one of t
 machine that is named by the launcher's process number. A later mpirun that is given the
 same number ends at once ("The PMIx server's listener thread failed to start"), so each
 job keeps that directory in its folder.
+
+Open MPI 5.0's mpirun may wait for itself, for ever, once its ranks have gone: its main
+thread in PMIx_server_deregister_client, for a thread that waits for a lock. Of a job
+whose ranks end each other it happened about once in fifty times on a busy machine.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ __all__ = ["Job", "start_time", "wait_until"]
 _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
 _TERMINATE_SECONDS = 2.0
+# How often to look what is left beside a launcher, and how long it may then be alone.
+_LOOK_SECONDS = 2.0
+_ALONE_SECONDS = 6.0
 _PROC = Path("/proc")
 
 # The folders of the jobs that a process is in, the innermost last.
@@ -80,6 +87,9 @@ class Job:
         outer = environment.get(_MARK, "")
         self._mark = str(folder)
         marks = os.pathsep.join(filter(None, [outer, self._mark]))
+        # Whether the launcher has started anything, and when that was seen to be gone.
+        self._has_started = False
+        self._alone_since: float | None = None
         # Files, not pipes: a rank that outlives the launcher would keep a pipe open.
         with (
             self._output("stdout").open("wb") as out,
@@ -111,12 +121,31 @@ class Job:
     def wait(self, seconds: float) -> int | None:
         """Wait for the launcher; return its exit code, None if it still runs.
 
-        Negative for a signal.
+        Negative for a signal, as where it waited for itself and was ended here.
         """
-        try:
-            return self._process.wait(timeout=max(seconds, 0))
-        except subprocess.TimeoutExpired:
-            return None
+        deadline = time.monotonic() + max(seconds, 0)
+        while True:
+            left = max(deadline - time.monotonic(), 0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=min(left, _LOOK_SECONDS))
+            if left <= _LOOK_SECONDS:
+                return None
+            self._end_launcher_alone()
+
+    def _end_launcher_alone(self) -> None:
+        """End a launcher that goes on long after all that it had started has gone."""
+        now = time.monotonic()
+        if (self._marked() | self._ranks()) - {self._process.pid}:
+            self._has_started, self._alone_since = True, None
+        elif self._has_started:
+            self._alone_since = self._alone_since or now
+            if now > self._alone_since + _ALONE_SECONDS:
+                with self._output("stderr").open("a", encoding="utf-8") as err:
+                    err.write(
+                        "hpcstrat: expected the launcher to end after its processes, "
+                        f"found it waiting for {_ALONE_SECONDS:g} s more; it is ended\n"
+                    )
+                self._process.kill()
 
     def _marked(self) -> set[int]:
         """Return the live processes that this job started, where /proc tells."""

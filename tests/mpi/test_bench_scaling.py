@@ -151,8 +151,8 @@ def test_error_in_a_step_of_one_rank_ends_all(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     output = tmp_path / "run.json"
-    names = ("replicas_per_worker", "cores_per_worker", "worker_of_replica")
-    topology = {"num_replicas": 1, "device": "CPU", **{name: [1] for name in names}}
+    counts = {"replicas_per_worker": [1], "cores_per_worker": [1]}
+    topology = {"num_replicas": 1, "device": "CPU", "worker_of_replica": [0], **counts}
     write_run(Run(topology), str(output))
     ended = _scaling(2, output)
     assert ended.returncode == 1, str(ended)

@@ -139,8 +139,18 @@ class Replicated:
             self._taken.add(index)
             self._touched.pop(index, None)
             self._combined.add(index)
-        if self.op is ReduceOp.SUM:
+        # Seldom: a second backward before the gradients are set to None.
+        if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
             self._make_share(index)
+
+    def _adds(self, index: int) -> bool:
+        """Whether this backward adds to a gradient; `torch.autograd.grad` does not."""
+        node = torch.autograd.graph.get_gradient_edge(self._parameters[index]).node
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:
+            # What torch says in `torch.autograd.grad`, whose hooks are the same.
+            return False
 
     def touch(self, index: int) -> None:
         """Take note that a backward has added to a gradient."""

@@ -269,6 +269,22 @@ def test_gradients_outside_of_parameters_are_left_alone(strategy: Any) -> None:
             torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_by_parameters_leave_those_there_are(strategy: Any, op: str) -> None:
+    module = hst.replicate(_net(0), strategy, op=op)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    module(x).sum().backward()
+    before = [gradient.clone() for gradient in _gradients(module)]
+    own = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    scale = strategy.num_replicas_in_sync if op == "sum" else 1
+    for mine, sums, old in zip(own, _gradients(module), before, strict=True):
+        assert torch.equal(sums, old)
+        torch.testing.assert_close(scale * mine, old, rtol=1e-12, atol=1e-12)
+    module(x).sum().backward()
+    for sums, old in zip(_gradients(module), before, strict=True):
+        torch.testing.assert_close(sums, 2 * old, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("buffers", ["first", "mean", None])
 def test_running_means(strategy: Any, buffers: str | None) -> None:
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
