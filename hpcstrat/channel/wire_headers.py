@@ -50,6 +50,9 @@ _ALIGNMENT_BYTES = 16
 # How many bits of a header are flags; the rest of that number is what follows.
 _FLAG_BITS = 8
 
+# Of how many sizes messages are kept; a program may have ever other ones.
+_MOST_KEPT = 256
+
 # What MPI may still write to.
 _left: list[Any] = []
 
@@ -157,6 +160,13 @@ class WireHeaders:
         self._kept[nbytes] = found
         return found
 
+    def _forget(self) -> None:
+        """Free the messages of all sizes."""
+        for messages in itertools.chain.from_iterable(self._kept.values()):
+            for request in (messages.first, *messages.sends, *messages.receives):
+                request.Free()
+        self._kept.clear()
+
     def post(self, run: int, digest: int, flags: int) -> None:
         """Announce this rank's header; does not wait."""
         self._sequence = sequence = self._sequence + 1
@@ -185,12 +195,10 @@ class WireHeaders:
             # Left in the midst of one: a message may still come.
             _left.append(self)
             return
-        for messages in itertools.chain.from_iterable(self._kept.values()):
-            for request in (messages.first, *messages.sends, *messages.receives):
-                request.Free()
+        self._forget()
         for request in self._receives:
             request.Free()
-        self._receives, self._kept = [], {}
+        self._receives = []
 
     def _came(self) -> bool:
         """Go as far as that can be without waiting; whether that is to the end."""
@@ -229,6 +237,10 @@ class WireHeaders:
         elif self._load is not None:
             self._load.gather()
             nbytes = self._load.nbytes
+        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
+            # None of them is under way here.
+            self._forget()
+            self._make_messages(0)
         self._messages = self._kept.get(nbytes) or self._make_messages(nbytes)
         self._header[:] = self._own
         self._phase, self._step = _ACROSS, 0

@@ -8,10 +8,11 @@ to, for which the threads then wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -97,18 +98,11 @@ class PartWriter:
         self._ahead = ahead
         asks = any(isinstance(value, Elsewhere) for value in values.values())
         try:
-            if self.blocks:
-                self._file = open_to_write(self.path, self._direct)
-            if ahead:
-                self._copy_all(values, asks)
-        except Exception as error:
-            # All replicas learn of it, and raise together.
-            self._fail(error)
-            if isinstance(error, UnavailableError):
-                raise
-        except BaseException as error:
-            self._fail(error)
-            raise
+            with self._telling():
+                if self.blocks:
+                    self._file = open_to_write(self.path, self._direct)
+                if ahead:
+                    self._copy_all(values, asks)
         finally:
             # Where all is copied, sums and others' rows need not stay in memory.
             self._values = {} if ahead else values
@@ -129,20 +123,26 @@ class PartWriter:
         """Copy block after block, each to a place that has become free."""
         for slot in range(RING_SLOTS):
             self._free.put(slot)
-        try:
+        with self._telling():
             for index, block in enumerate(self.blocks):
                 slot = self._free.get()
                 if self.error is not None:
                     return
                 self._copy(block, slot)
                 self._todo.put((index, slot))
-        except Exception as error:
-            self._fail(error)
-            if isinstance(error, UnavailableError):
-                raise
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Have all replicas learn of an error, and raise together at the end.
+
+        What loses a server, or ends the program, is raised at once, too.
+        """
+        try:
+            yield
         except BaseException as error:
             self._fail(error)
-            raise
+            if not isinstance(error, Exception) or isinstance(error, UnavailableError):
+                raise
 
     def _copy_all(self, values: Mapping[str, Source], asks: bool) -> None:
         begin = time.perf_counter()

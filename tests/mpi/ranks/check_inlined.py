@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.channel import wire_headers
 from hpcstrat.channel.headers import SegmentHeaders
 from hpcstrat.channel.patient import PatientComm
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
@@ -194,3 +195,14 @@ def test_an_error_of_one_rank_before_it_is_told(workers: Any, job: Any) -> None:
     else:
         assert isinstance(error, (TypeError, ValueError))
     assert_usable(workers, job)
+
+
+def test_messages_are_kept_for_some_sizes_only(
+    workers: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_headers, "_MOST_KEPT", 4)
+    headers = workers.collectives.channel.wire
+    for size in (*range(401, 421, 2), 403, 401):
+        total = workers.reduce("sum", np.full(size, job.rank), axis=None)
+        assert (total == sum(range(job.size))).all()
+        assert len(headers._kept) <= 5
