@@ -205,30 +205,41 @@ def draw(path: str, found: list[Point]) -> None:
     """Draw what was measured, its spread, and what was predicted."""
     from matplotlib.figure import Figure
 
-    cases = list(
-        dict.fromkeys((p.rate, p.delay_us, p.replicas_per_host) for p in found)
-    )
+    rates = list(dict.fromkeys(p.rate for p in found))
     figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for number, case in enumerate(cases):
-        some = [p for p in found if (p.rate, p.delay_us, p.replicas_per_host) == case]
-        color, hosts = f"C{number}", [p.hosts for p in some]
-        rate, delay, each = case
-        axes.plot(
-            hosts,
-            [1e3 * p.predicted_seconds for p in some],
-            color=color,
-            label=f"{rate}, + {delay} us, {each} per host",
+    panels = figure.subplots(1, len(rates), squeeze=False)[0]
+    for axes, rate in zip(panels, rates, strict=True):
+        cases = dict.fromkeys(
+            (p.delay_us, p.replicas_per_host) for p in found if p.rate == rate
         )
-        times = np.array([p.measured_seconds for p in some]) * 1e3
-        middle = np.median(times, axis=1)
-        spread = np.abs(np.percentile(times, [10, 90], axis=1) - middle)
-        axes.errorbar(hosts, middle, spread, fmt="o", color=color, capsize=3)
-    axes.set(xlabel="hosts", ylabel="ms of a step", yscale="log", xscale="log")
-    axes.set_xticks(HOSTS, [str(count) for count in HOSTS])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(title="line: predicted; points: measured, 10% to 90%", fontsize="small")
+        for number, (delay, each) in enumerate(cases):
+            some = [
+                p
+                for p in found
+                if (p.rate, p.delay_us, p.replicas_per_host) == (rate, delay, each)
+            ]
+            hosts = [p.hosts for p in some]
+            axes.plot(
+                hosts,
+                [1e3 * p.predicted_seconds for p in some],
+                color=f"C{number}",
+                label=f"+ {delay} us, {each} per host",
+            )
+            times = np.array([p.measured_seconds for p in some]) * 1e3
+            middle = np.median(times, axis=1)
+            spread = np.abs(np.percentile(times, [10, 90], axis=1) - middle)
+            # Beside each other, where they would hide each other.
+            beside = [count * 1.03 ** (number - len(cases) / 2) for count in hosts]
+            axes.errorbar(
+                beside, middle, spread, fmt="o", color=f"C{number}", capsize=3
+            )
+        axes.set(title=rate, xlabel="hosts", ylabel="ms of a step", xscale="log")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(HOSTS, [str(count) for count in HOSTS])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize="small")
+    figure.suptitle("lines: predicted; points: measured, 10% to 90%")
     figure.savefig(path, dpi=120)
 
 
