@@ -77,6 +77,7 @@ __all__ = [
     "Run",
     "load_json",
     "read_run",
+    "write_json",
     "write_run",
 ]
 
@@ -196,11 +197,21 @@ class Run:
 
 
 def write_run(run: Run, path: str) -> None:
+    """Replace the file of a run by a new one, as `write_json` does."""
+    write_json(run.to_json(), path)
+
+
+def write_json(content: Any, path: str) -> None:
     """Replace a file by a new one, all at once; OSError leaves the old one.
 
-    One rank calls it.
+    One rank calls it. What is no file, such as /dev/stdout, is written to as it is.
     """
-    text = json.dumps(run.to_json(), indent=1)
+    text = json.dumps(content, indent=1)
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        return
+    path = os.path.realpath(path)
     partial = f"{path}.part"
     try:
         with open(partial, "w", encoding="utf-8") as file:

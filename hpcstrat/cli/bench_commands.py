@@ -65,7 +65,11 @@ def _sizes(context: Any, option: Any, text: str) -> tuple[int, ...]:
     for word in text.split(","):
         number = word.strip().rstrip("BKMGi ")
         unit = word.strip()[len(number) :].strip()
-        if not number.isdigit() or unit not in _UNITS or int(number) * _UNITS[unit] < 4:
+        if (
+            not number.isdecimal()
+            or unit not in _UNITS
+            or int(number) * _UNITS[unit] < 4
+        ):
             raise click.BadParameter(
                 f"expected sizes such as 4B, 64KiB or 1MiB, found {word!r}; separate "
                 "them by commas",

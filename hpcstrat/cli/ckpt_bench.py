@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from hpcstrat.bench.run_file import write_json
 from hpcstrat.checkpoint.bench.scratch import scratch
 from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, Measured, compare
 from hpcstrat.checkpoint.bench.writers import Writers, run_in_threads
@@ -262,8 +262,6 @@ def _report(
 
 def _save(output: str, report: dict[str, Any]) -> None:
     try:
-        with open(output, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
+        write_json(report, output)
     except OSError as error:
         raise CheckpointError(f"{output} could not be written: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ from hpcstrat.bench.prediction.picture import PARTS, draw
 from hpcstrat.bench.prediction.platforms import MOST_NODES, NETWORKS
 from hpcstrat.bench.prediction.simulator import find_smpirun
 from hpcstrat.bench.prediction.traces import MPI_OPTIONS
-from hpcstrat.bench.run_file import BenchError
+from hpcstrat.bench.run_file import BenchError, write_json
 from hpcstrat.bench.shapes import MODELS
 from hpcstrat.cli.terminal import add_row, new_console, new_table
 
@@ -83,7 +82,7 @@ def _shapes(
 
 def _counts(context: Any, option: Any, text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and 0 < int(word) <= MOST_NODES for word in words):
+    if not all(word.isdecimal() and 0 < int(word) <= MOST_NODES for word in words):
         raise click.BadParameter(
             f"expected numbers up to {MOST_NODES} such as 1,2,4, found {text!r}; "
             "separate them by commas",
@@ -150,7 +149,7 @@ def predict_command(
                 curves[kind].append(point)
                 # The next one may take minutes, and be interrupted.
                 if output is not None:
-                    _write(output, json.dumps(_report(curves), indent=1) + "\n")
+                    _write(output, _report(curves))
             _show(kind, curves[kind])
     except BenchError as error:
         raise click.ClickException(str(error)) from error
@@ -225,10 +224,9 @@ def _report(curves: dict[str, list[Point]]) -> dict[str, Any]:
     }
 
 
-def _write(path: str, text: str) -> None:
+def _write(path: str, report: dict[str, Any]) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        write_json(report, path)
     except OSError as error:
         raise BenchError(
             f"expected to write {path}, found {error.strerror}; choose another file"

@@ -82,9 +82,9 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     """
     env = os.environ if environment is None else environment
     for name, rank, size, places, counts in _LAUNCHERS:
-        if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
+        if env.get(rank, "").isdecimal() and env.get(size, "").isdecimal():
             local = (
-                int(env[place]) for place in places if env.get(place, "").isdigit()
+                int(env[place]) for place in places if env.get(place, "").isdecimal()
             )
             started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
             # Of unlike nodes, such as 2(x3),1, it says nothing of this one.

@@ -91,9 +91,8 @@ class _MpiClusterResolver(ClusterResolver):
 
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    # Digits of other scripts are digits to str.isdigit, too.
     texts = (env.get(name, "") for name in names)
-    return next((int(t) for t in texts if t.isascii() and t.isdigit()), None)
+    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 class OpenMPIClusterResolver(_MpiClusterResolver):

@@ -94,7 +94,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _number(self, name: str) -> int:
         text = self._text(name)
-        if not text.isascii() or not text.isdigit():
+        if not text.isascii() or not text.isdecimal():
             raise ValueError(
                 f"expected a number as {name}, found {text!r}; start the program with "
                 "srun"
@@ -136,7 +136,7 @@ class SlurmClusterResolver(ClusterResolver):
             places.sort(key=lambda place: (place[1], place[0]))
         # A layout that is wrong for this rank would give all of them wrong addresses.
         found = self._variables.get("SLURM_NODEID", "")
-        if found.isdigit() and int(found) != places[self._rank][0]:
+        if found.isdecimal() and int(found) != places[self._rank][0]:
             raise RuntimeError(
                 f"expected rank {self._rank} on node {places[self._rank][0]} of the "
                 f"step, found it on node {found}; distribute tasks with srun's "
@@ -160,7 +160,7 @@ class SlurmClusterResolver(ClusterResolver):
         visible = [name for name in text.split(",") if name]
         if per_node is None:
             stated = self._variables.get("SLURM_GPUS_ON_NODE", "")
-            per_node = int(stated) if stated.isdigit() else 0
+            per_node = int(stated) if stated.isdecimal() else 0
         # A list of another length is this task's own, made by srun --gpus-per-task, or
         # by another resolver.
         whole = not visible or len(visible) == per_node

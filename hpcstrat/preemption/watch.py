@@ -139,7 +139,7 @@ def _asked(job: str) -> float | None:
 
 
 def _number(text: str) -> float | None:
-    return float(text) if text.isdigit() and int(text) else None
+    return float(text) if text.isdecimal() and int(text) else None
 
 
 def _time_of(job_end: Any) -> float | None:

@@ -302,7 +302,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: Callable[[list[Array]], Any] | None = None,
     ) -> None:
         number = str(reduce_to_device or 0).rpartition(":")[2]
-        if not number.isdigit():
+        if not number.isdecimal():
             raise ValueError(
                 "expected a replica's number or a device such as 'CPU:0', found "
                 f"{reduce_to_device!r}; pass None for replica 0"

@@ -291,7 +291,7 @@ def _num_local(launch: Launch) -> int | None:
     """Return how many of the ranks this host has; None where that is not said."""
     env = os.environ
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        if env.get(name, "").isdigit():
+        if env.get(name, "").isdecimal():
             return int(env[name])
     if launch.launcher != "srun":
         return None

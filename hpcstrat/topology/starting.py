@@ -100,7 +100,7 @@ def _share_cores() -> None:
     is not running; training was measured to take 5 to 20 times as long.
     """
     ranks = os.environ.get("MPI_LOCALNRANKS", "")
-    if ranks.isdigit() and int(ranks) > len(os.sched_getaffinity(0)):
+    if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
         throttle = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
         os.environ.setdefault(throttle, "1")
         os.environ.setdefault(f"{throttle}_NO_PROGRESS_COUNT", "64")

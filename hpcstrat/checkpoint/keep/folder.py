@@ -106,7 +106,7 @@ def remove_abandoned(directory: str) -> None:
         # Another job removes it, or may not be disturbed.
         with suppress(OSError):
             stale = place != own and _age(path) > _STALE_SECONDS
-            if stale or (place == own and pid.isdigit() and not _lives(int(pid))):
+            if stale or (place == own and pid.isdecimal() and not _lives(int(pid))):
                 os.unlink(path)
 
 

@@ -327,7 +327,7 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
     cores = set().union(*(facts.cores for facts in here))
     each = max(1, len(cores) // len(here))
     # Compared only where all have it: others may have set their threads otherwise.
-    given = [int(facts.threads) for facts in here if facts.threads.isdigit()]
+    given = [int(facts.threads) for facts in here if facts.threads.isdecimal()]
     if len(given) == len(here):
         # A rank that is bound to few cores is crowded, however many its host has.
         crowded = tuple(
