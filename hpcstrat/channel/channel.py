@@ -167,7 +167,31 @@ class Channel:
         wire: Any = self.wire
         wire.carried = values
         try:
-            self.agree(call, timeout_seconds)
+            if (
+                self.broken
+                or self.closed
+                or self.started
+                or self.notice
+                or self.sections.failure is not None
+                or active.recorder is not None
+                or not wire.alone
+            ):
+                self.agree(call, timeout_seconds)
+                return
+            try:
+                self.num_calls += 1
+                mark, looks = self.position.run_mark, self.waiter.quick_looks
+                agreed = wire.post_and_look(mark, call.digest, looks)
+                if not agreed:
+                    agreed = self.arrivals.wait(
+                        self.waiter, wire, call, timeout_seconds
+                    )
+                self.last_call = call
+            except BaseException as error:
+                self.interrupted(call, error)
+                raise
+            if not agreed:
+                self._settle(call, timeout_seconds)
         finally:
             wire.carried = None
 

@@ -13,6 +13,7 @@ from typing import Any
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import Awaits, Header
+from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.wire_headers import HEADER_BYTES
 from hpcstrat.collectives.work import add_in_order, divide
@@ -77,10 +78,19 @@ class InlineReduction:
         # instead.
         self._totals: list[Array] = []
         self._into: Array | None = None
+        # Where the only array is laid, if its sum is added up in the result itself.
+        self.single: Array | None = None
+        self._terms = list[Array]()
         if channel.topology.worker_comm.size == 1:
             self._totals = [_part(self._headers.total, run) for run in piece]
             own = [values for values, _ in self._blocks]
             self._views = self._make_views(own, self._totals)
+            _, part, total, same = self._views[0]
+            if len(self._views) == 1 and same:
+                self.single, self._totals = part, [total]
+                [(_, terms)] = self._blocks
+                self._terms = [term.reshape(part.shape) for term in terms]
+                self._blocks = [(part, self._terms)]
 
     def _make_blocks(self, nbytes: int) -> None:
         headers = self._headers
@@ -135,13 +145,17 @@ class InlineReduction:
     ) -> None:
         """Reduce arrays, in any memory order, as a `SmallReduction` does."""
         del separate
+        if self.single is not None:
+            self.reduce_one(arrays[0], results[0], planned.call, timeout_seconds)
+            return
         channel, call = self._channel, planned.call
         views = self._views or self._in_place()
         _lay_out(views, arrays)
         run = self._piece[0]
         if flat is not None and flat.dtype != run.dtype:
             flat = None
-        self._into = into = self._place_of_sum(results, flat)
+        # Of a single run, the memory of its results.
+        self._into = into = flat if len(self._totals) == 1 else None
         try:
             channel.agree_on(self, call, timeout_seconds)
         finally:
@@ -158,25 +172,24 @@ class InlineReduction:
             channel.interrupted(call, error)
             raise
 
+    def reduce_one(
+        self, array: Array, result: Array, call: Call, timeout_seconds: float | None
+    ) -> None:
+        """Do the same, where there is a ``single`` array, whose type is the sum's."""
+        assert self.single is not None
+        self.single[...] = array
+        self._into = result
+        try:
+            self._channel.agree_on(self, call, timeout_seconds)
+        finally:
+            self._into = None
+
     def steps(self, arrays: Sequence[Array], results: Sequence[Array]) -> Awaits:
         """Do the same in a call that is started."""
         views = self._views or self._in_place()
         _lay_out(views, arrays)
         yield Header(self)
         _copy_out(views, results)
-
-    def _place_of_sum(
-        self, results: Sequence[Array], flat: Array | None
-    ) -> Array | None:
-        """Return the memory of results that the sum may be written to, flat, if any."""
-        if len(self._totals) != 1:
-            return None
-        if flat is not None:
-            return flat
-        result = results[0]
-        if len(results) > 1 or not result.flags.c_contiguous:
-            return None
-        return result.reshape(-1) if result.dtype == self._piece[0].dtype else None
 
     def _total(self, number: int, run: Run) -> Array:
         """Return where the sum of a run lies."""
@@ -204,6 +217,11 @@ class InlineReduction:
 
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
+        if self.single is not None and self._into is not None:
+            add_in_order(self._terms, self._into)
+            if self._divisor:
+                divide(self._into, self._divisor)
+            return
         for number, run in enumerate(self._piece):
             total = self._total(number, run)
             add_in_order(self._blocks[number][1], total)

@@ -68,12 +68,15 @@ class Reductions:
         self._ops = ops
         self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
+        # Of single arrays in headers, by operation, call, type and shape.
+        self._ones: dict[Any, tuple[ReductionPlan, InlineReduction]] = {}
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
         self._plans.clear()
+        self._ones.clear()
         self._device_recycler.clear()
 
     def reduce_inside(
@@ -97,9 +100,14 @@ class Reductions:
         structure, shape or dtype. ValueError if an array has no sum, or ``out`` does
         not fit: the others raise ReplicaError.
         """
-        options = options or self._options
         # One array, or a list of them: nearly all calls of a loop, which need no tree.
         plain = out is None or type(out) is np.ndarray
+        if options is None:
+            options = self._options
+            if plain and type(trees) is np.ndarray:
+                found = self._ones.get((op, what, trees.dtype, trees.shape))
+                if found is not None:
+                    return self._reduce_one(found, trees, out)
         if plain and type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
@@ -231,6 +239,15 @@ class Reductions:
         planned = self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
+            small, (op, what, structure) = planned.small, request
+            usual = structure is None and options is self._options
+            if (
+                usual
+                and isinstance(small, InlineReduction)
+                and small.single is not None
+            ):
+                [(dtype, shape)] = planned.signatures
+                self._ones[op, what, dtype, shape] = planned, small
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None and not on_gpu:
             outs = self._recycler.arrays(planned.results)
@@ -273,6 +290,28 @@ class Reductions:
             for index, result in zip(some, part, strict=True):
                 results[index] = result
         return results
+
+    def _reduce_one(
+        self, found: tuple[ReductionPlan, InlineReduction], array: Array, out: Any
+    ) -> Any:
+        """Reduce an array between workers, in the header: the path of small calls."""
+        planned, small = found
+        channel: Any = self.collectives.channel
+        if out is None:
+            [out] = self._recycler.arrays(planned.results)
+        else:
+            # What nearly all are is seen here, in less time.
+            flags = out.flags
+            plain = flags.c_contiguous and flags.writeable
+            if not plain or out.shape != array.shape or out.dtype != array.dtype:
+                require_fitting([out], planned.results, False)
+        if channel.started:
+            channel.started.drain()
+        call = planned.call
+        small.reduce_one(array, out, call, self._options.timeout_seconds)
+        if (recorder := active.recorder) is not None:
+            recorder.leave_data(call.text, pushed=False)
+        return out
 
     def _reduce(
         self,
@@ -411,6 +450,7 @@ class Reductions:
         # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
+            self._ones.clear()
         return plan_reduction(
             arrays,
             cast("Channel | None", self.collectives.channel),

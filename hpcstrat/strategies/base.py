@@ -729,7 +729,15 @@ class Strategy:
         RuntimeError
             In replica context.
         """
-        self._require_cross("reduce")
+        entry = current()
+        if entry is not None and (
+            entry.strategy is not self or entry.replica_context is not None
+        ):
+            self._require_cross("reduce")
+        if axis is None and type(value) is np.ndarray:
+            # What most calls have; each look more of a small one costs a microsecond.
+            op = ReduceOp.parse(reduce_op)
+            return self.collectives.reduce_inside(op, value, "reduce", out=out)
         return value_reduction.reduce(self.collectives, reduce_op, value, axis, out)
 
     @collective

@@ -40,9 +40,7 @@ def reduce(
                 "it out"
             )
         return _over_axes(collectives, op, array, axes)
-    # One value is what most calls have; it needs no list of leaves.
-    if type(value) is np.ndarray:
-        return collectives.reduce_inside(op, value, "reduce", out=out)
+    # One value needs no list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
         part = value._local if isinstance(value, DistributedValues) else value
         return collectives.reduce_inside(op, part, "reduce", out=out)

@@ -107,6 +107,40 @@ def test_results_may_be_the_values(workers: Any, job: Any) -> None:
     np.testing.assert_array_equal(own, total)
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_one_array_is_reduced_again_and_again_into_any_memory(
+    workers: Any, job: Any, op: str
+) -> None:
+    divisor = job.size if op == "mean" else 0
+    for shape in ((), (3, 5), (700,)):
+        rng = np.random.default_rng(len(shape))
+        for repetition in range(3):
+            parts = [np.asarray(rng.normal(size=shape)) for _ in range(job.size)]
+            expected = in_order(parts, workers, divisor)
+            own, given = parts[job.rank].T, parts[job.rank].copy()
+            wide = np.zeros((*reversed(shape), 2))
+            outs = None, wide[..., 0], np.empty(own.shape), own
+            for number, out in enumerate(outs):
+                total = workers.reduce(op, own, axis=None, out=out)
+                assert out is None or total is out
+                np.testing.assert_array_equal(total, expected.T)
+                if number < len(outs) - 1:
+                    np.testing.assert_array_equal(parts[job.rank], given)
+            # Another call of the same kind is made by its own plan.
+            if repetition:
+                handle = workers.collectives.start_reduce(
+                    hs.ReduceOp.parse(op), given.T, "reduce"
+                )
+                again = workers.reduce(op, given.T, axis=None)
+                np.testing.assert_array_equal(handle.wait(), expected.T)
+                np.testing.assert_array_equal(again, expected.T)
+    locked = np.ones(700)
+    locked.flags.writeable = job.rank > 0
+    error = outcome(workers.reduce, op, np.ones(700), axis=None, out=locked)
+    assert isinstance(error, hs.ReplicaError if job.rank else ValueError)
+    assert_usable(workers, job)
+
+
 def test_started_ones_travel_in_their_headers(
     workers: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

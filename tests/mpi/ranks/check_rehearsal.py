@@ -48,20 +48,24 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     def sizes(arrays: Any) -> tuple[tuple[int, int], ...]:
         return tuple((rank, array.nbytes) for rank, array in arrays.items())
 
-    def note(owner: Any, name: str, event: Callable[..., Event]) -> None:
+    def note(owner: Any, name: str, event: Callable[..., Event | None]) -> None:
         real = getattr(owner, name)
 
         def noting(self: Any, *args: Any, **words: Any) -> Any:
-            events.append(event(self, *args))
+            found = event(self, *args)
+            if found is not None:
+                events.append(found)
             return real(self, *args, **words)
 
         monkeypatch.setattr(owner, name, noting)
 
-    def announced(channel: Channel, *_: Any) -> Announced:
-        carried: Any = channel.wire and channel.wire.carried
-        return Announced(carried.nbytes if carried else 0)
+    def announced(channel: Channel, *_: Any) -> Announced | None:
+        # With values it is noted already.
+        with_values = channel.wire is not None and channel.wire.carried is not None
+        return None if with_values else Announced(0)
 
     note(Channel, "agree", announced)
+    note(Channel, "agree_on", lambda _, values, *__: Announced(values.nbytes))
     note(Channel, "step", lambda *_: Stepped())
     note(
         PatientComm,
