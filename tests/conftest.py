@@ -34,6 +34,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# XLA takes longer to make small programs fast than these ever run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -125,12 +126,25 @@ def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
         for expression in block.compared:
             name = f"{block.where} {expression}".strip()
             numbers[name] = numbers_of(eval(expression, namespace))
+    # The modules and variables of a page are not those of the next one.
+    namespace.clear()
+    gc.collect()
     return numbers
 
 
+def main(folder: str, size: int, extra: str, pages: list[str]) -> None:
+    """Run pages one after the other, each in a folder of its own with its number.
+
+    A page whose blocks have all run leaves ``compared.json`` there.
+    """
+    for number, page in enumerate(pages):
+        place = Path(folder, str(number))
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        found = run(Path(page), size, extra)
+        if launch_from_environment().rank == 0:
+            Path("compared.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
-    path, folder = Path(sys.argv[1]).resolve(), sys.argv[2]
-    os.chdir(folder)
-    found = run(path, int(sys.argv[3]), *sys.argv[4:])
-    if launch_from_environment().rank == 0:
-        Path("compared.json").write_text(json.dumps(found))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])

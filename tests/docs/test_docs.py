@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ def _param(*key: Any, marks: Any = ()) -> Any:
 
 # Jobs mostly wait; several at once take the time of a few.
 SIMULTANEOUS = 4
+MOST_PAGES = 8
 
 
 class Done(NamedTuple):
@@ -78,31 +79,37 @@ class Done(NamedTuple):
     numbers: dict[str, list[float]] | None = None
 
 
-def _run_page(name: str, size: int, extra: str) -> Done:
+def _run_pages(names: list[str], size: int, extra: str) -> dict[str, Done]:
+    """Run pages in one job; where that fails, each of them in one of its own."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
-        words = ["-m", "tests.docs.page", PAGES[name], folder, str(size), extra]
-        done = _launch(size, words)
-        found = Path(folder, "compared.json")
-        numbers = json.loads(found.read_text()) if found.exists() else None
-        return Done(done.returncode, done.stderr, done.stdout, numbers)
+        words = ["-m", "tests.docs.page", folder, str(size), extra]
+        done = _launch(size, [*words, *(PAGES[name] for name in names)])
+        if done.returncode and len(names) > 1:
+            return {name: _run_pages([name], size, extra)[name] for name in names}
+        ended = {}
+        for number, name in enumerate(names):
+            found = Path(folder, str(number), "compared.json")
+            numbers = json.loads(found.read_text()) if found.exists() else None
+            ended[name] = Done(done.returncode, done.stderr, done.stdout, numbers)
+        return ended
 
 
-def _run_example(name: str, size: int, extra: str) -> Done:
+def _run_example(names: list[str], size: int, extra: str) -> dict[str, Done]:
     assert not extra
-    done = _launch(size, [EXAMPLES / name])
-    return Done(done.returncode, done.stderr, done.stdout)
+    done = _launch(size, [EXAMPLES / names[0]])
+    return {names[0]: Done(done.returncode, done.stderr, done.stdout)}
 
 
 def _launch(size: int, words: list[str | Path]) -> testing.Finished:
     command = [sys.executable, *(os.fspath(word) for word in words)]
     if size > 1:
-        return testing.launch(size, command, timeout=60)
+        return testing.launch(size, command, timeout=150)
     done = subprocess.run(
         command,
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env=clean_environment({"PYTHONPATH": str(ROOT)}),
     )
     return testing.Finished(done.returncode, done.stdout, done.stderr)
@@ -126,23 +133,41 @@ SLOW_JOBS: list[Key] = [
 ]
 
 
-def _run(key: Key) -> Done:
-    run = _run_example if key[0].endswith(".py") else _run_page
-    return run(*key)
-
-
 class Jobs:
-    """The jobs of this file, which run at the same time as its other tests."""
+    """The jobs of this file, which run at the same time as its other tests.
+
+    Most of a job of a few blocks is its start: several pages share one.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, wanted: list[Key]) -> None:
         self._pool = pool
-        self._futures = {key: pool.submit(_run, key) for key in wanted}
+        self._futures: dict[Key, Future[dict[str, Done]]] = {}
+        alike: dict[tuple[int, str], list[str]] = {}
+        for name, size, extra in wanted:
+            if name.endswith(".py"):
+                self._start([name], size, extra)
+            else:
+                alike.setdefault((size, extra), []).append(name)
+        for (size, extra), names in alike.items():
+            for pages in batched(names, MOST_PAGES):
+                self._start(pages, size, extra)
+
+    def _start(self, names: list[str], size: int, extra: str) -> None:
+        run = _run_example if names[0].endswith(".py") else _run_pages
+        future = self._pool.submit(run, names, size, extra)
+        self._futures.update({(name, size, extra): future for name in names})
 
     def __call__(self, name: str, size: int, extra: str = "") -> Done:
         key = (name, size, extra)
         if key not in self._futures:
-            self._futures[key] = self._pool.submit(_run, key)
-        return self._futures[key].result()
+            self._start([name], size, extra)
+        return self._futures[key].result()[name]
+
+
+def batched(names: list[str], most: int) -> list[list[str]]:
+    """Return parts of a list, about equally long."""
+    count = -(-len(names) // most)
+    return [names[first::count] for first in range(count)]
 
 
 def _is_there(extra: str) -> bool:

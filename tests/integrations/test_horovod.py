@@ -18,18 +18,6 @@ pytestmark = pytest.mark.framework("torch")
 HERE = Path(__file__).parent
 RANK_TESTS = HERE / "ranks" / "check_horovod.py"
 GUIDE = HERE.parents[1] / "docs" / "coming-from" / "horovod.md"
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "n", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)]
-)
-def test_rank_tests_pass(n: int) -> None:
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", str(RANK_TESTS)]
-    finished = testing.launch(n, command, timeout=300)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report above"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +30,7 @@ def test_rank_tests_pass(n: int) -> None:
 def test_a_call_that_a_rank_never_makes_is_named(how: str, words: list[str]) -> None:
     limits = {"HPCSTRAT_WARN_SECONDS": "2", "HPCSTRAT_LIMIT_SECONDS": "8"}
     program = [sys.executable, str(HERE / "programs" / "horovod_missing.py"), how]
-    ended = run_command([*launch_command(2), *program], how, 40, limits)
+    ended = run_command([*launch_command(2), *program], how, 120, limits)
     assert ended.returncode, str(ended)
     assert not ended.survivors, str(ended)
     for word in ["hvd.synchronize of 'allreduce.lost'", *words]:

@@ -19,27 +19,13 @@ CLI = "from hpcstrat.cli import main; main()"
 PROGRAM = str(HERE / "programs" / "ddp_on_gloo.py")
 
 
-def launched(n: int, *words: str, timeout: float = 60) -> Any:
+def launched(n: int, *words: str, timeout: float = 150) -> Any:
     """Run a command of Python on n ranks."""
     command = [sys.executable, *words]
     finished = testing.launch(n, command, timeout=timeout)
     print(finished.stdout)
     print(finished.stderr, file=sys.stderr)
     return finished
-
-
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "n", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3]
-)
-def test_rank_tests_pass(n: int) -> None:
-    names = "process_group", "built_on_groups", "fsdp", "torch_environment"
-    files = [str(HERE / "ranks" / f"check_{name}.py") for name in names]
-    words = "-m", "tests.mpi.ranks", "--color=no", *files
-    finished = launched(n, *words, timeout=300)
-    assert finished.returncode == 0, "a rank test failed; see the report above"
 
 
 def test_a_program_on_gloo_runs_on_mpi_as_it_is() -> None:
@@ -77,7 +63,7 @@ def test_a_rank_that_is_elsewhere_is_named(
 ) -> None:
     limits = {"HPCSTRAT_WARN_SECONDS": "2", "HPCSTRAT_LIMIT_SECONDS": "10"}
     program = [sys.executable, str(HERE / "programs" / "missing_rank.py"), where]
-    ended = run_command([*launch_command(n), *program], where, 40, limits)
+    ended = run_command([*launch_command(n), *program], where, 120, limits)
     assert ended.returncode, str(ended)
     assert not ended.survivors, str(ended)
     for word in [*words, "for rank 1 on "]:

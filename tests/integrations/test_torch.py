@@ -1,4 +1,4 @@
-"""Run the rank tests of PyTorch's integration in jobs of 1 to 3 ranks."""
+"""Run the rank tests of all that stands on PyTorch in jobs of 1 to 3 ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.integrations.going_on import assert_goes_on
 from tests.mpi.programs.started import ulfm
 
 HERE = Path(__file__).parent
-FILES = sorted(map(str, HERE.glob("ranks/check_torch_*.py")))
+# In one job: most of a short one is to import PyTorch, on each rank.
+NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*"
+FILES = [str(p) for n in NAMES for p in sorted(HERE.glob(f"ranks/check_{n}.py"))]
 
 
 @pytest.mark.framework("torch")
@@ -22,8 +24,20 @@ FILES = sorted(map(str, HERE.glob("ranks/check_torch_*.py")))
     "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
 )
 def test_rank_tests_pass(n: int) -> None:
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *FILES]
-    finished = testing.launch(n, command, timeout=300)
+    _pass(n, "not slow and not full")
+
+
+@pytest.mark.full
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_ways_of_fsdp_pass(n: int) -> None:
+    _pass(n, "full")
+
+
+def _pass(n: int, marks: str) -> None:
+    """Run the rank tests of these marks on n ranks, and demand that none fails."""
+    words = "-m", "tests.mpi.ranks", "--color=no", "-m", marks
+    finished = testing.launch(n, [sys.executable, *words, *FILES], timeout=500)
     print(finished.stdout)
     print(finished.stderr, file=sys.stderr)
     assert finished.returncode == 0, "a rank test failed; see the report below"

@@ -112,18 +112,24 @@ def trained(job: Any, mesh: Any, way: str) -> tuple[list[Any], list[Any]]:
 
 WAYS = (
     "by layers",
-    "whole",
-    "kept",
     "half",
-    "offloaded",
-    "frozen",
-    "recomputed",
     "prefetched",
     "added up",
     "clipped",
-    "gathered by hand",
-    "compiled",
     "two dimensions",
+    # By the same calls of the backend, in other orders.
+    *(
+        pytest.param(way, marks=pytest.mark.full)
+        for way in (
+            "whole",
+            "kept",
+            "offloaded",
+            "frozen",
+            "recomputed",
+            "gathered by hand",
+            "compiled",
+        )
+    ),
 )
 
 
