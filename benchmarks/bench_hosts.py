@@ -354,7 +354,11 @@ def measure(options: dict[str, Any]) -> None:
     """
     with ExitStack() as stack:
         strategies = {
-            name: stack.enter_context(hs.MultiWorkerMirroredStrategy(**make()))
+            name: stack.enter_context(
+                hs.MultiWorkerMirroredStrategy(
+                    **make(), progress_thread=options["progress_thread"]
+                )
+            )
             for name, make in MAKE.items()
         }
         topology = next(iter(strategies.values())).topology
@@ -430,6 +434,11 @@ def _parse_sizes(_context: Any, _option: Any, text: str) -> list[int]:
 )
 @click.option("--delay-us", default=0, help="How much later frames come.")
 @click.option("--overlap", is_flag=True, help="Compute while sums are under way, too.")
+@click.option(
+    "--progress-thread",
+    is_flag=True,
+    help="Take what is started further in a thread, too.",
+)
 @click.option(
     "--sizes",
     default="4KiB,64KiB,1MiB,4MiB",

@@ -429,8 +429,7 @@ class Channel:
     def use_progress_thread(self, enter: Callable[[], object]) -> None:
         """Take started calls further in a thread, which calls ``enter`` first.
 
-        Raises TopologyError on every rank if MPI was not started for threads, or a rank
-        has no second core.
+        Raises TopologyError on every rank if MPI was not started for threads.
         """
         self.agree(describe_call("use of a progress thread"))
         check_progress_thread(self.topology)

@@ -11,17 +11,24 @@ from hpcstrat.errors import TopologyError
 __all__ = ["ProgressThread", "check_progress_thread"]
 
 _PAUSE_SECONDS = 1e-4
+# On the core on which its rank computes: between hosts of one core each both hid as
+# much, and each look costs.
+_SHARED_PAUSE_SECONDS = 1e-3
 
 
 class ProgressThread:
-    """Looks at the started calls of a channel about ten thousand times a second.
+    """Looks at the started calls of a channel, ten thousand times a second at most.
 
-    It makes MPI calls only while a started call is under way, of which the main thread
-    then makes none of its own: a call of the strategy first lets them end.
+    A thousand times, where its rank has one core (``shares_core``). It makes MPI calls
+    only while a started call is under way, of which the main thread then makes none of
+    its own: a call of the strategy first lets them end.
     """
 
-    def __init__(self, calls: Any, enter: Callable[[], object]) -> None:
+    def __init__(
+        self, calls: Any, enter: Callable[[], object], *, shares_core: bool
+    ) -> None:
         self._calls = calls
+        self._pause = _SHARED_PAUSE_SECONDS if shares_core else _PAUSE_SECONDS
         self._enter = enter
         self._work = threading.Event()
         self._ended = False
@@ -56,30 +63,20 @@ class ProgressThread:
                 if self._ended:
                     return
                 self._calls.progress()
-                pause.wait(_PAUSE_SECONDS)
+                pause.wait(self._pause)
             if self._ended:
                 return
 
 
 def check_progress_thread(topology: Any) -> None:
-    """Refuse a thread that would take the processor from the ranks, or from MPI.
+    """Refuse a thread beside an MPI that serves only one.
 
     Collective over ``topology.replica_comm``. TopologyError on every rank, if MPI was
-    not started for threads, or a rank has no second core.
+    not started for threads on one of them.
     """
-    mpi = topology.mpi
-    problem = ""
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        problem = (
+    mpi, comm = topology.mpi, topology.replica_comm
+    if not all(comm.allgather(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)):
+        raise TopologyError(
             "expected MPI with THREAD_MULTIPLE for a progress thread, found it started "
             "with less; create this strategy first, or start MPI accordingly"
         )
-    elif topology.cores_each < 2:
-        problem = (
-            "expected two cores for each rank for a progress thread, found less; give "
-            "each more cores, such as by srun --cpus-per-task, or leave "
-            "progress_thread out"
-        )
-    problems = [p for p in topology.replica_comm.allgather(problem) if p]
-    if problems:
-        raise TopologyError(problems[0])

@@ -265,7 +265,8 @@ class StartedCalls(deque[Started]):
         Not collective. A second call does nothing. See `check_progress_thread`.
         """
         if self._thread is None:
-            self._thread = ProgressThread(self, enter)
+            shares_core = self._channel.topology.cores_each < 2
+            self._thread = ProgressThread(self, enter, shares_core=shares_core)
 
     def end_thread(self) -> None:
         """End the thread, where there is one."""

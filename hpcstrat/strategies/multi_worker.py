@@ -37,9 +37,10 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         ``"abort"`` or ``"raise"``; see `Strategy`.
     progress_thread : bool
         Take reductions that were started further in a thread, so that messages between
-        workers travel while the program computes without calling the library. Needs a
-        second core for each rank, and ``MPI_THREAD_MULTIPLE``, with which the first
-        strategy of a program starts MPI when asked for this.
+        workers travel while the program computes without calling the library. Needs
+        ``MPI_THREAD_MULTIPLE``, with which the first strategy of a program starts MPI
+        when asked for this. It takes its turns when the program lets go of Python's
+        interpreter lock, as NumPy does while it computes.
     on_lost_rank : str
         ``"abort"``: the death of a rank ends the job. ``"raise"``: it is a
         RankLostError on every rank that is left, at its current or next collective
@@ -52,7 +53,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     Raises
     ------
     TopologyError
-        If there is no second core for each rank, or MPI was started for one thread, or
+        If MPI was started for one thread, and a progress thread is wanted, or
         the loss of a rank cannot be survived here, or ranks have the same GPU, or only
         some have one. On every rank.
     RankLostError
