@@ -18,7 +18,7 @@ def assert_goes_on(name: str) -> None:
     program = [sys.executable, str(PROGRAMS / name)]
     told = []
     for command in (program, [*launch_command(3, fault_tolerant=True), *program]):
-        ended = run_command(command, name, 60, {})
+        ended = run_command(command, name, 150, {})
         lines = [list(map(float, line.split())) for line in ended.stdout.splitlines()]
         told.append(lines)
         assert lines, ended
