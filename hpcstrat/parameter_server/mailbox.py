@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.channel.channel import Channel
 from hpcstrat.errors import RankLostError, UnavailableError
 from hpcstrat.logs import get_logger
@@ -33,6 +34,7 @@ _LARGE_BYTES = 32 << 10
 _PIECE_BYTES = 64 << 20
 _MARK = b"L"
 _LOOK_SECONDS = 1.0
+_MOST_KEPT_BYTES = 64 << 20
 
 
 class _Sending:
@@ -82,6 +84,8 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
+        # Fresh memory of an update takes longer than what the server does with it.
+        self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
         # Large answers that MPI may still write, also after an interrupt.
         self._answering: list[_Arriving] = []
@@ -206,8 +210,8 @@ class Mailbox:
         if data[:1] != _MARK:
             return source, pickle.loads(data)
         payload, sizes = pickle.loads(memoryview(data)[1:])
-        # Not of bytes, which would be set to zero first.
-        buffers = [np.empty(size, np.uint8) for size in sizes]
+        kind = np.dtype(np.uint8)
+        buffers = [self._recycler.empty((size,), kind) for size in sizes]
         requests = [
             self._comm.Irecv(
                 [buffer[start : start + _PIECE_BYTES], self._mpi.BYTE],
