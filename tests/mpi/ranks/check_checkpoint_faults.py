@@ -547,10 +547,10 @@ def test_hundreds_of_small_saves_keep_nothing(
     # What is made once is there.
     save(range(50))
     resources, memory = _resources(), _resident_bytes()
-    save(range(50, 250))
+    save(range(50, 150))
     # Threads of earlier tests may have ended since.
     assert all(map(operator.le, _resources(), resources))
-    # A block that was kept by each would be 80 MB.
+    # A block that was kept by each would be 40 MB.
     assert _resident_bytes() < memory + (8 << 20)
-    assert manager.restore() == 249
-    np.testing.assert_array_equal(x.component, np.full(50_000, 249.0))
+    assert manager.restore() == 149
+    np.testing.assert_array_equal(x.component, np.full(50_000, 149.0))
