@@ -86,7 +86,8 @@ class InlineReduction:
             own = [values for values, _ in self._blocks]
             self._views = self._make_views(own, self._totals)
             _, part, total, same = self._views[0]
-            if len(self._views) == 1 and same:
+            # Empty ones have no view, but count.
+            if same and len(signatures) == 1:
                 self.single, self._totals = part, [total]
                 [(_, terms)] = self._blocks
                 self._terms = [term.reshape(part.shape) for term in terms]

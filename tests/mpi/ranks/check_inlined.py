@@ -141,6 +141,15 @@ def test_one_array_is_reduced_again_and_again_into_any_memory(
     assert_usable(workers, job)
 
 
+def test_one_array_beside_empty_ones_is_the_one_that_is_summed(
+    workers: Any, job: Any
+) -> None:
+    arrays = [np.zeros(0), np.array(job.rank + 1.0), np.zeros((2, 0))]
+    first, total, last = workers.reduce("sum", arrays, axis=None)
+    assert (first.shape, last.shape) == ((0,), (2, 0))
+    assert total == job.size * (job.size + 1) // 2
+
+
 def test_started_ones_travel_in_their_headers(
     workers: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
