@@ -41,10 +41,10 @@ def _hosts(count: int) -> list[RankFacts]:
 
 
 def _links(count: int, slow: Any) -> Links:
-    """Return links of hosts, those in which ``slow`` holds 10 times slower."""
+    """Return links of hosts, those that are ``slow`` 10 times slower, or more."""
     between = []
     for pair in itertools.combinations(range(count), 2):
-        factor = 10 if slow(pair) else 1
+        factor = float(slow(pair)) * 9 + 1
         hosts = f"node{pair[0]}", f"node{pair[1]}"
         between.append(Link(hosts, pair, 2e-6 * factor, 1e10 / factor))
     return Links((), tuple(between), (), count, False, 1 << 20)
@@ -91,6 +91,19 @@ def test_a_slow_link_is_named_and_a_slow_host_instead_of_its_links() -> None:
     problems, _ = _judged(measures)
     assert [(one.name, one.hosts) for one in problems] == [("slow-host", ("node2",))]
     assert "sbatch --exclude=node2" in problems[0].text
+
+
+def test_a_link_that_was_disturbed_makes_no_slow_host_of_a_slow_link() -> None:
+    measures = _healthy(4)
+    # Of node1's three links one is 351 times slower, and another 2.8 times.
+    measures[0].links = _links(
+        4, lambda pair: {(1, 3): 350 / 9, (1, 2): 0.2}.get(pair, 0)
+    )
+    problems, remarks = _judged(measures)
+    assert [(one.name, one.hosts) for one in problems] == [
+        ("slow-link", ("node1", "node3"))
+    ]
+    assert [one.hosts for one in remarks] == [("node1", "node2")]
 
 
 def test_a_dead_link_is_a_problem() -> None:

@@ -27,6 +27,8 @@ __all__ = [
 # How many times slower than the others is badly wrong, and not only slow.
 _BAD_BANDWIDTH, _BAD_LATENCY = 4.0, 10.0
 _BAD_LATENCY_SECONDS = 1e-3
+# Links of one cause are slow by ratios no further apart.
+_ALIKE = 4.0
 _SLOW_MEMORY = 2.0
 _SLOW_FOLDER, _SLOW_FOLDER_SECONDS, _BAD_FOLDER_SECONDS = 5.0, 0.5, 10.0
 _SLOW_INIT_SECONDS = 20.0
@@ -233,12 +235,24 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
 
 
 def _slow_hosts(links: Sequence[Link], outliers: Sequence[Outlier]) -> list[str]:
-    """Return the hosts most of whose links, two or more, are slow in the same way."""
+    """Return the hosts most of whose links, two or more, are slow in the same way.
+
+    That is about as slow, too: one link that is dead slow and one that others disturbed
+    while it was measured are no fault of the host.
+    """
     every = Counter(host for link in links for host in link.hosts)
-    slow = Counter(
-        (host, one.by_bandwidth) for one in outliers for host in one.link.hosts
+    slow: dict[tuple[str, bool], list[float]] = {}
+    for one in outliers:
+        ratio = one.bandwidth_ratio if one.by_bandwidth else one.latency_ratio
+        for host in one.link.hosts:
+            slow.setdefault((host, one.by_bandwidth), []).append(ratio)
+    found = (
+        host
+        for (host, _), ratios in slow.items()
+        for least in ratios
+        if sum(least <= ratio <= _ALIKE * least for ratio in ratios)
+        > max(1, every[host] / 2)
     )
-    found = (host for (host, _), num in slow.items() if num > max(1, every[host] / 2))
     return list(dict.fromkeys(found))
 
 

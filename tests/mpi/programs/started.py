@@ -23,7 +23,7 @@ IS_OPEN_MPI = "--oversubscribe" in launch_command(1)
 OF_OPEN_MPI = "only mpirun of Open MPI lets a job live on when a rank dies"
 ulfm = pytest.mark.skipif(not IS_OPEN_MPI, reason=OF_OPEN_MPI)
 _MARK = "HPCSTRAT_TEST_PROGRAM"
-_SURVIVAL_SECONDS = 3.0
+_SURVIVAL_SECONDS = 10.0
 _NAP_SECONDS = 0.02
 
 
