@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -82,6 +83,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the tests."""
     config.pluginmanager.register(Durations())
+
+
+def pytest_collection_finish() -> None:
+    """Take what was read and collected out of the garbage collector's sight.
+
+    It stays to the end of the run, and each collection would go through all of it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

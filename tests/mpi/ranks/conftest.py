@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(
         kept = [item for item in kept if _can_fail(item, size)]
     if wanted := config.getoption("layout"):
         kept = [item for item in kept if _layout(item) in (None, wanted)]
-    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
     items[:] = kept
 
 
