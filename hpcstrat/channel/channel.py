@@ -165,32 +165,60 @@ class Channel:
     ) -> None:
         """Do as `agree`, and let values travel in the header between workers."""
         wire: Any = self.wire
+        if wire.is_pair and self.is_plain():
+            if self.swap(values.nbytes, call):
+                values.finish()
+            else:
+                self.end_swap(values, call, timeout_seconds)
+            return
         wire.carried = values
         try:
-            if (
-                self.broken
-                or self.closed
-                or self.started
-                or self.notice
-                or self.sections.failure is not None
-                or active.recorder is not None
-                or not wire.alone
-            ):
-                self.agree(call, timeout_seconds)
-                return
+            self.agree(call, timeout_seconds)
+        finally:
+            wire.carried = None
+
+    def is_plain(self) -> bool:
+        """Whether a call is nothing but a header, and no timeline is recorded."""
+        return not (
+            self.broken
+            or self.closed
+            or self.started
+            or self.notice
+            or self.sections.failure is not None
+            or active.recorder is not None
+        )
+
+    def swap(self, nbytes: int, call: Call) -> bool:
+        """Announce a call that is `is_plain`, with values, between two workers of one.
+
+        Whether it has come at once, and so have the values, which are to be added up;
+        otherwise `end_swap` is to be called.
+        """
+        wire: Any = self.wire
+        try:
+            self.num_calls += 1
+            mark, looks = self.position.run_mark, self.waiter.quick_looks
+            came: bool = wire.swap(mark, call.digest, nbytes, looks)
+            self.last_call = call
+            return came
+        except BaseException as error:
+            self.interrupted(call, error)
+            raise
+
+    def end_swap(
+        self, values: Carried, call: Call, timeout_seconds: float | None
+    ) -> None:
+        """Wait for the end of a `swap`, which adds the values up."""
+        wire: Any = self.wire
+        wire.carried = values
+        try:
             try:
-                self.num_calls += 1
-                mark, looks = self.position.run_mark, self.waiter.quick_looks
-                agreed = wire.post_and_look(mark, call.digest, looks)
-                if not agreed:
-                    agreed = self.arrivals.wait(
-                        self.waiter, wire, call, timeout_seconds
-                    )
-                self.last_call = call
+                wire.take_up(values)
+                came = self.arrivals.wait(self.waiter, wire, call, timeout_seconds)
             except BaseException as error:
                 self.interrupted(call, error)
                 raise
-            if not agreed:
+            if not came:
                 self._settle(call, timeout_seconds)
         finally:
             wire.carried = None

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from hpcstrat.errors import CollectiveError, HpcstratError, OutOfRangeError
 
-__all__ = ["collective"]
+__all__ = ["collective", "leave"]
 
 _NAP_SECONDS = 1e-3
 
@@ -52,7 +52,7 @@ def collective(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         except BaseException as error:
             named = inspect.signature(method).bind_partial(self, *args, **kwargs)
-            _leave(channel, named.arguments.get("what", what), error, entered)
+            leave(channel, named.arguments.get("what", what), error, entered)
             raise
         finally:
             channel.thread = outer
@@ -60,8 +60,11 @@ def collective(method: _Method) -> _Method:
     return entry  # type: ignore[return-value]
 
 
-def _leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
-    """Let the other ranks know of an error that leaves an entry on this one."""
+def leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
+    """Let the other ranks know of an error that leaves an entry on this one.
+
+    ``entered`` is the channel's ``num_calls`` when it came in.
+    """
     if channel.broken or channel.closed:
         return
     failure = channel.sections.failure

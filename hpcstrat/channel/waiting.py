@@ -27,8 +27,14 @@ _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
-_NAP_STEP_SECONDS = 2e-5
+_SHORTEST_NAP_SECONDS = 2e-5
+# Of the time waited so far: by so much more at most a nap makes a wait longer.
+_NAP_SHARE = 1 / 32
 _LONGEST_NAP_SECONDS = 0.001
+# What values take that travel in a header between workers, at 1 Gbit/s; how many are
+# waited for without a nap, in which the wire might stand still.
+_WIRE_BYTES_PER_SECOND = 1.25e8
+_MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
 # When, before the end, the watchdog looks once more who is late, and how long a rank
 # waits for what it finds.
@@ -118,6 +124,7 @@ class Waiter:
         # How often to look for dead processes. Survivors are in a hurry.
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
+        self._on_wire = topology.num_workers > 1
         # Where ranks share cores, one that looks keeps the awaited one from running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # How often a caller may look before it calls `wait`.
@@ -133,7 +140,10 @@ class Waiter:
         not come in time, or its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
-        while time.monotonic() < start + self._spin.seconds:
+        traveling = 0.0
+        if self._on_wire and call.nbytes <= _MOST_TRAVELING_BYTES:
+            traveling = call.nbytes / _WIRE_BYTES_PER_SECOND
+        while time.monotonic() < start + traveling + self._spin.seconds:
             for _ in range(_LOOKS_BETWEEN_CLOCKS):
                 if agreed():
                     return True
@@ -145,11 +155,11 @@ class Waiter:
             return self._nap(awaited, self.waiting)
         finally:
             self.waiting = outer
-            self._spin.learn(time.monotonic() - start)
+            self._spin.learn(time.monotonic() - start - traveling)
 
     def _nap(self, awaited: Awaited, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""
-        turns, look_at = 0, waiting.start + self._look_seconds
+        look_at = waiting.start + self._look_seconds
         while True:
             late = awaited.missing()
             if not late:
@@ -162,8 +172,8 @@ class Waiter:
             if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
                 self.check_limit(waiting)
             self._look()
-            time.sleep(min(turns * _NAP_STEP_SECONDS, _LONGEST_NAP_SECONDS))
-            turns += 1
+            nap = max((now - waiting.start) * _NAP_SHARE, _SHORTEST_NAP_SECONDS)
+            time.sleep(min(nap, _LONGEST_NAP_SECONDS))
 
     def check_limit(self, waiting: Waiting) -> None:
         """End a wait that has taken longer than its limit, by CollectiveError.

@@ -104,6 +104,7 @@ class WireHeaders:
         firsts = sorted(set(comm.allgather(topology.worker_replicas[0])))
         me, size = topology.worker_id, len(firsts)
         self.worker, self.num_workers = me, size
+        self.is_pair = self.alone and size == 2
         self.room_bytes = room = room_bytes(size)
         # Of each step: to whom, from whom, and the values of how many workers.
         self._peers, self.counts = [], list[int]()
@@ -160,6 +161,13 @@ class WireHeaders:
         self._kept[nbytes] = found
         return found
 
+    def _messages_of(self, nbytes: int) -> list[_Messages]:
+        """Return them, new ones or kept; where none is under way."""
+        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
+            self._forget()
+            self._make_messages(0)
+        return self._kept.get(nbytes) or self._make_messages(nbytes)
+
     def _forget(self) -> None:
         """Free the messages of all sizes."""
         for messages in itertools.chain.from_iterable(self._kept.values()):
@@ -181,37 +189,42 @@ class WireHeaders:
         # Each worker has its own rings, whose places its own ranks compare.
         self._segment.post(run, digest ^ self._places.next, flags)
 
-    def post_and_look(self, run: int, digest: int, looks: int) -> bool:
-        """Announce a header with what is ``carried``; look some times, as `agreed`.
+    def swap(self, run: int, digest: int, nbytes: int, looks: int) -> bool:
+        """Announce a header with values that are laid out, and look for the other one.
 
-        Only for workers of one rank, with no flags. Between two of them it is all in
-        one place: right after the system has moved a message, each step of Python takes
-        three times as long as in a loop.
+        Only between two workers of one rank, with no flags. It is all in one place:
+        right after the system has moved a message, each step of Python takes three
+        times as long as in a loop. Whether the other one has come, with an equal
+        header; then the values are to be added up, else `take_up` goes before `agreed`.
         """
-        load: Any = self.carried
-        messages = self._kept.get(load.nbytes)
-        if messages is None or len(messages) > 1 or messages[0].sends:
-            self.post(run, digest, 0)
-            return any(self.agreed() for _ in range(looks))
+        [messages] = self._kept.get(nbytes) or self._messages_of(nbytes)
         self._sequence = sequence = self._sequence + 1
-        self._own = own = _HEADER.pack(sequence, run, digest, load.nbytes << _FLAG_BITS)
+        self._own = own = _HEADER.pack(sequence, run, digest, nbytes << _FLAG_BITS)
         self._header[:] = own
-        self._load, self._flags, self._same = load, 0, True
-        self._messages, self._looked = messages, False
-        self._sent = sent = messages[0].first
-        self._received = received = self._receives[0]
-        self._phase, self._step = _ACROSS, 0
+        self._phase = _ACROSS
+        sent, received = messages.first, self._receives[0]
         sent.Start()
         received.Start()
-        test = received.Test
-        for _ in range(looks):
-            if test():
-                if self._reads[0]() != own or not sent.Test():
-                    break
-                self._phase = _DONE
-                load.finish()
-                return True
-        return self.agreed()
+        if messages.sends:
+            return False
+        while not received.Test():
+            looks -= 1
+            if looks <= 0:
+                return False
+        if self._reads[0]() != own or not sent.Test():
+            return False
+        self._phase = _DONE
+        return True
+
+    def take_up(self, load: Carried) -> None:
+        """Go on with a `swap` as with what `post` has announced."""
+        self._load, self._flags, self._same = load, 0, True
+        self._messages, self._step = self._kept[load.nbytes], 0
+        self._received, self._looked = self._receives[0], False
+        messages = self._messages[0]
+        self._sent = messages.first
+        if messages.sends:
+            _start(messages.sends, self._behind)
 
     def agreed(self) -> bool:
         """Whether all ranks have announced the same; False while some are missing."""
@@ -269,11 +282,7 @@ class WireHeaders:
         elif self._load is not None:
             self._load.gather()
             nbytes = self._load.nbytes
-        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
-            # None of them is under way here.
-            self._forget()
-            self._make_messages(0)
-        self._messages = self._kept.get(nbytes) or self._make_messages(nbytes)
+        self._messages = self._messages_of(nbytes)
         self._header[:] = self._own
         self._phase, self._step = _ACROSS, 0
         self._send()

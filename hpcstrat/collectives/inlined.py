@@ -7,13 +7,13 @@ worker and then by parts between them, see `hpcstrat.collectives.hierarchical`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpcstrat.arrays.casting import assign, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import Awaits, Header
-from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.wire_headers import HEADER_BYTES
 from hpcstrat.collectives.work import add_in_order, divide
@@ -78,9 +78,10 @@ class InlineReduction:
         # instead.
         self._totals: list[Array] = []
         self._into: Array | None = None
-        # Where the only array is laid, if its sum is added up in the result itself.
+        # Where the only array is laid, if its sum is added up in the result itself; and
+        # what is added.
         self.single: Array | None = None
-        self._terms = list[Array]()
+        self.terms = list[Array]()
         if channel.topology.worker_comm.size == 1:
             self._totals = [_part(self._headers.total, run) for run in piece]
             own = [values for values, _ in self._blocks]
@@ -90,8 +91,8 @@ class InlineReduction:
             if same and len(signatures) == 1:
                 self.single, self._totals = part, [total]
                 [(_, terms)] = self._blocks
-                self._terms = [term.reshape(part.shape) for term in terms]
-                self._blocks = [(part, self._terms)]
+                self.terms = [term.reshape(part.shape) for term in terms]
+                self._blocks = [(part, self.terms)]
 
     def _make_blocks(self, nbytes: int) -> None:
         headers = self._headers
@@ -146,21 +147,21 @@ class InlineReduction:
     ) -> None:
         """Reduce arrays, in any memory order, as a `SmallReduction` does."""
         del separate
-        if self.single is not None:
-            self.reduce_one(arrays[0], results[0], planned.call, timeout_seconds)
-            return
         channel, call = self._channel, planned.call
+        if self.single is not None:
+            self.single[...] = arrays[0]
+            with self.into(results[0]):
+                channel.agree_on(self, call, timeout_seconds)
+            return
         views = self._views or self._in_place()
         _lay_out(views, arrays)
         run = self._piece[0]
         if flat is not None and flat.dtype != run.dtype:
             flat = None
         # Of a single run, the memory of its results.
-        self._into = into = flat if len(self._totals) == 1 else None
-        try:
+        into = flat if len(self._totals) == 1 else None
+        with self.into(into):
             channel.agree_on(self, call, timeout_seconds)
-        finally:
-            self._into = None
         if into is not None:
             return
         try:
@@ -173,15 +174,12 @@ class InlineReduction:
             channel.interrupted(call, error)
             raise
 
-    def reduce_one(
-        self, array: Array, result: Array, call: Call, timeout_seconds: float | None
-    ) -> None:
-        """Do the same, where there is a ``single`` array, whose type is the sum's."""
-        assert self.single is not None
-        self.single[...] = array
+    @contextlib.contextmanager
+    def into(self, result: Array | None) -> Iterator[None]:
+        """Let the sum of the only run, where this rank is alone, go into a result."""
         self._into = result
         try:
-            self._channel.agree_on(self, call, timeout_seconds)
+            yield
         finally:
             self._into = None
 
@@ -219,7 +217,7 @@ class InlineReduction:
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
         if self.single is not None and self._into is not None:
-            add_in_order(self._terms, self._into)
+            add_in_order(self.terms, self._into)
             if self._divisor:
                 divide(self._into, self._divisor)
             return

@@ -22,6 +22,7 @@ from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.gathers import Gathers
+from hpcstrat.reduction.one_array import OneArray
 from hpcstrat.reduction.reduction_arrays import (
     all_plain,
     by_memory,
@@ -68,15 +69,16 @@ class Reductions:
         self._ops = ops
         self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
-        # Of single arrays in headers, by operation, call, type and shape.
-        self._ones: dict[Any, tuple[ReductionPlan, InlineReduction]] = {}
+        # Of single small arrays between two workers of one replica, by call, operation,
+        # type and shape, for who calls as nearly all do.
+        self.ones: dict[Any, OneArray] = {}
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
         self._plans.clear()
-        self._ones.clear()
+        self.ones.clear()
         self._device_recycler.clear()
 
     def reduce_inside(
@@ -105,9 +107,9 @@ class Reductions:
         if options is None:
             options = self._options
             if plain and type(trees) is np.ndarray:
-                found = self._ones.get((op, what, trees.dtype, trees.shape))
-                if found is not None:
-                    return self._reduce_one(found, trees, out)
+                one = self.ones.get((what, op, trees.dtype, trees.shape))
+                if one is not None and (result := one(trees, out)) is not None:
+                    return result
         if plain and type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
@@ -239,15 +241,8 @@ class Reductions:
         planned = self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
-            small, (op, what, structure) = planned.small, request
-            usual = structure is None and options is self._options
-            if (
-                usual
-                and isinstance(small, InlineReduction)
-                and small.single is not None
-            ):
-                [(dtype, shape)] = planned.signatures
-                self._ones[op, what, dtype, shape] = planned, small
+            if request[2] is None and options is self._options:
+                self._keep_one(planned, request)
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None and not on_gpu:
             outs = self._recycler.arrays(planned.results)
@@ -256,6 +251,19 @@ class Reductions:
         else:
             require_fitting(outs, planned.results, on_gpu)
         return planned, outs
+
+    def _keep_one(self, planned: ReductionPlan, request: _Request) -> None:
+        """Let a single array between two workers of one replica go the short way."""
+        channel: Any = self.collectives.channel
+        small, (op, what, _) = planned.small, request
+        if not isinstance(small, InlineReduction) or small.single is None:
+            return
+        if channel.wire.is_pair:
+            seconds = self._options.timeout_seconds
+            one = OneArray(what, planned, channel, self._recycler, seconds)
+            # By what calls are given, too: to look that up takes time.
+            for name in (op, op.name, op.name.lower()):
+                self.ones[what, name, *planned.signatures[0]] = one
 
     def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
         """Return arrays for the results of a call on a GPU."""
@@ -290,28 +298,6 @@ class Reductions:
             for index, result in zip(some, part, strict=True):
                 results[index] = result
         return results
-
-    def _reduce_one(
-        self, found: tuple[ReductionPlan, InlineReduction], array: Array, out: Any
-    ) -> Any:
-        """Reduce an array between workers, in the header: the path of small calls."""
-        planned, small = found
-        channel: Any = self.collectives.channel
-        if out is None:
-            [out] = self._recycler.arrays(planned.results)
-        else:
-            # What nearly all are is seen here, in less time.
-            flags = out.flags
-            plain = flags.c_contiguous and flags.writeable
-            if not plain or out.shape != array.shape or out.dtype != array.dtype:
-                require_fitting([out], planned.results, False)
-        if channel.started:
-            channel.started.drain()
-        call = planned.call
-        small.reduce_one(array, out, call, self._options.timeout_seconds)
-        if (recorder := active.recorder) is not None:
-            recorder.leave_data(call.text, pushed=False)
-        return out
 
     def _reduce(
         self,
@@ -450,7 +436,7 @@ class Reductions:
         # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-            self._ones.clear()
+            self.ones.clear()
         return plan_reduction(
             arrays,
             cast("Channel | None", self.collectives.channel),

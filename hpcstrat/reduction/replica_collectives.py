@@ -38,6 +38,7 @@ class Collectives(ObjectCollectives):
         self.reduce_again = self._reductions.reduce_again
         self.start_reduce = self._reductions.start_reduce
         self.start_inside = self._reductions.start_inside
+        self.ones = self._reductions.ones
 
     @property
     def overlaps(self) -> bool:

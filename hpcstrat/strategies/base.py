@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaContext", "Strategy"]
 
 
+# What names an operation, and can be looked up.
+_OPERATIONS = str, ReduceOp
+
+
 class ReplicaContext:
     """One replica's side of a running replica function.
 
@@ -158,7 +162,6 @@ class ReplicaContext:
         named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
         return [strategy.distributed(argument) for argument in args], named
 
-    @collective
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -205,11 +208,34 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
+        ones, options = self.collectives.ones, options or experimental_hints
+        if (
+            ones
+            and type(value) is np.ndarray
+            and options is None
+            and type(reduce_op) in _OPERATIONS
+            and (out is None or type(out) is np.ndarray)
+        ):
+            one = ones.get(("all_reduce", reduce_op, value.dtype, value.shape))
+            entry = current()
+            if one is not None and entry is not None and entry.replica_context is self:
+                result = one(value, out)
+                if result is not None:
+                    return result
+        return self._all_reduce(reduce_op, value, options, out)
+
+    @collective
+    def _all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        options: CommunicationOptions | None,
+        out: Tree,
+    ) -> Tree:
         # The one look that every call pays; the words for the message come later.
         entry = current()
         if entry is None or entry.replica_context is not self:
             self._require_current("all_reduce")
-        options = options or experimental_hints
         op = ReduceOp.parse(reduce_op)
         return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
 
@@ -681,7 +707,6 @@ class Strategy:
         """
         return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
 
-    @collective
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -729,6 +754,29 @@ class Strategy:
         RuntimeError
             In replica context.
         """
+        ones = self.collectives.ones
+        if (
+            ones
+            and type(value) is np.ndarray
+            and axis is None
+            and type(reduce_op) in _OPERATIONS
+            and (out is None or type(out) is np.ndarray)
+        ):
+            one = ones.get(("reduce", reduce_op, value.dtype, value.shape))
+            entry = current()
+            if one is not None and (
+                entry is None
+                or (entry.strategy is self and entry.replica_context is None)
+            ):
+                result = one(value, out)
+                if result is not None:
+                    return result
+        return self._reduce(reduce_op, value, axis, out)
+
+    @collective
+    def _reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, axis: Any, out: Tree
+    ) -> Tree:
         entry = current()
         if entry is not None and (
             entry.strategy is not self or entry.replica_context is not None

@@ -29,6 +29,12 @@ def test_a_sample_of_faults_is_told_to_all_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["reduce", "all_reduce"])
+def test_every_fault_of_the_short_way_is_told_to_both_workers(call: str) -> None:
+    assert _swept(2, 600, "--calls", call, "--layout", "1")[call]["events"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_fault_is_told_to_all_ranks(n: int, call: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from hpcstrat.channel import waiting
+from hpcstrat.channel.call import Call
 from hpcstrat.channel.waiting import Spin, Waiter
 
 MOST, LEAST = waiting._MOST_SPIN_SECONDS, waiting._LEAST_SPIN_SECONDS
@@ -69,7 +70,7 @@ def _waiter() -> Waiter:
     waiter._steps, waiter._look = _Nobody(), lambda: None  # type: ignore[assignment]
     waiter._look_seconds, waiter._shares_cores = 1.0, False
     waiter.limit_seconds, waiter.waiting = 60.0, None
-    waiter._spin = Spin()
+    waiter._spin, waiter._on_wire = Spin(), False
     return waiter
 
 
@@ -95,3 +96,20 @@ def test_a_rank_whose_waits_are_short_does_not_nap(clock: list[float]) -> None:
     assert waiter.wait(awaited, None)  # type: ignore[arg-type]
     # To the microsecond: no nap has made it longer.
     assert clock[0] - start < 5.02e-4
+
+
+def test_no_nap_holds_up_values_on_a_wire(clock: list[float]) -> None:
+    waiter, call = _waiter(), Call("a sum", 0, nbytes=256 << 10)
+    waiter._spin.seconds, waiter._on_wire = LEAST, True
+    # As long as they take at 1 Gbit/s, in which no nap would be short enough.
+    awaited, start = _Awaited(clock, 2.09e-3), clock[0]
+    assert waiter.wait(awaited, call)
+    assert clock[0] - start < 2.1e-3
+    assert waiter._spin.seconds == LEAST
+
+
+def test_a_nap_makes_a_wait_little_longer(clock: list[float]) -> None:
+    for seconds in (0.01, 0.02):
+        waiter, start = _waiter(), clock[0]
+        assert waiter.wait(_Awaited(clock, seconds), None)  # type: ignore[arg-type]
+        assert clock[0] - start < 1.05 * seconds
