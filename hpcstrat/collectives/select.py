@@ -78,6 +78,8 @@ class Choice:
     small: bool = False
     # Whether it can be started, and awaited later.
     starts: bool = True
+    # Whether `reduce_in_areas` may take its place.
+    in_areas: bool = False
     # In words, for timelines and `hpcstrat info`.
     how: str = ""
 
@@ -144,10 +146,11 @@ def shared_memory(
         default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
-        return Choice(reduce_directly, piece, nbytes <= piece // 2, how=_MEMORY)
+        small = nbytes <= piece // 2
+        return Choice(reduce_directly, piece, small, in_areas=True, how=_MEMORY)
     most = min(SMALL_BYTES // ranks, piece // 2)
     small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
-    return Choice(reduce_scattered, piece, small, how=_MEMORY)
+    return Choice(reduce_scattered, piece, small, in_areas=True, how=_MEMORY)
 
 
 def hierarchical(

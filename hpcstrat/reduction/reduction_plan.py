@@ -14,6 +14,7 @@ from hpcstrat.arrays.kinds import is_device
 from hpcstrat.arrays.packing import Piece, Signature, cut, wire_dtype
 from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.areas import LEAST_AREA_BYTES
 from hpcstrat.collectives.inlined import INLINE, InlineReduction, fits_header
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
@@ -51,6 +52,8 @@ class ReductionPlan:
     pieces: tuple[Piece, ...] | None = None
     # What reduces a single small piece.
     small: SmallReduction | InlineReduction | None = None
+    # Whether it is of one array, which may lie in areas.
+    in_areas: bool = False
     # Whether the arrays are on GPUs; else all are in host memory.
     on_gpu: bool = False
 
@@ -142,8 +145,16 @@ def plan_reduction(
         elif fits_header(some[0], channel):
             small = InlineReduction(some[0], signatures, divisor, channel)
             call = replace(call, how=INLINE)
+    in_areas = (
+        len(arrays) == 1
+        and topology.num_workers == 1
+        and choice.in_areas
+        and nbytes >= LEAST_AREA_BYTES
+        and wire_dtype(arrays[0].dtype, means)[0] == arrays[0].dtype
+    )
     return ReductionPlan(
-        *(call, signatures, results, divisor, choice, pieces, small), on_gpu=on_gpu
+        *(call, signatures, results, divisor, choice, pieces, small, in_areas),
+        on_gpu=on_gpu,
     )
 
 

@@ -16,6 +16,7 @@ from hpcstrat.channel.awaited import HEADER, Awaits, exhaust
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
+from hpcstrat.collectives.areas import Areas, reduce_in_areas
 from hpcstrat.collectives.inlined import InlineReduction
 from hpcstrat.collectives.work import Work
 from hpcstrat.observe.timeline import active
@@ -72,6 +73,9 @@ class Reductions:
         # Of single small arrays between two workers of one replica, by call, operation,
         # type and shape, for who calls as nearly all do.
         self.ones: dict[Any, OneArray] = {}
+        # Where arrays may lie that the ranks of a worker have all mapped; if there are
+        # any, on all ranks.
+        self.areas: Areas | None = None
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
 
@@ -397,7 +401,10 @@ class Reductions:
                 divisor=planned.divisor,
                 waits=waits,
             )
-            yield from choice.algorithm(work, channel)
+            algorithm = choice.algorithm
+            if planned.in_areas and waits and self.areas is not None:
+                algorithm = functools.partial(reduce_in_areas, self.areas, algorithm)
+            yield from algorithm(work, channel)
         for result, flat in zip(results, flats, strict=True):
             if not is_plain(result):
                 result[...] = flat.reshape(result.shape)

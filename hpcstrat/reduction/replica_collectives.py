@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpcstrat.channel.channel import Channel
+from hpcstrat.collectives.areas import Areas
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.gathers import Gathers
@@ -39,6 +40,10 @@ class Collectives(ObjectCollectives):
         self.start_reduce = self._reductions.start_reduce
         self.start_inside = self._reductions.start_inside
         self.ones = self._reductions.ones
+
+    def use_areas(self, areas: Areas) -> None:
+        """Look for arrays in areas from here on; on all ranks at the same point."""
+        self._reductions.areas = areas
 
     @property
     def overlaps(self) -> bool:

@@ -21,10 +21,12 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
 from hpcstrat.call_sites import pass_over
+from hpcstrat.collectives.areas import Areas
 from hpcstrat.errors import CollectiveError, TopologyError
 from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
+from hpcstrat.integrations.torch.shared_storages import share_storage
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.exchanges import Exchanges
 from hpcstrat.reduction.messages import Messages, Transfer
@@ -53,6 +55,7 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
                     return self.collectives.call(what, bound)
 
             if postponed and Postponed.possible():
+                self.share_storages(*args)
                 start = None
                 if self.collectives.overlaps:
                     start = functools.partial(self.start_sum, *args, **kwargs)
@@ -144,6 +147,12 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
+        # Of the buckets of DDP; between workers they travel anyway.
+        self._areas = Areas()
+        if self._size > 1 and strategy.topology.num_workers == 1:
+            self.collectives.use_areas(self._areas)
+        else:
+            self._areas.off = True
         # A communicator made for this group, to be freed with it.
         self._comm = comm
         # FSDP2, DTensor and functional collectives find groups by their names.
@@ -209,6 +218,13 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     allreduce_coalesced = allreduce
+
+    def share_storages(self, tensors: Any, *_: Any) -> None:
+        """Let the other ranks of the node map a bucket; not collective."""
+        if not self._areas.off:
+            for tensor in _listed(tensors):
+                if not tensor.is_sparse:
+                    share_storage(tensor, self._areas, self._size)
 
     def start_sum(
         self, tensors: Any, opts: Any = None, timeout: Any = None

@@ -15,7 +15,9 @@ from torch import nn
 
 import hpcstrat as hs
 import hpcstrat.integrations.torch
+from hpcstrat.collectives.areas import Areas
 from hpcstrat.integrations.torch import process_group
+from hpcstrat.integrations.torch.shared_storages import share_storage
 from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -276,6 +278,46 @@ def test_ddp_trains_as_one_process(job: Any) -> None:
         trained(model, own, adam)
         for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_buckets_of_ddp_are_added_up_where_they_lie(job: Any) -> None:
+    def wide(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = nn.Linear(4, 30_000), nn.Tanh(), nn.Linear(30_000, 2)
+        return nn.Sequential(*layers).double()
+
+    own, rows = batch(job)
+    alone = trained(wide(0), rows, adam)
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        group = dist.new_group(backend="hpcstrat")
+        model = nn.parallel.DistributedDataParallel(
+            wide(job.rank), process_group=group, **options
+        )
+        trained(model, own, adam)
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        # Before torch 2.6 works of Python get lost.
+        if hasattr(torch._C._distributed_c10d, "_register_work"):
+            # Those of the first step are gone.
+            assert len(group._areas._others) == job.size - 1
+        dist.destroy_process_group(group)
+
+
+def test_memory_that_others_may_hold_stays_where_it_is() -> None:
+    areas, shown, free = Areas(), torch.ones(1 << 20), torch.ones(1 << 20)
+    array = shown.numpy()
+    for tensor in (shown, free[8:], free[:8], free[::2]):
+        share_storage(tensor, areas, 2)
+        assert not areas.offers(tensor.data_ptr())
+    share_storage(free, areas, 1 << 40)
+    assert not free.is_shared(), "there is not so much room"
+    share_storage(free, areas, 2)
+    assert areas.offers(free.data_ptr())
+    assert (free == 1).all()
+    assert array.ctypes.data == shown.data_ptr()
+    address = free.data_ptr()
+    del free, tensor
+    assert not areas.offers(address)
 
 
 def workers(monkeypatch: Any) -> Any:

@@ -1,0 +1,162 @@
+"""Arrays that all ranks of a worker have mapped are summed where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.collectives import areas as module
+from hpcstrat.collectives.areas import LEAST_AREA_BYTES, Areas
+from tests.mpi.ranks.outcomes import assert_usable
+
+pytestmark = pytest.mark.algorithm
+
+SIZE = LEAST_AREA_BYTES // 4
+
+
+class Memory:
+    """Memory in a file without a name."""
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.alive = True
+        self.descriptor = os.memfd_create("area")
+        self.nbytes = size * np.dtype(dtype).itemsize
+        os.ftruncate(self.descriptor, self.nbytes)
+        memory = mmap.mmap(self.descriptor, self.nbytes)
+        self.array = np.frombuffer(memory, dtype)
+
+    def offer(self, areas: Areas, descriptor: int | None = None) -> None:
+        found = self.descriptor if descriptor is None else descriptor
+        address = self.array.ctypes.data
+        areas.offer(address, self.nbytes, found, lambda: self.alive)
+
+    def close(self) -> None:
+        self.alive = False
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def worker(job: Any) -> Iterator[Any]:
+    """Yield a strategy, whose replicas are one worker, and its areas."""
+    if job.size == 1:
+        pytest.skip("a single replica moves nothing")
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        areas = Areas()
+        strategy.collectives.use_areas(areas)
+        yield strategy, areas
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of arrays that are summed in areas."""
+    sizes: list[int] = []
+    real = module._sum_segment
+
+    def noting(arrays: Any, *args: Any) -> None:
+        sizes.append(len(arrays[0]))
+        real(arrays, *args)
+
+    monkeypatch.setattr(module, "_sum_segment", noting)
+    return sizes
+
+
+def reduced(strategy: Any, array: Any, job: Any, *, op: str = "sum") -> None:
+    """Reduce random numbers in an array, and compare the bits with a usual call's."""
+    drawn = np.random.default_rng(job.rank).normal(size=array.shape) * 99
+    values = drawn.astype(array.dtype)
+    array[...] = values
+    kind = hs.ReduceOp.parse(op)
+    expected = strategy.collectives.batch_reduce(kind, values.reshape(1, -1), "usual")
+    strategy.collectives.batch_reduce(kind, array, "reduce", out=array)
+    np.testing.assert_array_equal(array, expected[0])
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i8"])
+def test_sums_are_those_of_the_usual_way_to_the_bit(
+    worker: Any, job: Any, summed: list[int], dtype: str, op: str
+) -> None:
+    strategy, areas = worker
+    if dtype == "i8" and op == "mean":
+        pytest.skip("has another type than the values")
+    for size in (SIZE, SIZE + 1, 3 * SIZE + 17):
+        memory = Memory(size, dtype)
+        memory.offer(areas)
+        for _ in range(3):
+            reduced(strategy, memory.array, job, op=op)
+        assert summed == [size] * 3
+        summed.clear()
+        # Others forget it at the next one.
+        job.Barrier()
+        memory.close()
+    assert len(areas._others) == job.size - 1
+
+
+@pytest.mark.parametrize("without", [0, -1])
+def test_a_rank_without_an_area_has_all_go_the_usual_way(
+    worker: Any, job: Any, summed: list[int], without: int
+) -> None:
+    strategy, areas = worker
+    memory, private = Memory(SIZE, "f4"), np.empty(SIZE, np.float32)
+    if job.rank != without % job.size:
+        memory.offer(areas)
+    reduced(strategy, memory.array, job)
+    assert not summed
+    if job.rank == without % job.size:
+        memory.offer(areas)
+    reduced(strategy, memory.array, job)
+    reduced(strategy, private if job.rank == 0 else memory.array, job)
+    reduced(strategy, memory.array, job)
+    assert summed == [SIZE] * 2
+    # Not where it lies.
+    total = strategy.reduce("sum", memory.array, axis=None)
+    assert total.shape == (SIZE,)
+    assert summed == [SIZE] * 2
+
+
+@pytest.mark.parametrize("faulty", [0, -1])
+def test_what_one_rank_cannot_map_ends_it_on_all(
+    worker: Any, job: Any, summed: list[int], faulty: int
+) -> None:
+    strategy, areas = worker
+    memory = Memory(SIZE, "f4")
+    if job.rank == faulty % job.size:
+        # As where the number of its process is that of another one.
+        found = module._mapped
+
+        def other(row: list[int]) -> Any:
+            return found([*row[:-1], row[-1] + 1])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_mapped", other)
+            memory.offer(areas)
+            reduced(strategy, memory.array, job)
+    else:
+        memory.offer(areas)
+        reduced(strategy, memory.array, job)
+    assert areas.off
+    assert not areas._others
+    memory.offer(areas)
+    reduced(strategy, memory.array, job)
+    assert not summed
+    assert_usable(strategy, job)
+
+
+def test_memory_that_is_gone_is_no_area_any_more(
+    worker: Any, job: Any, summed: list[int]
+) -> None:
+    strategy, areas = worker
+    memory = Memory(SIZE, "f4")
+    memory.offer(areas)
+    reduced(strategy, memory.array, job)
+    memory.alive = False
+    # What lies at its address now may be anything.
+    reduced(strategy, memory.array, job)
+    assert summed == [SIZE]
+    assert not areas.offers(memory.array.ctypes.data)
