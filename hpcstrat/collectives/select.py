@@ -63,6 +63,9 @@ HIERARCHICAL_FROM_BYTES = 16 << 10
 """Size from which several workers reduce inside each worker first."""
 
 _MOST_EXCHANGED_BYTES = 8 << 20
+# Pieces of a call, and size of a part of one, if there are so many bytes.
+_LEAST_EXCHANGED = 4
+_LEAST_PART_BYTES = 16 << 10
 _MEMORY = "shared memory"
 # Sizes that `schedule` looks at.
 _MOST_SHOWN_BYTES = 1 << 30
@@ -122,8 +125,11 @@ def by_exchange(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
     """Return the exchange of messages, for workers of one replica."""
-    del nbytes
-    default = min(PART_BYTES * topology.num_workers, _MOST_EXCHANGED_BYTES)
+    workers = topology.num_workers
+    default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
+    # Of a single piece the sums would wait for all parts, and the wire for the sums.
+    several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
+    default = min(default, several // 64 * 64)
     piece = max(64, options.bytes_per_pack or default)
     return Choice(reduce_by_exchange, piece, how="parts between workers")
 
