@@ -165,8 +165,8 @@ class Channel:
     ) -> None:
         """Do as `agree`, and let values travel in the header between workers."""
         wire: Any = self.wire
-        if wire.is_pair and self.is_plain():
-            if self.swap(values.nbytes, call):
+        if wire.alone and self.is_plain():
+            if self.swap(values, call):
                 values.finish()
             else:
                 self.end_swap(values, call, timeout_seconds)
@@ -188,8 +188,8 @@ class Channel:
             or active.recorder is not None
         )
 
-    def swap(self, nbytes: int, call: Call) -> bool:
-        """Announce a call that is `is_plain`, with values, between two workers of one.
+    def swap(self, values: Carried, call: Call) -> bool:
+        """Announce a call that is `is_plain`, with values, between workers of one rank.
 
         Whether it has come at once, and so have the values, which are to be added up;
         otherwise `end_swap` is to be called.
@@ -198,7 +198,7 @@ class Channel:
         try:
             self.num_calls += 1
             mark, looks = self.position.run_mark, self.waiter.quick_looks
-            came: bool = wire.swap(mark, call.digest, nbytes, looks)
+            came: bool = wire.swap(mark, call.digest, values, looks)
             self.last_call = call
             return came
         except BaseException as error:

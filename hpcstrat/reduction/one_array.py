@@ -1,4 +1,4 @@
-"""The reduction of one small array between two workers of one replica, at one go.
+"""The reduction of one small array between workers of one replica, at one go.
 
 Right after the system has moved a message, each step of Python takes three times as
 long as in a loop, and nested calls most. So what an entry, a plan, an agreement and a
@@ -44,7 +44,7 @@ class OneArray:
         self._call, self._divisor = planned.call, planned.divisor
         self._timeout_seconds = timeout_seconds
         self._own = inline.single
-        self._first, self._second = inline.terms
+        self._first, self._second, *self._further = inline.terms
         self._results, self._recycler = planned.results, recycler
         [(self._shape, self._dtype)] = planned.results
         # Where numbers give no warnings, see `hpcstrat.arrays.casting.quiet`.
@@ -75,8 +75,10 @@ class OneArray:
         entered, channel.thread = channel.num_calls, thread
         try:
             self._own[...] = array
-            if channel.swap(self._inline.nbytes, self._call):
+            if channel.swap(self._inline, self._call):
                 self._quietly(np.add, self._first, self._second, out)
+                for term in self._further:
+                    self._quietly(np.add, out, term, out)
                 if self._divisor:
                     divide(out, self._divisor)
             else:

@@ -70,7 +70,7 @@ class Reductions:
         self._ops = ops
         self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
-        # Of single small arrays between two workers of one replica, by call, operation,
+        # Of single small arrays between workers of one replica, by call, operation,
         # type and shape, for who calls as nearly all do.
         self.ones: dict[Any, OneArray] = {}
         # Where arrays may lie that the ranks of a worker have all mapped; if there are
@@ -257,12 +257,12 @@ class Reductions:
         return planned, outs
 
     def _keep_one(self, planned: ReductionPlan, request: _Request) -> None:
-        """Let a single array between two workers of one replica go the short way."""
+        """Let a single array between workers of one replica go the short way."""
         channel: Any = self.collectives.channel
         small, (op, what, _) = planned.small, request
         if not isinstance(small, InlineReduction) or small.single is None:
             return
-        if channel.wire.is_pair:
+        if channel.wire.alone:
             seconds = self._options.timeout_seconds
             one = OneArray(what, planned, channel, self._recycler, seconds)
             # By what calls are given, too: to look that up takes time.
