@@ -55,7 +55,7 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
                     return self.collectives.call(what, bound)
 
             if postponed and Postponed.possible():
-                self.share_storages(*args)
+                self.share_storage(*args, **kwargs)
                 start = None
                 if self.collectives.overlaps:
                     start = functools.partial(self.start_sum, *args, **kwargs)
@@ -219,12 +219,11 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def share_storages(self, tensors: Any, *_: Any) -> None:
+    def share_storage(self, tensors: Any, *_: Any, **__: Any) -> None:
         """Let the other ranks of the node map a bucket; not collective."""
-        if not self._areas.off:
-            for tensor in _listed(tensors):
-                if not tensor.is_sparse:
-                    share_storage(tensor, self._areas, self._size)
+        tensors = _listed(tensors)
+        if not self._areas.off and len(tensors) == 1 and not tensors[0].is_sparse:
+            share_storage(tensors[0], self._areas, self._size)
 
     def start_sum(
         self, tensors: Any, opts: Any = None, timeout: Any = None
