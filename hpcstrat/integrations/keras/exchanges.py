@@ -7,7 +7,7 @@ part of it, which calls the library from a thread of theirs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -49,6 +49,13 @@ def _added(strategy: Strategy, number: Any) -> Any:
     return strategy.collectives.batch_reduce(ReduceOp.SUM, own, "rows of a batch")
 
 
+def _weigh(arrays: Iterable[Any], weight: Any) -> None:
+    """Multiply arrays by a number, in place."""
+    for array in arrays if weight != 1 else ():
+        # Not times 0: NaN, as the mean over no rows gives it, would stay NaN.
+        array[...] = array * array.dtype.type(weight) if weight else 0
+
+
 def _of_torch() -> Exchanges:
     import torch
 
@@ -57,9 +64,7 @@ def _of_torch() -> Exchanges:
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
         # In place: their memory is used by nothing else.
         arrays = [memory_of(gradient) for gradient in gradients]
-        for array in arrays if weight != 1 else ():
-            # Not times 0: NaN, as the mean over no rows gives it, would stay NaN.
-            array[...] = array * array.dtype.type(weight) if weight else 0
+        _weigh(arrays, weight)
         collectives = strategy.collectives
         collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
         return gradients
@@ -102,23 +107,48 @@ def _of_tensorflow() -> Exchanges:
         result.set_shape(())
         return result
 
+    def alone(gradients: list[Any]) -> list[Any]:
+        # A slice without elements is written: TensorFlow does that in place where
+        # nothing else holds the tensor, such as a variable or an operation that is
+        # still to come, and copies it elsewhere. That the slice begins at a time keeps
+        # constants from being folded, which all steps would share, and what is the same
+        # in two calls from being done once; in a call, strides tell gradients apart.
+        at = tf.reshape(tf.cast(tf.timestamp(), tf.int64), [1])
+        return [
+            tf.raw_ops.TensorStridedSliceUpdate(
+                input=tf.reshape(gradient, [-1]),
+                begin=at,
+                end=at,
+                strides=tf.constant([number], tf.int64),
+                value=tf.zeros([0], gradient.dtype),
+            )
+            for number, gradient in enumerate(gradients, 1)
+        ]
+
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
-        def reduced(weight: Any, *arrays: Any) -> Any:
-            if weight == 0:
-                own = [np.zeros_like(array) for array in arrays]
-            elif weight == 1:
-                own = list(arrays)
-            else:
-                own = [array * array.dtype.type(weight) for array in arrays]
+        def reduced(weight: Any, *tensors: Any) -> list[Any]:
+            # Not `numpy`, which copies.
+            arrays = [tensor._numpy() for tensor in tensors]
+            _weigh(arrays, float(weight))
             collectives = strategy.collectives
-            return collectives.batch_reduce(ReduceOp.MEAN, own, "gradients")
+            collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
+            # The tensors themselves: the optimizer may write into their memory, but not
+            # into that of arrays. Where they are copies, after all, the arrays.
+            return [
+                tensor if np.may_share_memory(tensor._numpy(), array) else array
+                for tensor, array in zip(tensors, arrays, strict=True)
+            ]
 
         # Of embeddings, rows with their indices.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        given = [tf.cast(weight, tf.float64), *dense]
-        results = tf.numpy_function(reduced, given, [g.dtype for g in dense])
-        for result, gradient in zip(results, dense, strict=True):
-            result.set_shape(gradient.shape)
-        return list(results)
+        given, function = alone(dense), functools.partial(reduced, weight)
+        if type(weight) is not int:
+            given = [tf.cast(weight, tf.float64), *given]
+            function = functools.partial(reduced)
+        results = tf.py_function(function, given, [g.dtype for g in dense])
+        return [
+            tf.reshape(result, tf.shape(gradient))
+            for result, gradient in zip(results, dense, strict=True)
+        ]
 
     return Exchanges(total, mean)

@@ -411,3 +411,43 @@ def test_embeddings_and_several_inputs(strategy: Any) -> None:
     for one, other in ((found, logs), (outputs, predicted)):
         assert [name for name, _ in one] == [name for name, _ in other]
         _expect([value for _, value in one], [value for _, value in other])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow's memory")
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_means_are_written_into_memory_of_their_own(
+    strategy: Any, eagerly: bool
+) -> None:
+    """Not that of what is used later, elsewhere, or again; one tensor comes twice."""
+    import tensorflow as tf
+
+    from hpcstrat.integrations.keras.exchanges import exchanges
+
+    mean, size = exchanges().mean, strategy.num_replicas_in_sync
+    variable = tf.Variable(tf.ones([5, 40]))
+
+    def step(own: Any, weight: Any) -> Any:
+        product = own @ own
+        half = tf.cast(product, tf.bfloat16)
+        given = [product, product, half, tf.ones([7]), own, own[0, 0], own[:0]]
+        given.append(variable.read_value())
+        first = mean(strategy, given, weight)
+        return given, first, mean(strategy, given, 1), mean(strategy, first, 0)
+
+    compute = step if eagerly else tf.function(step)
+    rank = strategy.replica_id + 1.0
+    # Small integers: their sums are exact in any type.
+    ranks = np.arange(1.0, size + 1)
+    powers = (2, 2, 2, 0, 1, 1, 1, 0)
+    factors = (4, 4, 4, 1, 1, 1, 1, 1)
+    for _ in range(2):
+        found = compute(tf.fill([4, 4], rank), tf.constant(2 * rank))
+        for place, (power, factor) in enumerate(zip(powers, factors, strict=True)):
+            expected = (
+                *(factor * rank**power, (2 * ranks * factor * ranks**power).mean()),
+                *((factor * ranks**power).mean(), 0),
+            )
+            for values, number in zip(found, expected, strict=True):
+                own = values[place].numpy().astype(np.float64)
+                np.testing.assert_allclose(own, number, 1e-2 if place == 2 else 1e-6)
+    assert (variable.numpy() == 1).all()
