@@ -82,7 +82,8 @@ class _Distributed:
     def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:
         with self._step(args[-1]):
             self._total = self._exchanges.total(self.strategy, self._rows)
-            return inner(*args)
+            with self._exchanges.after(self._total):
+                return inner(*args)
 
     def _test_step(self, inner: Callable[..., Any], *args: Any) -> Any:
         with self._step(args[-1]):

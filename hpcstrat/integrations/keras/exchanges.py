@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -24,11 +25,12 @@ class Exchanges(NamedTuple):
 
     ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
     each multiplied by a weight of its replica: those of no rows, with 0, may be no
-    numbers.
+    numbers. What is computed in the context that ``after`` returns comes after a total.
     """
 
     total: Callable[[Strategy, Any], Any]
     mean: Callable[[Strategy, list[Any], Any], list[Any]]
+    after: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
 
 @functools.cache
@@ -151,4 +153,8 @@ def _of_tensorflow() -> Exchanges:
             for result, gradient in zip(results, dense, strict=True)
         ]
 
-    return Exchanges(total, mean)
+    def after(total: Any) -> AbstractContextManager[Any]:
+        # Else some replicas compute before it, and others wait for them.
+        return tf.control_dependencies([total])
+
+    return Exchanges(total, mean, after)
