@@ -31,6 +31,7 @@ from hpcstrat.integrations.keras.replicas import (
     strategies,
 )
 from hpcstrat.integrations.keras.requirements import (
+    keras_version,
     require_distributable,
     require_strategy,
 )
@@ -261,8 +262,9 @@ class _Distributed:
         columns = open_source({k: given[k] for k in _DATA if given.get(k) is not None})
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
-        # As Keras from 3.15 on: what is left of an epoch is of all replicas already.
-        self.model.reset_metrics()
+        if keras_version() < (3, 15):
+            # As later ones: what is left of an epoch is of all replicas already.
+            self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
         logs = {name: float(found[name]) for name in logs}

@@ -9,7 +9,12 @@ import keras
 
 from hpcstrat.strategies import Strategy
 
-__all__ = ["require_distributable", "require_strategy"]
+__all__ = ["keras_version", "require_distributable", "require_strategy"]
+
+
+def keras_version() -> tuple[int, ...]:
+    """Return the first two numbers of Keras' version."""
+    return tuple(map(int, keras.__version__.split(".")[:2]))
 
 
 def require_strategy(strategy: Any) -> None:
@@ -32,16 +37,15 @@ def require_distributable(model: Any) -> None:
             "expected a model that was compiled with an optimizer, found one without; "
             "call model.compile before distribute"
         )
-    unbuilt = [layer.name for layer in model._flatten_layers() if not layer.built]
+    layers = model._flatten_layers()
+    unbuilt = [layer.name for layer in layers if not layer.built]
     if unbuilt:
         raise ValueError(
             f"expected a model that is built, found {', '.join(unbuilt[:3])} without "
             "weights; call model.build with the shape of a batch, or the model on one"
         )
     synchronized = [
-        layer.name
-        for layer in model._flatten_layers()
-        if getattr(layer, "synchronized", False)
+        layer.name for layer in layers if getattr(layer, "synchronized", False)
     ]
     if synchronized:
         raise NotImplementedError(
@@ -68,8 +72,7 @@ def _refuse_others() -> None:
             "keras.distribution.set_distribution(None)"
         )
     torch = sys.modules.get("torch.distributed")
-    numbers = tuple(map(int, keras.__version__.split(".")[:2]))
-    if keras.config.backend() != "torch" or torch is None or numbers < (3, 16):
+    if keras.config.backend() != "torch" or torch is None or keras_version() < (3, 16):
         return
     if torch.is_available() and torch.is_initialized() and torch.get_world_size() > 1:
         raise RuntimeError(
