@@ -25,6 +25,7 @@ __all__ = [
     "cast",
     "from_python",
     "is_half",
+    "make_quiet",
     "quiet",
     "quietly",
     "rounded",
@@ -51,13 +52,18 @@ program gives us to call keeps the program's settings, so that it is not called 
 """
 
 
+def make_quiet() -> Callable[..., Any]:
+    """Return a `quietly` for one thread at a time, which takes a third of the time."""
+    context = contextvars.Context()
+    context.run(np.seterr, all="ignore")
+    return context.run
+
+
 class _Quiet(threading.local):
     """A context of each thread in which the same holds for single calls."""
 
     def __init__(self) -> None:
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        self.run = context.run
+        self.run = make_quiet()
 
 
 _quiet = _Quiet()

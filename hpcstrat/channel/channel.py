@@ -188,6 +188,24 @@ class Channel:
             or active.recorder is not None
         )
 
+    def agree_plainly(self, call: Call, timeout_seconds: float | None) -> None:
+        """Do as `agree` in a call that `is_plain`, of a single worker."""
+        steps = self._steps
+        try:
+            self.num_calls += 1
+            steps.post(self.position.run_mark, call.digest ^ self.places.next, 0)
+            looks, agreed = self.waiter.quick_looks, steps.agreed
+            while not (came := agreed()) and looks > 0:
+                looks -= 1
+            if not came:
+                came = self.arrivals.wait(self.waiter, steps, call, timeout_seconds)
+            self.last_call = call
+        except BaseException as error:
+            self.interrupted(call, error)
+            raise
+        if not came:
+            self._settle(call, timeout_seconds)
+
     def swap(self, values: Carried, call: Call) -> bool:
         """Announce a call that is `is_plain`, with values, between workers of one rank.
 

@@ -11,9 +11,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpcstrat.arrays.casting import assign, quietly
+import numpy as np
+
+from hpcstrat.arrays.casting import assign, make_quiet, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import Awaits, Header
+from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.wire_headers import HEADER_BYTES
 from hpcstrat.collectives.work import add_in_order, divide
@@ -78,10 +81,11 @@ class InlineReduction:
         # instead.
         self._totals: list[Array] = []
         self._into: Array | None = None
-        # Where the only array is laid, if its sum is added up in the result itself; and
-        # what is added.
-        self.single: Array | None = None
-        self.terms = list[Array]()
+        # Whether there is one array, whose sum is added up in the result itself; and
+        # where it is laid.
+        self.single, self._own = False, np.empty(0, np.uint8)
+        self._terms = list[Array]()
+        self._quietly = make_quiet()
         if channel.topology.worker_comm.size == 1:
             self._totals = [_part(self._headers.total, run) for run in piece]
             own = [values for values, _ in self._blocks]
@@ -89,10 +93,10 @@ class InlineReduction:
             _, part, total, same = self._views[0]
             # Empty ones have no view, but count.
             if same and len(signatures) == 1:
-                self.single, self._totals = part, [total]
+                self.single, self._own, self._totals = True, part, [total]
                 [(_, terms)] = self._blocks
-                self.terms = [term.reshape(part.shape) for term in terms]
-                self._blocks = [(part, self.terms)]
+                self._terms = [term.reshape(part.shape) for term in terms]
+                self._blocks = [(part, self._terms)]
 
     def _make_blocks(self, nbytes: int) -> None:
         headers = self._headers
@@ -148,8 +152,8 @@ class InlineReduction:
         """Reduce arrays, in any memory order, as a `SmallReduction` does."""
         del separate
         channel, call = self._channel, planned.call
-        if self.single is not None:
-            self.single[...] = arrays[0]
+        if self.single:
+            self._own[...] = arrays[0]
             with self.into(results[0]):
                 channel.agree_on(self, call, timeout_seconds)
             return
@@ -173,6 +177,22 @@ class InlineReduction:
         except BaseException as error:
             channel.interrupted(call, error)
             raise
+
+    def reduce_one(
+        self, array: Array, result: Array, call: Call, timeout_seconds: float | None
+    ) -> None:
+        """Do the same for a ``single`` array, in a call that `Channel.is_plain`."""
+        channel, terms = self._channel, self._terms
+        self._own[...] = array
+        if not channel.swap(self, call):
+            with self.into(result):
+                channel.end_swap(self, call, timeout_seconds)
+            return
+        self._quietly(np.add, terms[0], terms[1], result)
+        for term in terms[2:]:
+            self._quietly(np.add, result, term, result)
+        if self._divisor:
+            divide(result, self._divisor)
 
     @contextlib.contextmanager
     def into(self, result: Array | None) -> Iterator[None]:
@@ -216,8 +236,8 @@ class InlineReduction:
 
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
-        if self.single is not None and self._into is not None:
-            add_in_order(self.terms, self._into)
+        if self.single and self._into is not None:
+            add_in_order(self._terms, self._into)
             if self._divisor:
                 divide(self._into, self._divisor)
             return

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.casting import assign, make_quiet, quietly
 from hpcstrat.arrays.packing import Piece, Run, Signature
 from hpcstrat.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.places import Places
 from hpcstrat.collectives.pipeline import Pipeline
@@ -185,7 +186,11 @@ class SmallReduction:
     """
 
     def __init__(
-        self, piece: Piece, signatures: Sequence[Signature], channel: Channel
+        self,
+        piece: Piece,
+        signatures: Sequence[Signature],
+        divisor: int,
+        channel: Channel,
     ) -> None:
         self._channel = channel
         self._rank = channel.topology.worker_comm.rank
@@ -196,6 +201,10 @@ class SmallReduction:
         views = len(signatures) * channel.topology.worker_comm.size
         spread = channel.places.ring_bytes * views // _MOST_VIEWS
         self._place_bytes = channel.places.place_bytes(max(nbytes, spread))
+        self._divisor, self._quietly = divisor, make_quiet()
+        # Whether there is one array, of the type in which it is added.
+        [run, *others], [(dtype, _), *more] = piece, signatures
+        self.single = not others and not more and dtype == run.dtype
 
     def _make_views(self, place: int) -> _Views:
         views = []
@@ -228,7 +237,7 @@ class SmallReduction:
         where they are of one type.
         """
         me, channel, call = self._rank, self._channel, planned.call
-        places, divisor = channel.places, planned.divisor
+        places, divisor = channel.places, self._divisor
         place = places.take(self._place_bytes)
         views = places.kept.get((self, place)) or self._make_views(place)
         for index, parts, same in views:
@@ -246,6 +255,30 @@ class SmallReduction:
             for index, parts, same in views:
                 own = arrays[index] if same and separate else None
                 _add_small(parts, results[index], divisor, me, own)
+        except BaseException as error:
+            channel.interrupted(call, error)
+            raise
+
+    def reduce_one(
+        self, array: Array, result: Array, call: Call, timeout_seconds: float | None
+    ) -> None:
+        """Do the same for a ``single`` array, in a call that `Channel.is_plain`."""
+        me, channel = self._rank, self._channel
+        places = channel.places
+        place = places.take(self._place_bytes)
+        [(_, parts, _)] = places.kept.get((self, place)) or self._make_views(place)
+        parts[me][...] = array
+        channel.agree_plainly(call, timeout_seconds)
+        try:
+            # As in `_add_small`.
+            first, second, *further = parts
+            if not further:
+                first, second = (first, array) if me else (array, second)
+            self._quietly(np.add, first, second, result)
+            for part in further:
+                self._quietly(np.add, result, part, result)
+            if self._divisor:
+                divide(result, self._divisor)
         except BaseException as error:
             channel.interrupted(call, error)
             raise

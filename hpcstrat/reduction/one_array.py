@@ -1,23 +1,19 @@
-"""The reduction of one small array between workers of one replica, at one go.
+"""The reduction of one small array, from the program's call to the agreement.
 
-Right after the system has moved a message, each step of Python takes three times as
-long as in a loop, and nested calls most. So what an entry, a plan, an agreement and a
-sum do one inside the other is one function here, for the case that nearly all small
-calls are; whatever else there is it leaves to them.
+Nearly all small calls are alike: an array, the usual options, nothing under way. What
+an entry, a plan and the choice of a way do one inside the other costs more than the
+exchange itself, and three times as much right after the system has moved a message. So
+it is one function here; whatever else there is it leaves to them.
 """
 
 from __future__ import annotations
 
-import contextvars
 from threading import get_ident
 from typing import Any
-
-import numpy as np
 
 from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import leave
-from hpcstrat.collectives.work import divide
 from hpcstrat.reduction.reduction_plan import ReductionPlan
 from hpcstrat.typing import Array
 
@@ -25,9 +21,9 @@ __all__ = ["OneArray"]
 
 
 class OneArray:
-    """A reduction that is made again and again, in the header of its call.
+    """A reduction that is made again and again.
 
-    ``what`` is the name of the call, which is planned as an `InlineReduction` of a
+    ``what`` is the name of the call, which is planned with a ``small`` reduction of a
     ``single`` array.
     """
 
@@ -39,18 +35,11 @@ class OneArray:
         recycler: Recycler,
         timeout_seconds: float | None,
     ) -> None:
-        inline: Any = planned.small
-        self._what, self._inline, self._channel = what, inline, channel
-        self._call, self._divisor = planned.call, planned.divisor
-        self._timeout_seconds = timeout_seconds
-        self._own = inline.single
-        self._first, self._second, *self._further = inline.terms
+        small: Any = planned.small
+        self._what, self._call, self._channel = what, planned.call, channel
+        self._reduce, self._timeout_seconds = small.reduce_one, timeout_seconds
         self._results, self._recycler = planned.results, recycler
         [(self._shape, self._dtype)] = planned.results
-        # Where numbers give no warnings, see `hpcstrat.arrays.casting.quiet`.
-        quiet = contextvars.Context()
-        quiet.run(np.seterr, all="ignore")
-        self._quietly = quiet.run
 
     def __call__(self, array: Array, out: Any = None) -> Any:
         """Reduce an array, into ``out`` or a new one; None if another way has to.
@@ -74,16 +63,7 @@ class OneArray:
             return None
         entered, channel.thread = channel.num_calls, thread
         try:
-            self._own[...] = array
-            if channel.swap(self._inline, self._call):
-                self._quietly(np.add, self._first, self._second, out)
-                for term in self._further:
-                    self._quietly(np.add, out, term, out)
-                if self._divisor:
-                    divide(out, self._divisor)
-            else:
-                with self._inline.into(out):
-                    channel.end_swap(self._inline, self._call, self._timeout_seconds)
+            self._reduce(array, out, self._call, self._timeout_seconds)
         except BaseException as error:
             leave(channel, self._what, error, entered)
             raise

@@ -141,7 +141,7 @@ def plan_reduction(
     small: SmallReduction | InlineReduction | None = None
     if choice.small and len(some) == 1:
         if topology.num_workers == 1:
-            small = SmallReduction(some[0], signatures, channel)
+            small = SmallReduction(some[0], signatures, divisor, channel)
         elif fits_header(some[0], channel):
             small = InlineReduction(some[0], signatures, divisor, channel)
             call = replace(call, how=INLINE)

@@ -70,8 +70,8 @@ class Reductions:
         self._ops = ops
         self._options = options
         self._plans: dict[Any, ReductionPlan] = {}
-        # Of single small arrays between workers of one replica, by call, operation,
-        # type and shape, for who calls as nearly all do.
+        # Of single small arrays, by call, operation, type and shape, for who calls as
+        # nearly all do.
         self.ones: dict[Any, OneArray] = {}
         # Where arrays may lie that the ranks of a worker have all mapped; if there are
         # any, on all ranks.
@@ -257,17 +257,17 @@ class Reductions:
         return planned, outs
 
     def _keep_one(self, planned: ReductionPlan, request: _Request) -> None:
-        """Let a single array between workers of one replica go the short way."""
+        """Let a single small array go the short way, in the calls that follow."""
         channel: Any = self.collectives.channel
         small, (op, what, _) = planned.small, request
-        if not isinstance(small, InlineReduction) or small.single is None:
+        # None in several workers of several replicas.
+        if small is None or not small.single:
             return
-        if channel.wire.alone:
-            seconds = self._options.timeout_seconds
-            one = OneArray(what, planned, channel, self._recycler, seconds)
-            # By what calls are given, too: to look that up takes time.
-            for name in (op, op.name, op.name.lower()):
-                self.ones[what, name, *planned.signatures[0]] = one
+        seconds = self._options.timeout_seconds
+        one = OneArray(what, planned, channel, self._recycler, seconds)
+        # By what calls are given, too: to look that up takes time.
+        for name in (op, op.name, op.name.lower()):
+            self.ones[what, name, *planned.signatures[0]] = one
 
     def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
         """Return arrays for the results of a call on a GPU."""

@@ -43,7 +43,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 _SEAM = os.path.join(_PACKAGE, "channel", "entries.py")
 # An entry that is one function with what it surrounds; its first and its last line.
 _SHORT_WAY = os.path.join(_PACKAGE, "reduction", "one_array.py")
-_FIRST, _AFTER = "self._own[...] = array", "except BaseException"
+_FIRST, _AFTER = "self._reduce(", "except BaseException"
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
 # A line of a loop that waits is begun any number of times.
