@@ -56,6 +56,58 @@ MUTANTS = (
         if total is not result""",
     ),
     _m(
+        "one array: a mean inside a worker is not divided",
+        "2:one_array",
+        """            if self._divisor:
+                divide(result, self._divisor)""",
+        "            pass",
+    ),
+    _m(
+        "one array: a mean between workers is not divided",
+        "2:one_array",
+        """        if self._divisor:
+            divide(result, self._divisor)
+""",
+        "",
+    ),
+    _m(
+        "one array: the third rank is left out",
+        "3:one_array",
+        "for part in further:",
+        "for part in further[1:]:",
+    ),
+    _m(
+        "one array: a header that differs is not seen",
+        "2:one_array",
+        "if self._reads[step]() != own or not sent.Test():",
+        "if not sent.Test():",
+    ),
+    _m(
+        "areas: sums are written on one rank alone",
+        "3:areas",
+        """            if rank != me:
+                quietly(assign, part, ..., total)""",
+        "            pass",
+    ),
+    _m(
+        "areas: memory that is gone is an area yet",
+        "3:areas",
+        "area.nbytes < array.nbytes or not area.lives()",
+        "area.nbytes < array.nbytes",
+    ),
+    _m(
+        "areas: the memory of another process is taken",
+        "3:areas",
+        "if (file.st_dev, file.st_ino) != (row[_DEVICE], row[_INODE]):",
+        "if file.st_size < row[_NBYTES]:",
+    ),
+    _m(
+        "areas: a rank without one is not seen",
+        "3:areas",
+        "shared = bool((states != _NONE).all())",
+        "shared = bool((states != _NONE).any())",
+    ),
+    _m(
         "mean: three replicas are taken for a power of two",
         "3:all_reduce",
         "divisor & (divisor - 1)",
@@ -335,9 +387,9 @@ MUTANTS = (
         "AdamW: excluded names decay too",
         "2:optimizer_rules",
         """        if not self._is_excluded(step.name):
-            value *= value""",
+            # Before the step, as decay""",
         """        if step.name:
-            value *= value""",
+            # Before the step, as decay""",
     ),
     _m(
         "LAMB: the ratio of norms upside down",
