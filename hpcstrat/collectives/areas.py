@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, quietly
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.channel.awaited import HEADER, Awaits
 from hpcstrat.channel.channel import Channel
-from hpcstrat.collectives.work import Algorithm, Work, add_in_order, divide
+from hpcstrat.collectives.work import Algorithm, Work, divide
 from hpcstrat.typing import Array
 
 __all__ = ["LEAST_AREA_BYTES", "Areas", "reduce_in_areas"]
@@ -187,6 +187,7 @@ def _rows(channel: Channel) -> Array:
     return places.of(np.dtype(np.int64))[:, start : start + _ROW]
 
 
+@quiet
 def _sum_segment(
     arrays: Sequence[Array], me: int, divisor: int, channel: Channel
 ) -> None:
@@ -198,11 +199,17 @@ def _sum_segment(
     scratch = channel.places.scratch(dtype)
     step = min(_PIECE_BYTES // dtype.itemsize, len(scratch))
     for start in range(low, high, step):
-        stop = min(start + step, high)
-        terms = [array[start:stop] for array in arrays]
+        piece = slice(start, min(start + step, high))
+        first, second, *further = terms = [array[piece] for array in arrays]
         total = terms[me]
-        add_in_order(terms, total, scratch)
-        divide(total, divisor)
+        if further:
+            partial = np.add(first, second, scratch[: len(total)])
+            for term in further[:-1]:
+                np.add(partial, term, partial)
+            first, second = partial, further[-1]
+        np.add(first, second, total)
+        if divisor:
+            divide(total, divisor)
         for rank, part in enumerate(terms):
             if rank != me:
-                quietly(assign, part, ..., total)
+                part[...] = total

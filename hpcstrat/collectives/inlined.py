@@ -97,6 +97,7 @@ class InlineReduction:
                 [(_, terms)] = self._blocks
                 self._terms = [term.reshape(part.shape) for term in terms]
                 self._blocks = [(part, self._terms)]
+                self._first, self._second, *self._further = self._terms
 
     def _make_blocks(self, nbytes: int) -> None:
         headers = self._headers
@@ -182,17 +183,26 @@ class InlineReduction:
         self, array: Array, result: Array, call: Call, timeout_seconds: float | None
     ) -> None:
         """Do the same for a ``single`` array, in a call that `Channel.is_plain`."""
-        channel, terms = self._channel, self._terms
+        channel = self._channel
         self._own[...] = array
-        if not channel.swap(self, call):
-            with self.into(result):
-                channel.end_swap(self, call, timeout_seconds)
-            return
-        self._quietly(np.add, terms[0], terms[1], result)
-        for term in terms[2:]:
-            self._quietly(np.add, result, term, result)
-        if self._divisor:
-            divide(result, self._divisor)
+        try:
+            # As `Channel.swap`: a call less, right behind one of the system.
+            channel.num_calls += 1
+            mark, looks = channel.position.run_mark, channel.waiter.quick_looks
+            came = self._headers.swap(mark, call.digest, self, looks)
+            channel.last_call = call
+            if came:
+                self._quietly(np.add, self._first, self._second, result)
+                for term in self._further:
+                    self._quietly(np.add, result, term, result)
+                if self._divisor:
+                    divide(result, self._divisor)
+                return
+        except BaseException as error:
+            channel.interrupted(call, error)
+            raise
+        with self.into(result):
+            channel.end_swap(self, call, timeout_seconds)
 
     @contextlib.contextmanager
     def into(self, result: Array | None) -> Iterator[None]:

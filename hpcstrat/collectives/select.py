@@ -127,9 +127,11 @@ def by_exchange(
     """Return the exchange of messages, for workers of one replica."""
     workers = topology.num_workers
     default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
-    # Of a single piece the sums would wait for all parts, and the wire for the sums.
-    several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
-    default = min(default, several // 64 * 64)
+    if nbytes > room_bytes(workers):
+        # Not in one piece, of which the sums would wait for all parts, and the wire for
+        # the sums.
+        several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
+        default = min(default, several // 64 * 64)
     piece = max(64, options.bytes_per_pack or default)
     return Choice(reduce_by_exchange, piece, how="parts between workers")
 

@@ -59,14 +59,16 @@ MUTANTS = (
         "one array: a mean inside a worker is not divided",
         "2:one_array",
         """            if self._divisor:
-                divide(result, self._divisor)""",
-        "            pass",
+                divide(result, self._divisor)
+        except""",
+        """            pass
+        except""",
     ),
     _m(
         "one array: a mean between workers is not divided",
         "2:one_array",
-        """        if self._divisor:
-            divide(result, self._divisor)
+        """                if self._divisor:
+                    divide(result, self._divisor)
 """,
         "",
     ),
@@ -86,7 +88,7 @@ MUTANTS = (
         "areas: sums are written on one rank alone",
         "3:areas",
         """            if rank != me:
-                quietly(assign, part, ..., total)""",
+                part[...] = total""",
         "            pass",
     ),
     _m(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.cli.main import main
 from hpcstrat.collectives.exchanged import FEW_EXCHANGING
 from hpcstrat.collectives.inlined import INLINE
-from hpcstrat.collectives.select import schedule
+from hpcstrat.collectives.select import schedule, select
+from hpcstrat.options import CommunicationOptions
+from hpcstrat.topology.topology import slot_bytes
 
 MPI = "all-reduce of MPI"
 
@@ -30,6 +33,21 @@ def test_ways_begin_at_one_byte_and_follow_each_other() -> None:
         starts = [start for start, _ in schedule(workers, 4)]
         assert starts[0] == 1
         assert starts == sorted(set(starts))
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_what_a_header_carries_is_one_piece(each: int) -> None:
+    for workers in range(2, 70):
+        topology: Any = SimpleNamespace(
+            num_workers=workers,
+            num_replicas=workers * each,
+            worker_comm=SimpleNamespace(size=each),
+            num_cores=each,
+            slot_bytes=slot_bytes(each, workers),
+        )
+        for nbytes in range(64, room_bytes(workers) + 64, 960):
+            choice = select(nbytes, topology, CommunicationOptions())
+            assert not choice.small or choice.piece_bytes >= nbytes
 
 
 def test_headers_carry_less_of_each_of_more_workers() -> None:
