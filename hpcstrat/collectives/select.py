@@ -35,6 +35,7 @@ __all__ = [
     "Choice",
     "by_mpi",
     "hierarchical",
+    "imagined",
     "schedule",
     "select",
     "shared_memory",
@@ -189,19 +190,25 @@ def wire_type(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
-    """Return from which size on what reduces, in words: the first from 1 byte on.
-
-    Not collective. It is of calls with one array, where each replica has a core.
-    """
-    each, options = replicas_per_worker, CommunicationOptions()
-    topology: Any = SimpleNamespace(
+def imagined(num_workers: int, replicas_per_worker: int) -> Any:
+    """Return what `select` looks at of a topology, where each replica has a core."""
+    each = replicas_per_worker
+    return SimpleNamespace(
         num_workers=num_workers,
         num_replicas=num_workers * each,
         worker_comm=SimpleNamespace(size=each),
         num_cores=each,
         slot_bytes=slot_bytes(each, num_workers),
     )
+
+
+def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
+    """Return from which size on what reduces, in words: the first from 1 byte on.
+
+    Not collective. It is of calls with one array, where each replica has a core.
+    """
+    options = CommunicationOptions()
+    topology = imagined(num_workers, replicas_per_worker)
 
     def how(nbytes: int) -> str:
         choice = select(nbytes, topology, options)

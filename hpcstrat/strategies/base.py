@@ -216,6 +216,7 @@ class ReplicaContext:
             and type(reduce_op) in _OPERATIONS
             and (out is None or type(out) is np.ndarray)
         ):
+            # As in `Strategy.reduce`: a function for both would be a call more.
             one = ones.get(("all_reduce", reduce_op, value.dtype, value.shape))
             entry = current()
             if one is not None and entry is not None and entry.replica_context is self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.cli.main import main
 from hpcstrat.collectives.exchanged import FEW_EXCHANGING
 from hpcstrat.collectives.inlined import INLINE
-from hpcstrat.collectives.select import schedule, select
+from hpcstrat.collectives.select import imagined, schedule, select
 from hpcstrat.options import CommunicationOptions
-from hpcstrat.topology.topology import slot_bytes
 
 MPI = "all-reduce of MPI"
 
@@ -38,13 +36,7 @@ def test_ways_begin_at_one_byte_and_follow_each_other() -> None:
 @pytest.mark.parametrize("each", [1, 4])
 def test_what_a_header_carries_is_one_piece(each: int) -> None:
     for workers in range(2, 70):
-        topology: Any = SimpleNamespace(
-            num_workers=workers,
-            num_replicas=workers * each,
-            worker_comm=SimpleNamespace(size=each),
-            num_cores=each,
-            slot_bytes=slot_bytes(each, workers),
-        )
+        topology = imagined(workers, each)
         for nbytes in range(64, room_bytes(workers) + 64, 960):
             choice = select(nbytes, topology, CommunicationOptions())
             assert not choice.small or choice.piece_bytes >= nbytes
