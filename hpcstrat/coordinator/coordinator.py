@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +43,6 @@ class _Call:
 
     __slots__ = (
         "args",
-        "epoch",
         "function",
         "keep",
         "number",
@@ -59,7 +59,6 @@ class _Call:
         # What is on workers, and named in the payload, must not be dropped before.
         self.args: Any = None
         self.keep = False
-        self.epoch = 0
         self.since = 0.0
 
 
@@ -120,11 +119,11 @@ class ClusterCoordinator:
         # Those whose ranks were lost, until a spare one takes the place, or none can.
         self._vacant: deque[_Worker] = deque()
         self._queue: deque[_Call] = deque()
-        # By the function itself, so that bound methods are found again; its number.
-        self._functions: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
+        # By `_identity`, the number of a function, which is kept with its identity.
+        self._functions: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._payloads: dict[int, bytes] = {}
         self._dropped: deque[tuple[int, int]] = deque()
-        self._count = self._epoch = 0
+        self._count = 0
         self._error: Exception | None = None
         self._unavailable: Exception | None = None
         self._warned_at = time.monotonic()
@@ -172,8 +171,9 @@ class ClusterCoordinator:
         UnavailableError
             If a parameter server is lost; `recover` says how to go on.
         Exception
-            The first error of an earlier function, once; what was queued is cancelled,
-            and ``fn`` is not scheduled.
+            The first error of an earlier function, once, when no function is under way
+            any more; those that were not begun are cancelled, and ``fn`` is not
+            scheduled.
         """
         self._require_open()
         if not callable(fn):
@@ -203,7 +203,8 @@ class ClusterCoordinator:
         UnavailableError
             If a parameter server is lost; `recover` says how to go on.
         Exception
-            The first error of a function, once; what was queued is cancelled.
+            The first error of a function, once, when no function is under way any more;
+            those that were not begun are cancelled.
         """
         self._require_open()
         self._wait(self._is_idle)
@@ -229,7 +230,6 @@ class ClusterCoordinator:
         self._cancel()
         self._mailbox.wait(self._has_settled, lambda: "workers to end their functions")
         self._unavailable = self._error = None
-        self._epoch += 1
         self._require_worker()
         self._strategy.move_from_lost()
         # What was pickled names where variables were.
@@ -371,24 +371,19 @@ class ClusterCoordinator:
 
     def _call(self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any) -> _Call:
         call = _Call(remote._number, self._function(fn), remote)
-        call.epoch, call.keep = self._epoch, remote._recipe is not None
+        call.keep = remote._recipe is not None
         if args or kwargs:
             call.payload, call.args = pickled((args, kwargs)), (args, kwargs)
         return call
 
     def _function(self, fn: Any) -> int:
         """Return a function's number; it is pickled when it comes first."""
-        try:
-            known = self._functions.get(fn)
-        except TypeError:
-            # It has no hash.
-            known, fn = None, _ByIdentity(fn)
-            known = self._functions.get(fn)
+        key = _identity(fn)
+        known = self._functions.get(key)
         if known is None:
             number = self._count = self._count + 1
-            whole = fn.value if isinstance(fn, _ByIdentity) else fn
-            known = self._functions[fn] = number, pickled(whole)
-            self._payloads[number] = known[1]
+            self._payloads[number] = pickled(fn)
+            known = self._functions[key] = number, fn
             if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
                 self._forget_function()
         return known[0]
@@ -468,8 +463,8 @@ class ClusterCoordinator:
     def _fail(self, call: _Call, error: Exception) -> None:
         """Take note of a function's error, and cancel what was not begun."""
         call.remote._settle(FAILED, error)
-        # Those scheduled before an error that was raised are told by their own values.
-        if call.keep or call.epoch < self._epoch or self._error is not None:
+        # All but the first are told by their own values.
+        if call.keep or self._error is not None:
             return
         self._error = error
         self._cancel()
@@ -489,10 +484,16 @@ class ClusterCoordinator:
             raise self._unavailable
 
     def _raise_error(self) -> None:
+        """Raise the first error of the functions, when all have ended.
+
+        So no function of before writes, or fails, once the program handles the error.
+        """
+        if self._error is None:
+            return
+        self._wait(self._is_idle)
+        self._raise_unavailable()
         error, self._error = self._error, None
-        if error is not None:
-            self._epoch += 1
-            raise error
+        raise error
 
     def _is_idle(self) -> bool:
         return not self._queue and not any(w.under_way for w in self._workers)
@@ -554,7 +555,7 @@ class ClusterCoordinator:
             self._require_worker()
         except UnavailableError as error:
             self._unavailable = error
-        if self._unavailable is not None:
+        if self._unavailable is not None or self._error is not None:
             self._cancel()
 
     def _run_again(self, worker: _Worker, calls: list[_Call]) -> int:
@@ -680,17 +681,18 @@ class _Returns:
         return self._value
 
 
-class _ByIdentity:
-    """Stands for a function without a hash, and keeps it."""
+def _identity(fn: Any) -> Any:
+    """Return a key that no other function has while this one lives.
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.value is self.value
+    Not the function itself: objects that can be called may compare equal, and do
+    different things. A bound method is made anew by each access.
+    """
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), id(fn.__func__)
+    if isinstance(fn, (types.BuiltinMethodType, types.MethodWrapperType)):
+        # They compare the identities of object and function.
+        return fn
+    return id(fn)
 
 
 def _cancelled() -> CancelledError:

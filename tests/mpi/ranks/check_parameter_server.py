@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import logging
@@ -119,6 +120,40 @@ def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) ->
         assert coordinator.schedule(lambda: 6).fetch() == 6
 
     cluster.run(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A function whose objects all compare equal."""
+
+    factor: int = dataclasses.field(compare=False)
+    unseen: list[int] = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+    def count(self) -> int:
+        """Return how often this object was called in this process."""
+        self.unseen.append(0)
+        return len(self.unseen)
+
+
+def test_functions_that_compare_equal_are_told_apart(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        functions = [Scaled(factor) for factor in range(4)]
+        assert len(set(functions)) == 1
+        values = [coordinator.schedule(function, (10,)) for function in functions]
+        values += [coordinator.schedule(f.__call__, (10,)) for f in functions]
+        assert coordinator.fetch(values) == 2 * [0, 10, 20, 30]
+        # The methods of one object are pickled once, those of another one again.
+        for function in functions[:2]:
+            counts = [coordinator.schedule(function.count) for _ in range(20)]
+            assert sum(coordinator.fetch(counts)) >= 20 * 21 / 2 / (job.size - 2)
+        numbers = iter(range(100))
+        drawn = [coordinator.schedule(numbers.__next__) for _ in range(20)]
+        assert max(coordinator.fetch(drawn)) >= 19 // (job.size - 2)
+
+    Cluster(job).run(body)
 
 
 def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
@@ -615,6 +650,39 @@ def test_each_function_has_its_own_errors(cluster: Cluster, job: Any) -> None:
             coordinator.join()
 
     cluster.run(body, job.size - 2)
+
+
+def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable, ran = made(strategy, np.zeros(3)), made(strategy, np.int64(0))
+        with strategy.scope():
+            bad = Slow(1.0)
+        bad.fails = True
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        # So that workers have some ahead.
+        for _ in range(20):
+            coordinator.schedule(int)
+        coordinator.join()
+        # The server finds out that it cannot make this update when the error of the
+        # other function is known for long.
+        pairs = [(np.ones(3), variable)]
+        late = coordinator.schedule(bad.apply_gradients, (pairs,))
+        coordinator.schedule(fail, (KeyError("of the function"),))
+        with pytest.raises((KeyError, ZeroDivisionError)):
+            while True:
+                coordinator.schedule(int)
+        assert coordinator.done()
+        with pytest.raises(ZeroDivisionError):
+            late.fetch()
+        for _ in range(20):
+            coordinator.schedule(lambda: ran.assign_add(np.int64(1)))
+        coordinator.join()
+        assert ran.numpy() == 20
+
+    cluster.run(body)
 
 
 class Hollow:
