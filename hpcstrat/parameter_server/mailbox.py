@@ -1,8 +1,9 @@
 """Messages between coordinator, workers and servers: tuples, pickled, with arrays.
 
 A message is one message of MPI, with small arrays inside; large ones follow in pieces,
-straight from and into their memory. Nothing here blocks in MPI: what is sent is kept
-until it is gone, and what arrives is given out when it is whole.
+straight from and into their memory, and so does all that is more than a piece. Nothing
+here blocks in MPI: what is sent is kept until it is gone, and what arrives is given out
+when it is whole, the messages of one rank in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class _Sending:
 
 
 class _Arriving:
-    """A message whose large arrays are on their way."""
+    """A message that is on its way in pieces, or comes after such a one."""
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
     def __init__(
-        self, source: int, payload: bytes, buffers: Any, requests: Any
+        self, source: int, payload: Any, buffers: Any = (), requests: Any = ()
     ) -> None:
         self.source = source
         self.payload = payload
@@ -61,7 +62,10 @@ class _Arriving:
 
     def message(self) -> Any:
         """Return the message, which is whole."""
-        return pickle.loads(self.payload, buffers=self.buffers)
+        payload, buffers = self.payload, self.buffers
+        if payload is None:
+            payload, *buffers = buffers
+        return pickle.loads(payload, buffers=buffers)
 
 
 class Mailbox:
@@ -110,12 +114,16 @@ class Mailbox:
             return False
 
         data = pickle.dumps(message, 5, buffer_callback=is_small)
-        if not large:
+        views = [buffer.raw() for buffer in large]
+        whole: bytes | None = data
+        if len(data) > _PIECE_BYTES:
+            # The counts of MPI end at 2 GiB.
+            whole, views = None, [memoryview(data), *views]
+        if not views:
             self._start(rank, data, tag)
         else:
-            views = [buffer.raw() for buffer in large]
             sizes = [view.nbytes for view in views]
-            self._start(rank, _MARK + pickle.dumps((data, sizes), 5), tag)
+            self._start(rank, _MARK + pickle.dumps((whole, sizes), 5), tag)
             sent = [
                 self._start(rank, view[start : start + _PIECE_BYTES], tag + _PIECES)
                 for view in views
@@ -179,11 +187,13 @@ class Mailbox:
         return self._take(self._mpi.ANY_SOURCE, INBOX)
 
     def _take_arrived(self) -> None:
-        still = []
+        still: list[_Arriving] = []
+        late: set[int] = set()
         for one in self._arriving:
-            if self._is_whole(one):
+            if one.source not in late and self._is_whole(one):
                 self._whole.append((one.source, one.message()))
             else:
+                late.add(one.source)
                 still.append(one)
         self._arriving = [one for one in still if one.source not in self.lost]
 
@@ -208,6 +218,9 @@ class Mailbox:
             self._note_loss(error)
             return None
         if data[:1] != _MARK:
+            if tag == INBOX and any(one.source == source for one in self._arriving):
+                self._arriving.append(_Arriving(source, data))
+                return None
             return source, pickle.loads(data)
         payload, sizes = pickle.loads(memoryview(data)[1:])
         kind = np.dtype(np.uint8)
@@ -230,7 +243,6 @@ class Mailbox:
             )
             self._answering.remove(one)
             return (source, one.message()) if whole is True else None
-        # Its sender sends nothing more before this has been taken.
         self._arriving.append(one)
         return None
 

@@ -20,7 +20,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CancelledError, OutOfRangeError
-from hpcstrat.parameter_server import pieces
+from hpcstrat.parameter_server import mailbox, pieces
 from hpcstrat.parameter_server.bells import Bells
 
 pytestmark = pytest.mark.algorithm
@@ -731,6 +731,42 @@ def test_an_interrupted_question_leaves_its_answer_to_no_other(
         interrupt(values[2])
 
     cluster.run(body, job.size - 2)
+
+
+def test_large_messages_come_in_pieces_and_in_order(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "_PIECE_BYTES", 30_001)
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        lengths = [10, 200_000, 0, 90_000, 5] * 6
+        # Pickled in one piece, and as an array beside it.
+        texts = [str(number) * length for number, length in enumerate(lengths)]
+        both = {"text": texts[1], "array": np.arange(50_000)}
+        values = [coordinator.schedule(lambda x: x + x, (text,)) for text in texts]
+        tree = coordinator.schedule(lambda **named: named, kwargs=both)
+        captured = coordinator.schedule(lambda: len(texts[6]))
+        coordinator.join()
+        assert coordinator.fetch(values) == [text + text for text in texts]
+        assert captured.fetch() == len(texts[6])
+        found = tree.fetch()
+        assert found["text"] == both["text"]
+        np.testing.assert_array_equal(found["array"], both["array"])
+
+    Cluster(job).run(body)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_arguments_and_results_may_be_larger_than_two_gibibytes(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        large = np.zeros((2 << 30) + 3, np.uint8)
+        large[-1] = 7
+        found = coordinator.schedule(lambda x: x, (large,)).fetch()
+        assert found.nbytes == large.nbytes
+        assert found[-1] == 7
+
+    Cluster(job).run(body, job.size - 2)
 
 
 def test_changed_options_reach_workers_and_servers(job: Any) -> None:
