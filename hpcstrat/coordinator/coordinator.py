@@ -82,7 +82,8 @@ class ClusterCoordinator:
     """Schedules functions on the workers of a cluster.
 
     There is one for a strategy: making another returns the first. Functions are sent
-    whenever one of its methods is called, some ahead for each worker.
+    whenever one of its methods is called, some ahead for each worker. In a scheduled
+    function it gives its strategy, and can do nothing else.
 
     Parameters
     ----------
@@ -103,13 +104,18 @@ class ClusterCoordinator:
             )
         if strategy.coordinator is None:
             self = object.__new__(cls)
-            self._begin(strategy)
+            self._strategy = strategy
+            if strategy._cluster.coordinates:
+                self._begin(strategy)
             strategy.coordinator = self
         found: ClusterCoordinator = strategy.coordinator
         return found
 
+    def __reduce__(self) -> Any:
+        """Travel with a function as what stands for the strategy there."""
+        return ClusterCoordinator, (self._strategy,)
+
     def _begin(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = strategy
         self._mailbox = strategy.client.mailbox
         self._mailbox.on_loss = self._lose
         self._workers = [
@@ -373,7 +379,8 @@ class ClusterCoordinator:
         call = _Call(remote._number, self._function(fn), remote)
         call.keep = remote._recipe is not None
         if args or kwargs:
-            call.payload, call.args = pickled((args, kwargs)), (args, kwargs)
+            call.payload = _travelling((args, kwargs), f"the arguments of {fn!r:.80}")
+            call.args = args, kwargs
         return call
 
     def _function(self, fn: Any) -> int:
@@ -382,7 +389,7 @@ class ClusterCoordinator:
         known = self._functions.get(key)
         if known is None:
             number = self._count = self._count + 1
-            self._payloads[number] = pickled(fn)
+            self._payloads[number] = _travelling(fn, f"{fn!r:.80}")
             known = self._functions[key] = number, fn
             if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
                 self._forget_function()
@@ -665,10 +672,16 @@ class ClusterCoordinator:
             raise RuntimeError(
                 f"expected {self._strategy!r} to be open, found it closed; make another"
             )
+        if not self._strategy._cluster.coordinates:
+            raise RuntimeError(
+                "expected the ClusterCoordinator to be used by the coordinator's "
+                "program, found that a scheduled function uses it; return what the "
+                "program needs to schedule more"
+            )
 
     def __repr__(self) -> str:
         """Show how many workers there are."""
-        return f"ClusterCoordinator({len(self._workers)} workers)"
+        return f"ClusterCoordinator({len(self._strategy.roles.workers)} workers)"
 
 
 class _Returns:
@@ -679,6 +692,18 @@ class _Returns:
 
     def __call__(self) -> Any:
         return self._value
+
+
+def _travelling(value: Any, what: str) -> bytes:
+    """Return in bytes what workers are sent; an error names it."""
+    try:
+        return pickled(value)
+    except Exception as error:
+        error.add_note(
+            f"raised while {what} was pickled for the workers, with all that it "
+            "refers to; leave out what cannot be sent, and make it on the workers"
+        )
+        raise
 
 
 def _identity(fn: Any) -> Any:

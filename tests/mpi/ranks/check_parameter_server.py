@@ -165,6 +165,11 @@ def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
             coordinator.schedule(lambda x: x, (value,))
         with pytest.raises(ValueError, match="RemoteValue"):
             coordinator.schedule(lambda: value)
+        lock = threading.Lock()
+        for fn, args in ((lambda: lock, ()), (id, (lock,))):
+            with pytest.raises(TypeError, match="cannot pickle") as caught:
+                coordinator.schedule(fn, args)
+            assert "was pickled for the workers" in caught.value.__notes__[0]
         with pytest.raises(AssertionError):
             hs.coordinator.PerWorkerValues([3])
         with pytest.raises(RuntimeError, match="index"):
@@ -180,6 +185,40 @@ def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
             hs.embedding_lookup(variable, [2])
 
     cluster.run(body)
+
+
+class Trainer:
+    """A program as an object, whose methods are scheduled."""
+
+    def __init__(self, strategy: Any, coordinator: Any) -> None:
+        self.strategy, self.coordinator = strategy, coordinator
+        self.total = made(strategy, 0.0)
+
+    def step(self, number: float) -> str:
+        """Use what is here on workers."""
+        assert self.coordinator.strategy is self.strategy
+        assert hs.coordinator.ClusterCoordinator(self.strategy) is self.coordinator
+        self.total.assign_add(number)
+        return repr(self.coordinator)
+
+    def schedule_from_worker(self) -> None:
+        """Do what only the coordinator can."""
+        self.coordinator.schedule(self.step, (1.0,))
+
+
+def test_a_function_may_hold_the_coordinator_and_not_use_it(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        trainer = Trainer(strategy, coordinator)
+        shown = coordinator.schedule(trainer.step, (2.0,)).fetch()
+        assert shown == repr(coordinator)
+        assert trainer.total.numpy() == 2
+        with pytest.raises(RuntimeError, match="found that a scheduled function uses"):
+            coordinator.schedule(trainer.schedule_from_worker).fetch()
+        with pytest.raises(RuntimeError, match="found that a scheduled function uses"):
+            coordinator.join()
+        assert coordinator.schedule(lambda: trainer.coordinator).fetch() is coordinator
+
+    Cluster(job).run(body)
 
 
 def test_a_coordinator_that_would_serve_leaves_nobody_waiting(job: Any) -> None:
