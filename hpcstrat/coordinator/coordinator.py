@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import types
 import weakref
@@ -23,6 +24,7 @@ from hpcstrat.coordinator.worker import ERROR, INLINE, NOTHING, ON_WORKER
 from hpcstrat.errors import CancelledError, UnavailableError
 from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.handles import error_of, pickled, unpickled
+from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Tree
 
@@ -83,7 +85,7 @@ class ClusterCoordinator:
 
     There is one for a strategy: making another returns the first. Functions are sent
     whenever one of its methods is called, some ahead for each worker. In a scheduled
-    function it gives its strategy, and can do nothing else.
+    function it gives its strategy, and can do nothing else. Several threads may use it.
 
     Parameters
     ----------
@@ -96,6 +98,9 @@ class ClusterCoordinator:
         For another strategy.
     """
 
+    _strategy: ParameterServerStrategy
+    lock: threading.RLock
+
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         """Return the strategy's coordinator."""
         if type(strategy) is not ParameterServerStrategy:
@@ -104,7 +109,7 @@ class ClusterCoordinator:
             )
         if strategy.coordinator is None:
             self = object.__new__(cls)
-            self._strategy = strategy
+            self._strategy, self.lock = strategy, strategy.client.lock
             if strategy._cluster.coordinates:
                 self._begin(strategy)
             strategy.coordinator = self
@@ -189,14 +194,16 @@ class ClusterCoordinator:
             )
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         self._check(args, kwargs)
-        self._pump()
+        with self.lock:
+            self._pump()
         if len(self._queue) >= _MOST_QUEUED:
             self._wait(lambda: len(self._queue) < _MOST_QUEUED)
         self._raise_unavailable()
         self._raise_error()
-        call = self._made(fn, args, kwargs)
-        self._queue.append(call)
-        self._deal()
+        with self.lock:
+            call = self._made(fn, args, kwargs)
+            self._queue.append(call)
+            self._deal()
         return call.remote
 
     def join(self) -> None:
@@ -233,24 +240,28 @@ class ClusterCoordinator:
             it again.
         """
         self._require_open()
-        self._cancel()
+        with self.lock:
+            self._cancel()
         self._mailbox.wait(self._has_settled, lambda: "workers to end their functions")
-        self._unavailable = self._error = None
-        self._require_worker()
-        self._strategy.move_from_lost()
-        # What was pickled names where variables were.
-        self._functions.clear()
-        self._payloads.clear()
-        for worker in self._workers:
-            worker.functions.clear()
-            self._mailbox.send(worker.rank, ("renew",))
+        with self.lock:
+            self._unavailable = self._error = None
+            self._require_worker()
+            self._strategy.move_from_lost()
+            # What was pickled names where variables were.
+            self._functions.clear()
+            self._payloads.clear()
+            for worker in self._workers:
+                worker.functions.clear()
+                self._mailbox.send(worker.rank, ("renew",))
         self._raise_unavailable()
 
+    @one_thread_at_a_time
     def _has_settled(self) -> bool:
         self._pump()
         self._warn()
         return self._is_idle()
 
+    @one_thread_at_a_time
     def done(self) -> bool:
         """Whether all scheduled functions have ended.
 
@@ -349,6 +360,7 @@ class ClusterCoordinator:
     def _is_lost(self, value: RemoteValue) -> bool:
         return isinstance(value._content, UnavailableError)
 
+    @one_thread_at_a_time
     def _on_each_worker(self, fn: Any, *args: Any) -> list[RemoteValue]:
         """Call a function on each worker, which keeps the result."""
         values = []
@@ -499,20 +511,28 @@ class ClusterCoordinator:
             return
         self._wait(self._is_idle)
         self._raise_unavailable()
-        error, self._error = self._error, None
-        raise error
+        with self.lock:
+            error, self._error = self._error, None
+        if error is not None:
+            # It was not raised in another thread.
+            raise error
 
     def _is_idle(self) -> bool:
         return not self._queue and not any(w.under_way for w in self._workers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, and say now and then for which worker; not where a server is lost."""
+        """Wait, and say now and then for which worker; not where a server is lost.
+
+        Other threads go on: functions may wait for what they do.
+        """
         self._warned_at = time.monotonic()
 
         def look() -> bool:
-            self._pump()
-            self._warn()
-            return self._unavailable is not None or ready()
+            with self.lock:
+                self._require_open()
+                self._pump()
+                self._warn()
+                return self._unavailable is not None or ready()
 
         self._mailbox.wait(look, lambda: "workers to end their functions")
 
@@ -626,6 +646,7 @@ class ClusterCoordinator:
             if value._state == WAITING:
                 self._raise_unavailable()
 
+    @one_thread_at_a_time
     def load(self, value: RemoteValue) -> Any:
         """Return a result, which is asked for where its worker has it.
 

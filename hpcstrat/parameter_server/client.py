@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat.errors import UnavailableError
 from hpcstrat.parameter_server.handles import error_of
-from hpcstrat.parameter_server.mailbox import Mailbox
+from hpcstrat.parameter_server.mailbox import Mailbox, one_thread_at_a_time
 from hpcstrat.parameter_server.memory import Place, Reader, Readers
 from hpcstrat.typing import Array
 
@@ -22,11 +22,12 @@ class Client:
     """Sends updates, which are not waited for before `flush`, and reads.
 
     ``flushes`` is whether each update is waited for: not inside of a scheduled
-    function, which waits for all of its updates at its end.
+    function, which waits for all of its updates at its end. Who sends several and waits
+    for them holds ``lock`` meanwhile: errors are raised where they are waited for.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
-        self.mailbox = mailbox
+        self.mailbox, self.lock = mailbox, mailbox.lock
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
@@ -61,20 +62,24 @@ class Client:
         """Return the servers that are not lost."""
         return [rank for rank in self.servers if rank not in self.mailbox.lost]
 
+    @one_thread_at_a_time
     def ask(self, server: int, *message: Any) -> Any:
         """Return the answer of a server; after all updates that this rank has sent."""
         return self.mailbox.ask(server, message)
 
+    @one_thread_at_a_time
     def post(self, server: int, *message: Any) -> None:
         """Send an update."""
         self.tell(server, *message)
         self._dirty[server] = None
 
+    @one_thread_at_a_time
     def tell(self, server: int, *message: Any) -> None:
         """Send an update that nobody waits for."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
+    @one_thread_at_a_time
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
         known = False
@@ -114,6 +119,7 @@ class Client:
                 "restore the last checkpoint on those that are left"
             )
 
+    @one_thread_at_a_time
     def flush(self) -> None:
         """Wait until all updates of this rank are made; raise the first error."""
         dirty, self._dirty = list(self._dirty), {}
@@ -128,6 +134,7 @@ class Client:
         if problem is not None:
             raise problem
 
+    @one_thread_at_a_time
     def pending(self) -> dict[int, int]:
         """Return what servers of this node will have counted when all is made here.
 
@@ -144,6 +151,7 @@ class Client:
         self._unseen.update(wanted)
         return wanted
 
+    @one_thread_at_a_time
     def is_made(self, wanted: dict[int, int]) -> bool:
         """Whether servers have counted so much, or are lost."""
         own, lost = self.mailbox.rank, self.mailbox.lost
@@ -152,6 +160,7 @@ class Client:
             for server, count in wanted.items()
         )
 
+    @one_thread_at_a_time
     def wait_for(self, wanted: dict[int, int]) -> None:
         """Wait until servers have counted so much."""
         notice = self.mailbox.notice
@@ -161,6 +170,7 @@ class Client:
             warns=True,
         )
 
+    @one_thread_at_a_time
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates that are made, or that a server is lost.
 
@@ -187,6 +197,7 @@ class Client:
             for error in errors:
                 raise error_of(error)
 
+    @one_thread_at_a_time
     def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
         """Copy a shard's value."""
         if reader is not None:
@@ -200,6 +211,7 @@ class Client:
                 return
         np.copyto(out, self.ask(server, "read", number))
 
+    @one_thread_at_a_time
     def read_bytes(
         self, server: int, number: int, reader: Reader | None, start: int, stop: int
     ) -> Array:
@@ -212,6 +224,7 @@ class Client:
         answer = self.ask(server, "read_bytes", number, None, start, stop)
         return np.asarray(answer)
 
+    @one_thread_at_a_time
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:

@@ -8,12 +8,14 @@ when it is whole, the messages of one rank in the order in which they were sent.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pickle
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.topology.survival import is_loss, lost_ranks
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "one_thread_at_a_time"]
 
 INBOX, REPLY = 1, 2
 # Pieces of large arrays have tags of their own.
@@ -36,6 +38,24 @@ _PIECE_BYTES = 64 << 20
 _MARK = b"L"
 _LOOK_SECONDS = 1.0
 _MOST_KEPT_BYTES = 64 << 20
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def one_thread_at_a_time(method: _Method) -> _Method:
+    """Let other threads wait while one is in a method; its object has ``lock``.
+
+    Calls of one rank need no order in common with those of others, so that any number
+    of threads may make them.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone  # type: ignore[return-value]
 
 
 class _Sending:
@@ -72,7 +92,8 @@ class Mailbox:
     """What a rank sends to others of the cluster, and gets from them.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
-    that have died; ``on_loss`` is called with those that are new.
+    that have died; ``on_loss`` is called with those that are new. Whoever uses it holds
+    ``lock``, where there are several threads.
     """
 
     def __init__(self, topology: Topology, channel: Channel, bells: Bells) -> None:
@@ -83,6 +104,7 @@ class Mailbox:
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.bells = bells
+        self.lock = threading.RLock()
         self.rank = self._comm.rank
         self._status = self._mpi.Status()
         self._outbox: list[_Sending] = []
@@ -290,7 +312,10 @@ class Mailbox:
         *,
         warns: bool = False,
     ) -> Any:
-        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress."""
+        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress.
+
+        Where this thread does not hold ``lock``, ``ready`` takes it.
+        """
         found = ready()
         if found:
             return found
@@ -318,7 +343,8 @@ class Mailbox:
         dead = self._channel.dead()
         if self._survives:
             # The launcher does not tell of a rank that has ended the job by itself.
-            self.hear(dead)
+            with self.lock:
+                self.hear(dead)
         elif dead:
             raise RankLostError(
                 f"expected {what()}, found that the processes of ranks {list(dead)} "

@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,77 @@ def test_functions_that_compare_equal_are_told_apart(job: Any) -> None:
         assert max(coordinator.fetch(drawn)) >= 19 // (job.size - 2)
 
     Cluster(job).run(body)
+
+
+def test_threads_of_the_coordinator_may_schedule_fetch_and_update(
+    cluster: Cluster, job: Any
+) -> None:
+    many, threads = 100, 4
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        table, count = made(strategy, np.zeros((4, 3))), made(strategy, np.int64(0))
+        one = np.int64(1)
+
+        def use(index: int) -> None:
+            for number in range(many):
+                value = coordinator.schedule(lambda *x: x, (index, number))
+                count.assign_add(one)
+                rows = hs.IndexedSlices(np.ones((1, 3)), [index])
+                table.scatter_add(rows)
+                # A thread reads what it has written.
+                assert table.numpy()[index].tolist() == [number + 1.0] * 3
+                assert value.fetch() == (index, number)
+            coordinator.join()
+
+        with ThreadPoolExecutor(threads) as pool:
+            tasks = [pool.submit(copy_context().run, use, i) for i in range(threads)]
+            for task in tasks:
+                task.result()
+        assert count.numpy() == threads * many
+        assert coordinator.done()
+
+    cluster.run(body)
+
+
+def test_a_thread_that_waits_holds_up_no_other(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        begun, go_on = made(strategy, 0.0), made(strategy, 0.0)
+
+        def wait() -> None:
+            begun.assign(1.0)
+            while not go_on.numpy():
+                time.sleep(0.001)
+
+        coordinator.schedule(wait)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(copy_context().run, coordinator.join)
+            while not begun.numpy():
+                assert not joined.done()
+            go_on.assign(1.0)
+            joined.result()
+        assert coordinator.done()
+
+    cluster.run(body)
+
+
+def test_threads_of_a_function_may_update(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        table = made(strategy, np.zeros((4, 3)))
+
+        def use(index: int) -> None:
+            for number in range(50):
+                table.scatter_add(hs.IndexedSlices(np.ones((1, 3)), [index]))
+                assert table.numpy()[index, 0] == number + 1
+
+        def several() -> None:
+            with ThreadPoolExecutor(4) as pool:
+                for task in [pool.submit(copy_context().run, use, i) for i in range(4)]:
+                    task.result()
+
+        coordinator.schedule(several).fetch()
+        np.testing.assert_array_equal(table.numpy(), np.full((4, 3), 50.0))
+
+    cluster.run(body)
 
 
 def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
@@ -701,6 +774,10 @@ def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) 
         def fail(error: Exception) -> None:
             raise error
 
+        def schedule_until_an_error() -> None:
+            while True:
+                coordinator.schedule(int)
+
         # So that workers have some ahead.
         for _ in range(20):
             coordinator.schedule(int)
@@ -711,8 +788,7 @@ def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) 
         late = coordinator.schedule(bad.apply_gradients, (pairs,))
         coordinator.schedule(fail, (KeyError("of the function"),))
         with pytest.raises((KeyError, ZeroDivisionError)):
-            while True:
-                coordinator.schedule(int)
+            schedule_until_an_error()
         assert coordinator.done()
         with pytest.raises(ZeroDivisionError):
             late.fetch()
