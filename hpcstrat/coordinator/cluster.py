@@ -16,6 +16,7 @@ from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.server import VariableServer
 from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.topology.starting import abandon_mpi
 
 __all__ = ["Cluster", "Roles", "wish_of"]
 
@@ -207,6 +208,9 @@ class Cluster:
     def _close(self) -> None:
         """Free everything; collective, unless a rank may be lost by now."""
         if self.topology.survives:
+            if self.mailbox.lost:
+                # Others may end before MPI has told this rank of the loss.
+                abandon_mpi()
             self._connection.abandon(self._key)
             return
         self.mailbox.close()

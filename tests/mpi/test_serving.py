@@ -11,8 +11,14 @@ import pytest
 
 from hpcstrat import testing
 from tests.mpi.programs import served_kills
-from tests.mpi.programs.killing import Trial
-from tests.mpi.programs.started import IS_OPEN_MPI, start, ulfm
+from tests.mpi.programs.killing import Trial, local
+from tests.mpi.programs.started import (
+    IS_OPEN_MPI,
+    PROGRAMS,
+    run_command,
+    start,
+    ulfm,
+)
 
 ENDS = ("busy", "exit", "raise", "interrupt", "worker", "workers")
 CODES = {"busy": 0, "exit": 3, "workers": 0}
@@ -36,6 +42,18 @@ def test_all_ranks_end_with_the_coordinator(way: str) -> None:
     if way == "worker" and IS_OPEN_MPI:
         # The launcher, or a rank that has seen it before.
         assert re.search(r"rank 2|ranks \[2\]", ended.stderr), str(ended)
+
+
+@ulfm
+def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
+    path = str(PROGRAMS / "serving.py")
+    command = [*local(4), sys.executable, path, "lost"]
+    ended = run_command(command, "serving.py lost", 30, {})
+    assert ended.returncode == 0, str(ended)
+    assert "closed" in ended.stdout, str(ended)
+    # MPI_Finalize of one that was not told waits for ever, now and then.
+    assert "asked" not in ended.stdout, str(ended)
+    assert not ended.survivors, str(ended)
 
 
 def test_the_program_of_the_guide_trains() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat.topology import starting
 
 
 def kill() -> None:
@@ -51,11 +52,39 @@ def late(begun: Any, table: Any) -> None:
     print("late", float(table.numpy()[-1]), flush=True)
 
 
+def lost() -> None:
+    """Lose the server, close the strategy, and end without MPI_Finalize."""
+
+    def not_told(comm: Any) -> list[int]:
+        print("asked MPI", flush=True)
+        return []
+
+    # As where MPI tells ranks of the loss later than they end.
+    vars(starting)["lost_ranks"] = not_told
+    strategy = hs.ParameterServerStrategy(on_lost_rank="raise")
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        pid = hs.Variable(hs.Rows((1,), np.int64, process))
+    os.kill(int(pid.numpy()[0]), signal.SIGKILL)
+    try:
+        while True:
+            coordinator.schedule(pid.numpy).fetch()
+    except hs.UnavailableError:
+        strategy.close()
+    print("closed", flush=True)
+    os._exit(0)
+
+
+def process(start: int, stop: int) -> Any:
+    """Return the number of this process, in each row."""
+    return np.full(stop - start, os.getpid())
+
+
 def main() -> None:
     """Schedule a function, and end."""
     way = sys.argv[1]
-    if way == "workers":
-        workers()
+    if way in ("workers", "lost"):
+        globals()[way]()
         return
     strategy = hs.ParameterServerStrategy()
     coordinator = hs.coordinator.ClusterCoordinator(strategy)
