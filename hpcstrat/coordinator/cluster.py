@@ -174,11 +174,11 @@ class Cluster:
                 [self.roles.coordinator],
             )
 
-    def end(self, *, closes: bool) -> None:
+    def end(self, *, closes: bool) -> list[Any]:
         """Wait until all have ended; free everything where all of them close.
 
         For those who use servers, which stay until the last has ended: workers do so
-        after the function that they run.
+        after the function that they run. Returns the messages that nobody had taken.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
@@ -190,12 +190,15 @@ class Cluster:
                 # Some may not have heard of a loss.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
+        left: list[Any] = []
 
         def all_told() -> bool:
             while (found := mailbox.poll()) is not None:
-                server, (kind, *rest) = found
-                if kind == "ended":
-                    told[server] = rest[0]
+                server, message = found
+                if message[0] == "ended":
+                    told[server] = message[1]
+                else:
+                    left.append(message)
             mailbox.leave_answers()
             return mailbox.lost.union(told) >= set(roles.servers)
 
@@ -204,6 +207,7 @@ class Cluster:
         mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
             self._close()
+        return left
 
     def _close(self) -> None:
         """Free everything; collective, unless a rank may be lost by now."""

@@ -522,11 +522,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         """
         self._end(closes=False)
 
-    def _end(self, *, closes: bool) -> None:
+    def _end(self, *, closes: bool) -> list[Any]:
+        """End; return the messages that nobody had taken."""
         with self.client.lock:
-            if not self.closed:
-                self.closed = True
-                self._cluster.end(closes=closes)
+            if self.closed:
+                return []
+            self.closed = True
+            return self._cluster.end(closes=closes)
 
     def __repr__(self) -> str:
         """Show how many ranks do what."""

@@ -44,6 +44,13 @@ def test_all_ranks_end_with_the_coordinator(way: str) -> None:
         assert re.search(r"rank 2|ranks \[2\]", ended.stderr), str(ended)
 
 
+def test_a_worker_that_makes_fewer_variables_is_told_at_its_end() -> None:
+    ended = start(3, "serving.py", "fewer")
+    assert ended.returncode == 0, str(ended)
+    told = "rank 0 has made 'second', and rank 2 has not"
+    assert ended.stderr.count(told) == 1, str(ended)
+
+
 @ulfm
 def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
     path = str(PROGRAMS / "serving.py")

@@ -44,6 +44,15 @@ def workers() -> None:
     print("at last", float(variable.numpy()), flush=True)
 
 
+def fewer() -> None:
+    """Let the last worker make fewer variables than the first."""
+    strategy = hs.ParameterServerStrategyV1()
+    with strategy.scope():
+        hs.Variable(0.0, name="both")
+        if strategy.worker_index == 0:
+            hs.Variable(0.0, name="second")
+
+
 def late(begun: Any, table: Any) -> None:
     """Update, and read, when the coordinator has ended."""
     begun.assign_add(1.0)
@@ -83,7 +92,7 @@ def process(start: int, stop: int) -> Any:
 def main() -> None:
     """Schedule a function, and end."""
     way = sys.argv[1]
-    if way in ("workers", "lost"):
+    if way in ("workers", "fewer", "lost"):
         globals()[way]()
         return
     strategy = hs.ParameterServerStrategy()

@@ -1036,6 +1036,24 @@ def test_workers_run_the_program_themselves_without_a_coordinator(
     strategy.close()
 
 
+def test_a_worker_that_makes_fewer_variables_is_told(job: Any) -> None:
+    try:
+        strategy = hs.ParameterServerStrategyV1(num_ps=1)
+    except SystemExit:
+        return
+    makes_fewer = job.rank == job.size - 1
+    with strategy.scope():
+        hs.Variable(0.0, name="both")
+        if not makes_fewer:
+            hs.Variable(0.0, name="second")
+            hs.Variable(np.zeros(3), name="third")
+    if makes_fewer:
+        problem = f"rank 0 has made 'second', 'third', and rank {job.rank} has not"
+        with pytest.raises(ValueError, match=problem):
+            strategy.close()
+    strategy.close()
+
+
 def test_a_rank_without_room_for_a_pipe_looks_by_itself(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
