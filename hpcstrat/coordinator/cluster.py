@@ -58,8 +58,8 @@ class Roles:
 class Cluster:
     """The connection of all ranks of a strategy, and this rank's part in it.
 
-    Collective over ``wish.comm``. What is wrong is raised on every rank. Where a rank is
-    lost meanwhile, and that is to be survived, those that are left are connected.
+    Collective over ``wish.comm``. What is wrong is raised on every rank. Where a rank
+    is lost meanwhile, and that is to be survived, those that are left are connected.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class Cluster:
                 f"expected spare_ranks >= 0, found {spare_ranks!r}; say how many ranks "
                 "wait until another is lost"
             )
-        num_lost = 0
         while True:
-            numbers = num_ps, max(spare_ranks - num_lost, 0) if num_lost else spare_ranks
+            numbers = num_ps, spare_ranks
             made = False
             try:
                 self._connect(wish, problem, resolver, numbers, between_graph)
@@ -104,15 +103,17 @@ class Cluster:
                 self._connection.abandon(self._key)
             comm = wish.comm or Topology.world()
             left = comm.Shrink()
-            num_lost += comm.size - left.size
+            lost = comm.size - left.size
             wish = replace(wish, comm=left)
+            spare_ranks = max(spare_ranks - lost, 0)
             # Others may end before MPI has told this rank of the loss.
             abandon_mpi()
             if left.rank == 0:
                 get_logger().warning(
-                    "%d ranks were lost while %s was made; it is made of those that "
+                    "lost %d of %d ranks while %s was made; it is made of those that "
                     "are left",
-                    num_lost,
+                    lost,
+                    comm.size,
                     wish.kind,
                 )
 

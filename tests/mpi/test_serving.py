@@ -63,6 +63,37 @@ def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
     assert not ended.survivors, str(ended)
 
 
+_CLUSTER, _CONNECTION = "hpcstrat.coordinator.cluster", "hpcstrat.strategies.connection"
+
+
+@ulfm
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("start", 3),
+        # Whoever is left may coordinate, when nothing has begun.
+        ("start", 0),
+        # Another rank waits for this one, others go on to an agreement.
+        (f"{_CONNECTION}._agree_on_settings", 1),
+        (f"{_CLUSTER}._roles", 2),
+        *[
+            pytest.param(f"{_CLUSTER}.{name}", rank, marks=pytest.mark.full)
+            for name in ("Bells", "Mailbox", "Client")
+            for rank in (1, 3)
+        ],
+    ],
+)
+def test_a_cluster_is_formed_without_a_rank_that_is_lost_meanwhile(
+    place: str, rank: int
+) -> None:
+    words = [str(PROGRAMS / "serving.py"), "creation", place, str(rank)]
+    ended = run_command([*local(4), sys.executable, *words], place, 30, {})
+    assert ended.returncode == 0, str(ended)
+    assert "10.0 with 1 and 0 spare" in ended.stdout, str(ended)
+    assert "lost 1 of 4 ranks while ParameterServerStrategy was" in ended.stderr
+    assert not ended.survivors, str(ended)
+
+
 def test_the_program_of_the_guide_trains() -> None:
     path = Path(__file__).parents[2] / "docs" / "examples" / "embeddings_served.py"
     command = [sys.executable, str(path), "--servers", "2"]

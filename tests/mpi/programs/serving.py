@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.topology import starting
+from hpcstrat.topology.topology import start_mpi
 
 
-def kill() -> None:
-    """End the worker that runs this."""
+def kill(*_: Any, **named: Any) -> None:
+    """End the process that runs this."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -84,6 +87,26 @@ def lost() -> None:
     os._exit(0)
 
 
+def creation() -> None:
+    """Lose a rank at some place in the creation of the strategy."""
+    place, rank = sys.argv[2], int(sys.argv[3])
+    start_mpi()
+    if launch_from_environment().rank == rank:
+        module, _, name = place.rpartition(".")
+        if not module:
+            kill()
+        setattr(importlib.import_module(module), name, kill)
+    strategy = hs.ParameterServerStrategy(spare_ranks=1, on_lost_rank="raise")
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        variable = hs.Variable(0.0)
+    for _ in range(10):
+        coordinator.schedule(variable.assign_add, (1.0,))
+    coordinator.join()
+    roles = strategy.roles
+    print(f"{variable.numpy()} with {len(roles.workers)} and {len(roles.spares)} spare")
+
+
 def process(start: int, stop: int) -> Any:
     """Return the number of this process, in each row."""
     return np.full(stop - start, os.getpid())
@@ -92,7 +115,7 @@ def process(start: int, stop: int) -> Any:
 def main() -> None:
     """Schedule a function, and end."""
     way = sys.argv[1]
-    if way in ("workers", "fewer", "lost"):
+    if way in ("workers", "fewer", "lost", "creation"):
         globals()[way]()
         return
     strategy = hs.ParameterServerStrategy()
