@@ -391,7 +391,7 @@ class ClusterCoordinator:
         call = _Call(remote._number, self._function(fn), remote)
         call.keep = remote._recipe is not None
         if args or kwargs:
-            call.payload = _travelling((args, kwargs), f"the arguments of {fn!r:.80}")
+            call.payload = _travelling((args, kwargs), "the arguments of ", fn)
             call.args = args, kwargs
         return call
 
@@ -401,7 +401,7 @@ class ClusterCoordinator:
         known = self._functions.get(key)
         if known is None:
             number = self._count = self._count + 1
-            self._payloads[number] = _travelling(fn, f"{fn!r:.80}")
+            self._payloads[number] = _travelling(fn, "", fn)
             known = self._functions[key] = number, fn
             if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
                 self._forget_function()
@@ -715,14 +715,14 @@ class _Returns:
         return self._value
 
 
-def _travelling(value: Any, what: str) -> bytes:
-    """Return in bytes what workers are sent; an error names it."""
+def _travelling(value: Any, what: str, fn: Any) -> bytes:
+    """Return in bytes what workers are sent; an error names it, and the function."""
     try:
         return pickled(value)
     except Exception as error:
         error.add_note(
-            f"raised while {what} was pickled for the workers, with all that it "
-            "refers to; leave out what cannot be sent, and make it on the workers"
+            f"raised while {what}{fn!r:.80} was pickled for the workers, with all that "
+            "it refers to; leave out what cannot be sent, and make it on the workers"
         )
         raise
 

@@ -73,13 +73,11 @@ class Client:
         self.tell(server, *message)
         self._dirty[server] = None
 
-    @one_thread_at_a_time
     def tell(self, server: int, *message: Any) -> None:
         """Send an update that nobody waits for."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
-    @one_thread_at_a_time
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
         known = False
@@ -134,7 +132,6 @@ class Client:
         if problem is not None:
             raise problem
 
-    @one_thread_at_a_time
     def pending(self) -> dict[int, int]:
         """Return what servers of this node will have counted when all is made here.
 
@@ -151,7 +148,6 @@ class Client:
         self._unseen.update(wanted)
         return wanted
 
-    @one_thread_at_a_time
     def is_made(self, wanted: dict[int, int]) -> bool:
         """Whether servers have counted so much, or are lost."""
         own, lost = self.mailbox.rank, self.mailbox.lost
@@ -160,7 +156,6 @@ class Client:
             for server, count in wanted.items()
         )
 
-    @one_thread_at_a_time
     def wait_for(self, wanted: dict[int, int]) -> None:
         """Wait until servers have counted so much."""
         notice = self.mailbox.notice
@@ -170,7 +165,6 @@ class Client:
             warns=True,
         )
 
-    @one_thread_at_a_time
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates that are made, or that a server is lost.
 
