@@ -5,18 +5,23 @@ Loads nothing: it serves from `import hpcstrat` on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import FrameType
 
 __all__ = ["call_site", "is_of_program", "pass_over"]
 
-# Folders whose frames are no part of the program.
-_passed_over: tuple[str, ...] = (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
+# Folders and files whose frames are no part of the program. Functions of this library
+# that are context managers or decorated by them are called out of contextlib.
+_passed_over: tuple[str, ...] = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.abspath(contextlib.__file__),
+)
 
 
 def pass_over(folder: str) -> None:
-    """Take a library that calls this one for no part of the program, in places."""
+    """Name no place in a library that calls this one as a place in the program."""
     global _passed_over  # noqa: PLW0603 - read in every search
     _passed_over = *_passed_over, os.path.abspath(folder) + os.sep
 

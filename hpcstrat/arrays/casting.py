@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import operator
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from hpcstrat.call_sites import pass_over
 from hpcstrat.typing import Array
 
 __all__ = [
@@ -50,6 +52,8 @@ A sum that overflows to infinity is a value like any other: with warnings as err
 numpy.seterr, it would take one rank out of a call that the others are in. What the
 program gives us to call keeps the program's settings, so that it is not called in here.
 """
+# What it decorates is called out of NumPy.
+pass_over(os.path.dirname(np.__file__))
 
 
 def make_quiet() -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.coordinator.cluster import Cluster, wish_of
 from hpcstrat.coordinator.strategy import ParameterServerStrategy
+from hpcstrat.logs import get_logger
 from hpcstrat.options import InputContext, InputOptions
 from hpcstrat.parameter_server.handles import error_bytes, error_of
 from hpcstrat.parameter_server.variables import ServerVariable
@@ -27,9 +28,10 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     """Variables on some ranks; all others run the program, each for itself.
 
     Collective over ``comm``, as is making a variable in its scope over the workers: the
-    same ones, in the same order. On parameter servers the constructor serves until all
-    workers have ended or closed the strategy, and then ends the program by SystemExit.
-    A worker that ends or closes the strategy waits for the others.
+    same ones, in the same order; one that has made fewer is told when it closes the
+    strategy, or ends. On parameter servers the constructor serves until all workers
+    have ended or closed the strategy, and then ends the program by SystemExit. A worker
+    that ends or closes the strategy waits for the others.
     Nothing else keeps workers in step; there is one replica in sync. The form of
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
@@ -179,6 +181,44 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         numbers : iterable of int
             Not used.
         """
+
+    def close(self) -> None:
+        """Wait until all workers have closed the strategy or ended, and free it.
+
+        Not collective, but for that. A second call does nothing.
+
+        Raises
+        ------
+        ValueError
+            If the first worker has made variables that this one has not.
+        """
+        problem = self._not_made_here(self._end(closes=True))
+        if problem:
+            raise ValueError(problem)
+
+    def leave(self) -> None:
+        """Wait until all workers have closed the strategy or ended.
+
+        Not collective, but for that. Variables of the first worker that this one has
+        not made are logged.
+        """
+        problem = self._not_made_here(self._end(closes=False))
+        if problem:
+            # The end of a program raises nothing.
+            get_logger().error(problem)
+
+    def _not_made_here(self, left: list[Any]) -> str:
+        """Name the variables of which this worker has taken no note, if any."""
+        names = [message[0][0] for message in left if isinstance(message[0], tuple)]
+        if not names:
+            return ""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            "expected all workers to make the same variables, found that rank "
+            f"{self.roles.coordinator} has made {', '.join(map(repr, names[:5]))}{more}"
+            f", and rank {self._cluster.rank} has not; make the same ones on all "
+            "workers"
+        )
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None

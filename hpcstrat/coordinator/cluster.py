@@ -15,7 +15,11 @@ from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.server import VariableServer
+from hpcstrat.safety.uncaught import running_mpi
 from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.topology.starting import abandon_mpi
+from hpcstrat.topology.survival import is_loss
+from hpcstrat.topology.topology import Topology
 
 __all__ = ["Cluster", "Roles", "wish_of"]
 
@@ -54,7 +58,8 @@ class Roles:
 class Cluster:
     """The connection of all ranks of a strategy, and this rank's part in it.
 
-    Collective over ``wish.comm``. What is wrong is raised on every rank.
+    Collective over ``wish.comm``. What is wrong is raised on every rank. Where a rank
+    is lost meanwhile, and that is to be survived, those that are left are connected.
     """
 
     def __init__(
@@ -82,14 +87,55 @@ class Cluster:
                 f"expected spare_ranks >= 0, found {spare_ranks!r}; say how many ranks "
                 "wait until another is lost"
             )
+        while True:
+            numbers = num_ps, spare_ranks
+            made = False
+            try:
+                self._connect(wish, problem, resolver, numbers, between_graph)
+                made = True
+            except Exception as error:
+                if not (wish.survives and _is_loss(error, wish)):
+                    raise
+            if not wish.survives or _all_agree(made, wish):
+                return
+            # Nothing has begun, so that any rank may have any role.
+            if made:
+                self._connection.abandon(self._key)
+            comm = wish.comm or Topology.world()
+            left = comm.Shrink()
+            lost = comm.size - left.size
+            wish = replace(wish, comm=left)
+            spare_ranks = max(spare_ranks - lost, 0)
+            # Others may end before MPI has told this rank of the loss.
+            abandon_mpi()
+            if left.rank == 0:
+                get_logger().warning(
+                    "lost %d of %d ranks while %s was made; it is made of those that "
+                    "are left",
+                    lost,
+                    comm.size,
+                    wish.kind,
+                )
+
+    def _connect(
+        self,
+        wish: Wish,
+        problem: Exception | None,
+        resolver: Any,
+        numbers: tuple[Any, Any],
+        between_graph: bool,
+    ) -> None:
+        """Connect all ranks, and find out who does what."""
         self._key, self._connection = connect(wish, problem)
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
+        # Nothing collective ends where a rank may be lost.
+        ends = self._connection.abandon if wish.survives else self._connection.close
         with ExitStack() as undo:
-            undo.callback(self._connection.close, self._key)
+            undo.callback(ends, self._key)
             task = None if resolver is None else (resolver.task_type, resolver.task_id)
-            tasks = topology.replica_comm.allgather((task, (num_ps, spare_ranks)))
+            tasks = topology.replica_comm.allgather((task, numbers))
             self.roles = _roles(tasks, between_graph)
             if self.roles.spares and not topology.survives:
                 raise ValueError(
@@ -98,9 +144,9 @@ class Cluster:
                 )
             channel = self._connection.channel
             assert channel is not None
+            self.bells = Bells(topology)
+            self.mailbox = Mailbox(topology, channel, self.bells)
             undo.pop_all()
-        self.bells = Bells(topology)
-        self.mailbox = Mailbox(topology, channel, self.bells)
         self.mailbox.warn_seconds = float(self.settings.warn_seconds or 0)
         self.rank = self.mailbox.rank
         self.client = Client(self.mailbox, self.roles.servers)
@@ -173,11 +219,11 @@ class Cluster:
                 [self.roles.coordinator],
             )
 
-    def end(self, *, closes: bool) -> None:
+    def end(self, *, closes: bool) -> list[Any]:
         """Wait until all have ended; free everything where all of them close.
 
         For those who use servers, which stay until the last has ended: workers do so
-        after the function that they run.
+        after the function that they run. Returns the messages that nobody had taken.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
@@ -189,12 +235,15 @@ class Cluster:
                 # Some may not have heard of a loss.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
+        left: list[Any] = []
 
         def all_told() -> bool:
             while (found := mailbox.poll()) is not None:
-                server, (kind, *rest) = found
-                if kind == "ended":
-                    told[server] = rest[0]
+                server, message = found
+                if message[0] == "ended":
+                    told[server] = message[1]
+                else:
+                    left.append(message)
             mailbox.leave_answers()
             return mailbox.lost.union(told) >= set(roles.servers)
 
@@ -203,10 +252,14 @@ class Cluster:
         mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
             self._close()
+        return left
 
     def _close(self) -> None:
         """Free everything; collective, unless a rank may be lost by now."""
         if self.topology.survives:
+            if self.mailbox.lost:
+                # Others may end before MPI has told this rank of the loss.
+                abandon_mpi()
             self._connection.abandon(self._key)
             return
         self.mailbox.close()
@@ -263,6 +316,24 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
             f"{[task[0] for task in tasks]}; change the cluster"
         )
     return Roles(first[0], servers, workers, spares)
+
+
+def _is_loss(error: Exception, wish: Wish) -> bool:
+    """Whether an error while the ranks connect says that one was lost."""
+    mpi = running_mpi()
+    if mpi is None or isinstance(error, RankLostError):
+        return mpi is not None
+    return is_loss(mpi, error, wish.comm or Topology.world())
+
+
+def _all_agree(made: bool, wish: Wish) -> bool:
+    """Whether all ranks have connected; no, where one was lost. The same on all."""
+    try:
+        return bool((wish.comm or Topology.world()).Agree(int(made)))
+    except Exception as error:
+        if not _is_loss(error, wish):
+            raise
+        return False
 
 
 def wish_of(kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort") -> Wish:

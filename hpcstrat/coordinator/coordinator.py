@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +24,7 @@ from hpcstrat.coordinator.worker import ERROR, INLINE, NOTHING, ON_WORKER
 from hpcstrat.errors import CancelledError, UnavailableError
 from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.handles import error_of, pickled, unpickled
+from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Tree
 
@@ -42,7 +45,6 @@ class _Call:
 
     __slots__ = (
         "args",
-        "epoch",
         "function",
         "keep",
         "number",
@@ -59,7 +61,6 @@ class _Call:
         # What is on workers, and named in the payload, must not be dropped before.
         self.args: Any = None
         self.keep = False
-        self.epoch = 0
         self.since = 0.0
 
 
@@ -83,7 +84,8 @@ class ClusterCoordinator:
     """Schedules functions on the workers of a cluster.
 
     There is one for a strategy: making another returns the first. Functions are sent
-    whenever one of its methods is called, some ahead for each worker.
+    whenever one of its methods is called, some ahead for each worker. In a scheduled
+    function it gives its strategy, and can do nothing else. Several threads may use it.
 
     Parameters
     ----------
@@ -96,6 +98,9 @@ class ClusterCoordinator:
         For another strategy.
     """
 
+    _strategy: ParameterServerStrategy
+    lock: threading.RLock
+
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         """Return the strategy's coordinator."""
         if type(strategy) is not ParameterServerStrategy:
@@ -104,13 +109,18 @@ class ClusterCoordinator:
             )
         if strategy.coordinator is None:
             self = object.__new__(cls)
-            self._begin(strategy)
+            self._strategy, self.lock = strategy, strategy.client.lock
+            if strategy._cluster.coordinates:
+                self._begin(strategy)
             strategy.coordinator = self
         found: ClusterCoordinator = strategy.coordinator
         return found
 
+    def __reduce__(self) -> Any:
+        """Travel with a function as what stands for the strategy there."""
+        return ClusterCoordinator, (self._strategy,)
+
     def _begin(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = strategy
         self._mailbox = strategy.client.mailbox
         self._mailbox.on_loss = self._lose
         self._workers = [
@@ -120,11 +130,11 @@ class ClusterCoordinator:
         # Those whose ranks were lost, until a spare one takes the place, or none can.
         self._vacant: deque[_Worker] = deque()
         self._queue: deque[_Call] = deque()
-        # By the function itself, so that bound methods are found again; its number.
-        self._functions: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
+        # By `_identity`, the number of a function, which is kept with its identity.
+        self._functions: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._payloads: dict[int, bytes] = {}
         self._dropped: deque[tuple[int, int]] = deque()
-        self._count = self._epoch = 0
+        self._count = 0
         self._error: Exception | None = None
         self._unavailable: Exception | None = None
         self._warned_at = time.monotonic()
@@ -172,8 +182,9 @@ class ClusterCoordinator:
         UnavailableError
             If a parameter server is lost; `recover` says how to go on.
         Exception
-            The first error of an earlier function, once; what was queued is cancelled,
-            and ``fn`` is not scheduled.
+            The first error of an earlier function, once, when no function is under way
+            any more; those that were not begun are cancelled, and ``fn`` is not
+            scheduled.
         """
         self._require_open()
         if not callable(fn):
@@ -183,14 +194,16 @@ class ClusterCoordinator:
             )
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         self._check(args, kwargs)
-        self._pump()
+        with self.lock:
+            self._pump()
         if len(self._queue) >= _MOST_QUEUED:
             self._wait(lambda: len(self._queue) < _MOST_QUEUED)
         self._raise_unavailable()
         self._raise_error()
-        call = self._made(fn, args, kwargs)
-        self._queue.append(call)
-        self._deal()
+        with self.lock:
+            call = self._made(fn, args, kwargs)
+            self._queue.append(call)
+            self._deal()
         return call.remote
 
     def join(self) -> None:
@@ -203,7 +216,8 @@ class ClusterCoordinator:
         UnavailableError
             If a parameter server is lost; `recover` says how to go on.
         Exception
-            The first error of a function, once; what was queued is cancelled.
+            The first error of a function, once, when no function is under way any more;
+            those that were not begun are cancelled.
         """
         self._require_open()
         self._wait(self._is_idle)
@@ -226,25 +240,28 @@ class ClusterCoordinator:
             it again.
         """
         self._require_open()
-        self._cancel()
+        with self.lock:
+            self._cancel()
         self._mailbox.wait(self._has_settled, lambda: "workers to end their functions")
-        self._unavailable = self._error = None
-        self._epoch += 1
-        self._require_worker()
-        self._strategy.move_from_lost()
-        # What was pickled names where variables were.
-        self._functions.clear()
-        self._payloads.clear()
-        for worker in self._workers:
-            worker.functions.clear()
-            self._mailbox.send(worker.rank, ("renew",))
+        with self.lock:
+            self._unavailable = self._error = None
+            self._require_worker()
+            self._strategy.move_from_lost()
+            # What was pickled names where variables were.
+            self._functions.clear()
+            self._payloads.clear()
+            for worker in self._workers:
+                worker.functions.clear()
+                self._mailbox.send(worker.rank, ("renew",))
         self._raise_unavailable()
 
+    @one_thread_at_a_time
     def _has_settled(self) -> bool:
         self._pump()
         self._warn()
         return self._is_idle()
 
+    @one_thread_at_a_time
     def done(self) -> bool:
         """Whether all scheduled functions have ended.
 
@@ -343,6 +360,7 @@ class ClusterCoordinator:
     def _is_lost(self, value: RemoteValue) -> bool:
         return isinstance(value._content, UnavailableError)
 
+    @one_thread_at_a_time
     def _on_each_worker(self, fn: Any, *args: Any) -> list[RemoteValue]:
         """Call a function on each worker, which keeps the result."""
         values = []
@@ -371,24 +389,20 @@ class ClusterCoordinator:
 
     def _call(self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any) -> _Call:
         call = _Call(remote._number, self._function(fn), remote)
-        call.epoch, call.keep = self._epoch, remote._recipe is not None
+        call.keep = remote._recipe is not None
         if args or kwargs:
-            call.payload, call.args = pickled((args, kwargs)), (args, kwargs)
+            call.payload = _travelling((args, kwargs), "the arguments of ", fn)
+            call.args = args, kwargs
         return call
 
     def _function(self, fn: Any) -> int:
         """Return a function's number; it is pickled when it comes first."""
-        try:
-            known = self._functions.get(fn)
-        except TypeError:
-            # It has no hash.
-            known, fn = None, _ByIdentity(fn)
-            known = self._functions.get(fn)
+        key = _identity(fn)
+        known = self._functions.get(key)
         if known is None:
             number = self._count = self._count + 1
-            whole = fn.value if isinstance(fn, _ByIdentity) else fn
-            known = self._functions[fn] = number, pickled(whole)
-            self._payloads[number] = known[1]
+            self._payloads[number] = _travelling(fn, "", fn)
+            known = self._functions[key] = number, fn
             if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
                 self._forget_function()
         return known[0]
@@ -468,8 +482,8 @@ class ClusterCoordinator:
     def _fail(self, call: _Call, error: Exception) -> None:
         """Take note of a function's error, and cancel what was not begun."""
         call.remote._settle(FAILED, error)
-        # Those scheduled before an error that was raised are told by their own values.
-        if call.keep or call.epoch < self._epoch or self._error is not None:
+        # All but the first are told by their own values.
+        if call.keep or self._error is not None:
             return
         self._error = error
         self._cancel()
@@ -489,22 +503,36 @@ class ClusterCoordinator:
             raise self._unavailable
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
+        """Raise the first error of the functions, when all have ended.
+
+        So no function of before writes, or fails, once the program handles the error.
+        """
+        if self._error is None:
+            return
+        self._wait(self._is_idle)
+        self._raise_unavailable()
+        with self.lock:
+            error, self._error = self._error, None
         if error is not None:
-            self._epoch += 1
+            # It was not raised in another thread.
             raise error
 
     def _is_idle(self) -> bool:
         return not self._queue and not any(w.under_way for w in self._workers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, and say now and then for which worker; not where a server is lost."""
+        """Wait, and say now and then for which worker; not where a server is lost.
+
+        Other threads go on: functions may wait for what they do.
+        """
         self._warned_at = time.monotonic()
 
         def look() -> bool:
-            self._pump()
-            self._warn()
-            return self._unavailable is not None or ready()
+            with self.lock:
+                self._require_open()
+                self._pump()
+                self._warn()
+                return self._unavailable is not None or ready()
 
         self._mailbox.wait(look, lambda: "workers to end their functions")
 
@@ -554,7 +582,7 @@ class ClusterCoordinator:
             self._require_worker()
         except UnavailableError as error:
             self._unavailable = error
-        if self._unavailable is not None:
+        if self._unavailable is not None or self._error is not None:
             self._cancel()
 
     def _run_again(self, worker: _Worker, calls: list[_Call]) -> int:
@@ -618,6 +646,7 @@ class ClusterCoordinator:
             if value._state == WAITING:
                 self._raise_unavailable()
 
+    @one_thread_at_a_time
     def load(self, value: RemoteValue) -> Any:
         """Return a result, which is asked for where its worker has it.
 
@@ -664,10 +693,16 @@ class ClusterCoordinator:
             raise RuntimeError(
                 f"expected {self._strategy!r} to be open, found it closed; make another"
             )
+        if not self._strategy._cluster.coordinates:
+            raise RuntimeError(
+                "expected the ClusterCoordinator to be used by the coordinator's "
+                "program, found that a scheduled function uses it; return what the "
+                "program needs to schedule more"
+            )
 
     def __repr__(self) -> str:
         """Show how many workers there are."""
-        return f"ClusterCoordinator({len(self._workers)} workers)"
+        return f"ClusterCoordinator({len(self._strategy.roles.workers)} workers)"
 
 
 class _Returns:
@@ -680,17 +715,30 @@ class _Returns:
         return self._value
 
 
-class _ByIdentity:
-    """Stands for a function without a hash, and keeps it."""
+def _travelling(value: Any, what: str, fn: Any) -> bytes:
+    """Return in bytes what workers are sent; an error names it, and the function."""
+    try:
+        return pickled(value)
+    except Exception as error:
+        error.add_note(
+            f"raised while {what}{fn!r:.80} was pickled for the workers, with all that "
+            "it refers to; leave out what cannot be sent, and make it on the workers"
+        )
+        raise
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
-    def __hash__(self) -> int:
-        return id(self.value)
+def _identity(fn: Any) -> Any:
+    """Return a key that no other function has while this one lives.
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.value is self.value
+    Not the function itself: objects that can be called may compare equal, and do
+    different things. A bound method is made anew by each access.
+    """
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), id(fn.__func__)
+    if isinstance(fn, (types.BuiltinMethodType, types.MethodWrapperType)):
+        # They compare the identities of object and function.
+        return fn
+    return id(fn)
 
 
 def _cancelled() -> CancelledError:

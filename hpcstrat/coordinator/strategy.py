@@ -299,7 +299,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             Whether the variables were updated.
         """
         policy = self.settings.non_finite or "off"
-        return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
+        with self.client.lock:
+            return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -521,10 +522,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         """
         self._end(closes=False)
 
-    def _end(self, *, closes: bool) -> None:
-        if not self.closed:
+    def _end(self, *, closes: bool) -> list[Any]:
+        """End; return the messages that nobody had taken."""
+        with self.client.lock:
+            if self.closed:
+                return []
             self.closed = True
-            self._cluster.end(closes=closes)
+            return self._cluster.end(closes=closes)
 
     def __repr__(self) -> str:
         """Show how many ranks do what."""

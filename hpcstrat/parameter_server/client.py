@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat.errors import UnavailableError
 from hpcstrat.parameter_server.handles import error_of
-from hpcstrat.parameter_server.mailbox import Mailbox
+from hpcstrat.parameter_server.mailbox import Mailbox, one_thread_at_a_time
 from hpcstrat.parameter_server.memory import Place, Reader, Readers
 from hpcstrat.typing import Array
 
@@ -22,11 +22,12 @@ class Client:
     """Sends updates, which are not waited for before `flush`, and reads.
 
     ``flushes`` is whether each update is waited for: not inside of a scheduled
-    function, which waits for all of its updates at its end.
+    function, which waits for all of its updates at its end. Who sends several and waits
+    for them holds ``lock`` meanwhile: errors are raised where they are waited for.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
-        self.mailbox = mailbox
+        self.mailbox, self.lock = mailbox, mailbox.lock
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
@@ -61,10 +62,12 @@ class Client:
         """Return the servers that are not lost."""
         return [rank for rank in self.servers if rank not in self.mailbox.lost]
 
+    @one_thread_at_a_time
     def ask(self, server: int, *message: Any) -> Any:
         """Return the answer of a server; after all updates that this rank has sent."""
         return self.mailbox.ask(server, message)
 
+    @one_thread_at_a_time
     def post(self, server: int, *message: Any) -> None:
         """Send an update."""
         self.tell(server, *message)
@@ -114,6 +117,7 @@ class Client:
                 "restore the last checkpoint on those that are left"
             )
 
+    @one_thread_at_a_time
     def flush(self) -> None:
         """Wait until all updates of this rank are made; raise the first error."""
         dirty, self._dirty = list(self._dirty), {}
@@ -187,6 +191,7 @@ class Client:
             for error in errors:
                 raise error_of(error)
 
+    @one_thread_at_a_time
     def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
         """Copy a shard's value."""
         if reader is not None:
@@ -200,6 +205,7 @@ class Client:
                 return
         np.copyto(out, self.ask(server, "read", number))
 
+    @one_thread_at_a_time
     def read_bytes(
         self, server: int, number: int, reader: Reader | None, start: int, stop: int
     ) -> Array:
@@ -212,6 +218,7 @@ class Client:
         answer = self.ask(server, "read_bytes", number, None, start, stop)
         return np.asarray(answer)
 
+    @one_thread_at_a_time
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:

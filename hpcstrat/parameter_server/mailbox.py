@@ -1,18 +1,21 @@
 """Messages between coordinator, workers and servers: tuples, pickled, with arrays.
 
 A message is one message of MPI, with small arrays inside; large ones follow in pieces,
-straight from and into their memory. Nothing here blocks in MPI: what is sent is kept
-until it is gone, and what arrives is given out when it is whole.
+straight from and into their memory, and so does all that is more than a piece. Nothing
+here blocks in MPI: what is sent is kept until it is gone, and what arrives is given out
+when it is whole, the messages of one rank in the order in which they were sent.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pickle
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +28,7 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.topology.survival import is_loss, lost_ranks
 from hpcstrat.topology.topology import Topology
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "one_thread_at_a_time"]
 
 INBOX, REPLY = 1, 2
 # Pieces of large arrays have tags of their own.
@@ -35,6 +38,24 @@ _PIECE_BYTES = 64 << 20
 _MARK = b"L"
 _LOOK_SECONDS = 1.0
 _MOST_KEPT_BYTES = 64 << 20
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def one_thread_at_a_time(method: _Method) -> _Method:
+    """Let other threads wait while one is in a method; its object has ``lock``.
+
+    Calls of one rank need no order in common with those of others, so that any number
+    of threads may make them.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone  # type: ignore[return-value]
 
 
 class _Sending:
@@ -47,12 +68,12 @@ class _Sending:
 
 
 class _Arriving:
-    """A message whose large arrays are on their way."""
+    """A message that is on its way in pieces, or comes after such a one."""
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
     def __init__(
-        self, source: int, payload: bytes, buffers: Any, requests: Any
+        self, source: int, payload: Any, buffers: Any = (), requests: Any = ()
     ) -> None:
         self.source = source
         self.payload = payload
@@ -61,14 +82,18 @@ class _Arriving:
 
     def message(self) -> Any:
         """Return the message, which is whole."""
-        return pickle.loads(self.payload, buffers=self.buffers)
+        payload, buffers = self.payload, self.buffers
+        if payload is None:
+            payload, *buffers = buffers
+        return pickle.loads(payload, buffers=buffers)
 
 
 class Mailbox:
     """What a rank sends to others of the cluster, and gets from them.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
-    that have died; ``on_loss`` is called with those that are new.
+    that have died; ``on_loss`` is called with those that are new. Whoever uses it holds
+    ``lock``, where there are several threads.
     """
 
     def __init__(self, topology: Topology, channel: Channel, bells: Bells) -> None:
@@ -79,6 +104,7 @@ class Mailbox:
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.bells = bells
+        self.lock = threading.RLock()
         self.rank = self._comm.rank
         self._status = self._mpi.Status()
         self._outbox: list[_Sending] = []
@@ -110,12 +136,16 @@ class Mailbox:
             return False
 
         data = pickle.dumps(message, 5, buffer_callback=is_small)
-        if not large:
+        views = [buffer.raw() for buffer in large]
+        whole: bytes | None = data
+        if len(data) > _PIECE_BYTES:
+            # The counts of MPI end at 2 GiB.
+            whole, views = None, [memoryview(data), *views]
+        if not views:
             self._start(rank, data, tag)
         else:
-            views = [buffer.raw() for buffer in large]
             sizes = [view.nbytes for view in views]
-            self._start(rank, _MARK + pickle.dumps((data, sizes), 5), tag)
+            self._start(rank, _MARK + pickle.dumps((whole, sizes), 5), tag)
             sent = [
                 self._start(rank, view[start : start + _PIECE_BYTES], tag + _PIECES)
                 for view in views
@@ -179,11 +209,13 @@ class Mailbox:
         return self._take(self._mpi.ANY_SOURCE, INBOX)
 
     def _take_arrived(self) -> None:
-        still = []
+        still: list[_Arriving] = []
+        late: set[int] = set()
         for one in self._arriving:
-            if self._is_whole(one):
+            if one.source not in late and self._is_whole(one):
                 self._whole.append((one.source, one.message()))
             else:
+                late.add(one.source)
                 still.append(one)
         self._arriving = [one for one in still if one.source not in self.lost]
 
@@ -208,6 +240,9 @@ class Mailbox:
             self._note_loss(error)
             return None
         if data[:1] != _MARK:
+            if tag == INBOX and any(one.source == source for one in self._arriving):
+                self._arriving.append(_Arriving(source, data))
+                return None
             return source, pickle.loads(data)
         payload, sizes = pickle.loads(memoryview(data)[1:])
         kind = np.dtype(np.uint8)
@@ -230,7 +265,6 @@ class Mailbox:
             )
             self._answering.remove(one)
             return (source, one.message()) if whole is True else None
-        # Its sender sends nothing more before this has been taken.
         self._arriving.append(one)
         return None
 
@@ -278,7 +312,10 @@ class Mailbox:
         *,
         warns: bool = False,
     ) -> Any:
-        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress."""
+        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress.
+
+        Where this thread does not hold ``lock``, ``ready`` takes it.
+        """
         found = ready()
         if found:
             return found
@@ -306,7 +343,8 @@ class Mailbox:
         dead = self._channel.dead()
         if self._survives:
             # The launcher does not tell of a rank that has ended the job by itself.
-            self.hear(dead)
+            with self.lock:
+                self.hear(dead)
         elif dead:
             raise RankLostError(
                 f"expected {what()}, found that the processes of ranks {list(dead)} "

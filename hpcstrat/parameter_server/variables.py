@@ -302,9 +302,10 @@ class ServerVariable(Variable):
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
         client = self._strategy.client
-        for shard, part in self._parts(array):
-            client.post(shard.server, method, shard.number, part)
-        client.done()
+        with client.lock:
+            for shard, part in self._parts(array):
+                client.post(shard.server, method, shard.number, part)
+            client.done()
         return self if read_value else None
 
     def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
@@ -314,12 +315,13 @@ class ServerVariable(Variable):
             # Each row travels once.
             indices, values = summed_rows(indices, values)
         client = self._strategy.client
-        for shard, chosen in self._by_shard(indices):
-            own = indices[chosen] - shard.start
-            client.post(
-                shard.server, "scatter", shard.number, name, own, values[chosen]
-            )
-        client.done()
+        with client.lock:
+            for shard, chosen in self._by_shard(indices):
+                own = indices[chosen] - shard.start
+                client.post(
+                    shard.server, "scatter", shard.number, name, own, values[chosen]
+                )
+            client.done()
         return self
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[_Shard, Any]]:

@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import time
+from array import array
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
 # How long the launcher may take to tell of a death that MPI's error hints at.
 _TOLD_SECONDS = 2.0
+# What MPI may write to, of agreements that were given up.
+_abandoned: list[Any] = []
 _LAUNCH = "launch with `mpirun --with-ft ulfm` of Open MPI 5"
 
 
@@ -194,12 +197,12 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
         cause = error
         revoke([parent])
     try:
-        agreed = parent.Agree(int(comm is not None))
+        everywhere = _agreed(parent, comm is not None)
     except mpi.Exception as error:
         if not is_loss(mpi, error):
             raise
-        agreed, cause = 0, error
-    if not agreed:
+        everywhere, cause = False, error
+    if not everywhere:
         revoke([parent, comm])
         lost = lost_ranks(parent)
         raise RankLostError(
@@ -210,6 +213,21 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
     if comm:
         comm.Set_errhandler(mpi.ERRORS_RETURN)
     return comm
+
+
+def _agreed(parent: Any, made: bool) -> bool:
+    """Whether all ranks have made it; no, where one has left: it revokes ``parent``.
+
+    MPI_Comm_agree itself would wait for one that lives, and does not come.
+    """
+    flag = array("i", [made])
+    request = parent.Iagree(flag)
+    while not request.Test():
+        if parent.Is_revoked():
+            _abandoned.append((request, flag))
+            return False
+        os.sched_yield()
+    return bool(flag[0])
 
 
 def _some(lost: Sequence[int]) -> str:

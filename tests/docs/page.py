@@ -10,10 +10,16 @@ The words after the language of a fenced block say where it runs:
 ``python torch``   where PyTorch is installed, in a run of the page of its own
 ``python jax``     where JAX is installed, likewise
 ``python keras``   where Keras is installed, likewise
-``python no-run``  nowhere; for programs of other libraries
+``python ulfm``    where a job lives on when a rank dies: on six ranks, in a run of the
+                   page of its own
+``python no-run``  nowhere; for what needs another library or machine: its first line
+                   tells readers why
 =================  ====================================================================
 
-Blocks of other languages are text. All blocks of a page that run share one namespace.
+Blocks of other languages are text. All blocks of a page that run share one namespace. A
+block that makes a ParameterServerStrategy ends, on ranks that serve, with that of the
+coordinator, after which the strategy is closed; in the environment of ``ulfm`` are
+roles for such a strategy.
 
 A comment behind a block, which no reader sees, makes the page a *recipe*::
 
@@ -40,12 +46,24 @@ import numpy as np
 
 from hpcstrat.cluster_resolver import launch_from_environment
 
-__all__ = ["EXTRAS", "WORDS", "Block", "blocks", "numbers_of", "run", "runnable"]
+__all__ = [
+    "EXTRAS",
+    "ULFM_SIZE",
+    "WORDS",
+    "Block",
+    "blocks",
+    "numbers_of",
+    "run",
+    "runnable",
+]
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
 _COMPARED = re.compile(r"^<!-- compared: (.*) -->$")
 EXTRAS = ("torch", "jax", "keras")
-WORDS = {"", "ranks", "gpu", "no-run", *EXTRAS}
+ULFM_SIZE = 6
+WORDS = {"", "ranks", "gpu", "ulfm", "no-run", *EXTRAS}
+_SERVED = "ParameterServerStrategy"
+_TASKS = ("chief", "ps", "ps", "worker", "worker", "worker")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +140,13 @@ def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
     numbers: dict[str, list[float]] = {}
     for block in runnable(page, size, extra):
         code = "\n" * (block.line - 1) + block.code
-        exec(compile(code, str(page), "exec"), namespace)
+        try:
+            exec(compile(code, str(page), "exec"), namespace)
+        except SystemExit as end:
+            if end.code or _SERVED not in block.code:
+                raise
+        if _SERVED in block.code and "strategy" in namespace:
+            namespace.pop("strategy").close()
         for expression in block.compared:
             name = f"{block.where} {expression}".strip()
             numbers[name] = numbers_of(eval(expression, namespace))
@@ -137,6 +161,8 @@ def main(folder: str, size: int, extra: str, pages: list[str]) -> None:
 
     A page whose blocks have all run leaves ``compared.json`` there.
     """
+    if extra == "ulfm":
+        os.environ["TASK"] = _TASKS[launch_from_environment().rank]
     for number, page in enumerate(pages):
         place = Path(folder, str(number))
         place.mkdir(exist_ok=True)

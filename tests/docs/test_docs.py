@@ -23,7 +23,8 @@ import hpcstrat as hs
 from hpcstrat import testing
 from hpcstrat.testing.launcher import clean_environment
 from tests.docs.one_process import ONE_PROCESS
-from tests.docs.page import EXTRAS, WORDS, blocks, runnable
+from tests.docs.page import EXTRAS, ULFM_SIZE, WORDS, blocks, runnable
+from tests.mpi.programs.started import IS_OPEN_MPI, ulfm
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,6 +52,11 @@ WITH_EXTRAS = [
     for extra in EXTRAS
     if len(runnable(PAGES[name], 2, extra)) > len(runnable(PAGES[name], 2))
 ]
+WITH_LOSSES = [
+    name
+    for name, path in PAGES.items()
+    if any(block.where == "ulfm" for block in blocks(path.read_text()))
+]
 RECIPES = [
     (name, extra)
     for name, extra in [*[(name, "") for name in WITH_RANKS], *WITH_EXTRAS]
@@ -60,8 +66,9 @@ EXAMPLES = DOCS / "examples"
 
 
 def _param(*key: Any, marks: Any = ()) -> Any:
-    """Return a parameter; the last word of the key is the framework that it needs."""
-    needs = [pytest.mark.framework(key[-1])] if key[-1] else []
+    """Return a parameter; the last word of the key is what it needs, if anything."""
+    framework = pytest.mark.framework(key[-1])
+    needs = [ulfm if key[-1] == "ulfm" else framework] if key[-1] else []
     return pytest.param(*key, marks=[*needs, *marks])
 
 
@@ -83,7 +90,8 @@ def _run_pages(names: list[str], size: int, extra: str) -> dict[str, Done]:
     """Run pages in one job; where that fails, each of them in one of its own."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         words = ["-m", "tests.docs.page", folder, str(size), extra]
-        done = _launch(size, [*words, *(PAGES[name] for name in names)])
+        pages = [PAGES[name] for name in names]
+        done = _launch(size, [*words, *pages], fault_tolerant=extra == "ulfm")
         if done.returncode and len(names) > 1:
             return {name: _run_pages([name], size, extra)[name] for name in names}
         ended = {}
@@ -100,10 +108,12 @@ def _run_example(names: list[str], size: int, extra: str) -> dict[str, Done]:
     return {names[0]: Done(done.returncode, done.stderr, done.stdout)}
 
 
-def _launch(size: int, words: list[str | Path]) -> testing.Finished:
+def _launch(
+    size: int, words: list[str | Path], *, fault_tolerant: bool = False
+) -> testing.Finished:
     command = [sys.executable, *(os.fspath(word) for word in words)]
     if size > 1:
-        return testing.launch(size, command, timeout=150)
+        return testing.launch(size, command, timeout=150, fault_tolerant=fault_tolerant)
     done = subprocess.run(
         command,
         check=False,
@@ -125,6 +135,7 @@ PAGE_JOBS: list[Key] = [
         (name, 3 if (name, extra) in RECIPES else 2, extra)
         for name, extra in WITH_EXTRAS
     ],
+    *[(name, ULFM_SIZE, "ulfm") for name in WITH_LOSSES],
 ]
 SLOW_JOBS: list[Key] = [
     (name, size, extra)
@@ -171,6 +182,8 @@ def batched(names: list[str], most: int) -> list[list[str]]:
 
 
 def _is_there(extra: str) -> bool:
+    if extra == "ulfm":
+        return IS_OPEN_MPI
     return not extra or importlib.util.find_spec(extra) is not None
 
 
@@ -255,11 +268,15 @@ def test_blocks_for_ranks_say_so_to_readers() -> None:
     ] == []
 
 
-def test_blocks_of_other_libraries_are_python() -> None:
-    for path in PAGES.values():
+def test_blocks_that_do_not_run_say_why_to_readers_and_are_python() -> None:
+    without = []
+    for name, path in PAGES.items():
         for block in blocks(path.read_text()):
             if block.where == "no-run":
                 ast.parse(block.code, f"{path}:{block.line}")
+                if not block.code.startswith("# Not run by the tests: "):
+                    without.append(f"{name}:{block.line}")
+    assert without == []
 
 
 def _changed_lines() -> tuple[str, list[str]]:

@@ -11,8 +11,14 @@ import pytest
 
 from hpcstrat import testing
 from tests.mpi.programs import served_kills
-from tests.mpi.programs.killing import Trial
-from tests.mpi.programs.started import IS_OPEN_MPI, start, ulfm
+from tests.mpi.programs.killing import Trial, local
+from tests.mpi.programs.started import (
+    IS_OPEN_MPI,
+    PROGRAMS,
+    run_command,
+    start,
+    ulfm,
+)
 
 ENDS = ("busy", "exit", "raise", "interrupt", "worker", "workers")
 CODES = {"busy": 0, "exit": 3, "workers": 0}
@@ -36,6 +42,56 @@ def test_all_ranks_end_with_the_coordinator(way: str) -> None:
     if way == "worker" and IS_OPEN_MPI:
         # The launcher, or a rank that has seen it before.
         assert re.search(r"rank 2|ranks \[2\]", ended.stderr), str(ended)
+
+
+def test_a_worker_that_makes_fewer_variables_is_told_at_its_end() -> None:
+    ended = start(3, "serving.py", "fewer")
+    assert ended.returncode == 0, str(ended)
+    told = "rank 0 has made 'second', and rank 2 has not"
+    assert ended.stderr.count(told) == 1, str(ended)
+
+
+@ulfm
+def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
+    path = str(PROGRAMS / "serving.py")
+    command = [*local(4), sys.executable, path, "lost"]
+    ended = run_command(command, "serving.py lost", 30, {})
+    assert ended.returncode == 0, str(ended)
+    assert "closed" in ended.stdout, str(ended)
+    # MPI_Finalize of one that was not told waits for ever, now and then.
+    assert "asked" not in ended.stdout, str(ended)
+    assert not ended.survivors, str(ended)
+
+
+_CLUSTER, _CONNECTION = "hpcstrat.coordinator.cluster", "hpcstrat.strategies.connection"
+
+
+@ulfm
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("start", 3),
+        # Whoever is left may coordinate, when nothing has begun.
+        ("start", 0),
+        # Another rank waits for this one, others go on to an agreement.
+        (f"{_CONNECTION}._agree_on_settings", 1),
+        (f"{_CLUSTER}._roles", 2),
+        *[
+            pytest.param(f"{_CLUSTER}.{name}", rank, marks=pytest.mark.full)
+            for name in ("Bells", "Mailbox", "Client")
+            for rank in (1, 3)
+        ],
+    ],
+)
+def test_a_cluster_is_formed_without_a_rank_that_is_lost_meanwhile(
+    place: str, rank: int
+) -> None:
+    words = [str(PROGRAMS / "serving.py"), "creation", place, str(rank)]
+    ended = run_command([*local(4), sys.executable, *words], place, 30, {})
+    assert ended.returncode == 0, str(ended)
+    assert "10.0 with 1 and 0 spare" in ended.stdout, str(ended)
+    assert "lost 1 of 4 ranks while ParameterServerStrategy was" in ended.stderr
+    assert not ended.survivors, str(ended)
 
 
 def test_the_program_of_the_guide_trains() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.call_sites import call_site
 from hpcstrat.channel.call import describe_call, signature_text
 from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, explain
@@ -84,6 +86,12 @@ def test_long_texts_are_cut_for_people_but_not_for_the_digest() -> None:
 
 def test_call_site_is_the_first_frame_outside_the_library() -> None:
     assert call_site().startswith("test_call.py:")
+
+
+def test_call_site_is_not_what_calls_decorated_functions() -> None:
+    decorated = contextmanager(lambda: iter([None]))()(call_site)
+    for function in (quiet(call_site), decorated):
+        assert function().startswith("test_call.py:")
 
 
 def test_explanations_name_ranks_and_calls() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.topology import starting
+from hpcstrat.topology.topology import start_mpi
 
 
-def kill() -> None:
-    """End the worker that runs this."""
+def kill(*_: Any, **named: Any) -> None:
+    """End the process that runs this."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -43,6 +47,15 @@ def workers() -> None:
     print("at last", float(variable.numpy()), flush=True)
 
 
+def fewer() -> None:
+    """Let the last worker make fewer variables than the first."""
+    strategy = hs.ParameterServerStrategyV1()
+    with strategy.scope():
+        hs.Variable(0.0, name="both")
+        if strategy.worker_index == 0:
+            hs.Variable(0.0, name="second")
+
+
 def late(begun: Any, table: Any) -> None:
     """Update, and read, when the coordinator has ended."""
     begun.assign_add(1.0)
@@ -51,11 +64,59 @@ def late(begun: Any, table: Any) -> None:
     print("late", float(table.numpy()[-1]), flush=True)
 
 
+def lost() -> None:
+    """Lose the server, close the strategy, and end without MPI_Finalize."""
+
+    def not_told(comm: Any) -> list[int]:
+        print("asked MPI", flush=True)
+        return []
+
+    # As where MPI tells ranks of the loss later than they end.
+    vars(starting)["lost_ranks"] = not_told
+    strategy = hs.ParameterServerStrategy(on_lost_rank="raise")
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        pid = hs.Variable(hs.Rows((1,), np.int64, process))
+    os.kill(int(pid.numpy()[0]), signal.SIGKILL)
+    try:
+        while True:
+            coordinator.schedule(pid.numpy).fetch()
+    except hs.UnavailableError:
+        strategy.close()
+    print("closed", flush=True)
+    os._exit(0)
+
+
+def creation() -> None:
+    """Lose a rank at some place in the creation of the strategy."""
+    place, rank = sys.argv[2], int(sys.argv[3])
+    start_mpi()
+    if launch_from_environment().rank == rank:
+        module, _, name = place.rpartition(".")
+        if not module:
+            kill()
+        setattr(importlib.import_module(module), name, kill)
+    strategy = hs.ParameterServerStrategy(spare_ranks=1, on_lost_rank="raise")
+    coordinator = hs.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        variable = hs.Variable(0.0)
+    for _ in range(10):
+        coordinator.schedule(variable.assign_add, (1.0,))
+    coordinator.join()
+    roles = strategy.roles
+    print(f"{variable.numpy()} with {len(roles.workers)} and {len(roles.spares)} spare")
+
+
+def process(start: int, stop: int) -> Any:
+    """Return the number of this process, in each row."""
+    return np.full(stop - start, os.getpid())
+
+
 def main() -> None:
     """Schedule a function, and end."""
     way = sys.argv[1]
-    if way == "workers":
-        workers()
+    if way in ("workers", "fewer", "lost", "creation"):
+        globals()[way]()
         return
     strategy = hs.ParameterServerStrategy()
     coordinator = hs.coordinator.ClusterCoordinator(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import logging
@@ -10,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CancelledError, OutOfRangeError
-from hpcstrat.parameter_server import pieces
+from hpcstrat.parameter_server import mailbox, pieces
 from hpcstrat.parameter_server.bells import Bells
 
 pytestmark = pytest.mark.algorithm
@@ -121,6 +124,111 @@ def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) ->
     cluster.run(body)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A function whose objects all compare equal."""
+
+    factor: int = dataclasses.field(compare=False)
+    unseen: list[int] = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+    def count(self) -> int:
+        """Return how often this object was called in this process."""
+        self.unseen.append(0)
+        return len(self.unseen)
+
+
+def test_functions_that_compare_equal_are_told_apart(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        functions = [Scaled(factor) for factor in range(4)]
+        assert len(set(functions)) == 1
+        values = [coordinator.schedule(function, (10,)) for function in functions]
+        values += [coordinator.schedule(f.__call__, (10,)) for f in functions]
+        assert coordinator.fetch(values) == 2 * [0, 10, 20, 30]
+        # The methods of one object are pickled once, those of another one again.
+        for function in functions[:2]:
+            counts = [coordinator.schedule(function.count) for _ in range(20)]
+            assert sum(coordinator.fetch(counts)) >= 20 * 21 / 2 / (job.size - 2)
+        numbers = iter(range(100))
+        drawn = [coordinator.schedule(numbers.__next__) for _ in range(20)]
+        assert max(coordinator.fetch(drawn)) >= 19 // (job.size - 2)
+
+    Cluster(job).run(body)
+
+
+def test_threads_of_the_coordinator_may_schedule_fetch_and_update(
+    cluster: Cluster, job: Any
+) -> None:
+    many, threads = 100, 4
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        table, count = made(strategy, np.zeros((4, 3))), made(strategy, np.int64(0))
+        one = np.int64(1)
+
+        def use(index: int) -> None:
+            for number in range(many):
+                value = coordinator.schedule(lambda *x: x, (index, number))
+                count.assign_add(one)
+                rows = hs.IndexedSlices(np.ones((1, 3)), [index])
+                table.scatter_add(rows)
+                # A thread reads what it has written.
+                assert table.numpy()[index].tolist() == [number + 1.0] * 3
+                assert value.fetch() == (index, number)
+            coordinator.join()
+
+        with ThreadPoolExecutor(threads) as pool:
+            tasks = [pool.submit(copy_context().run, use, i) for i in range(threads)]
+            for task in tasks:
+                task.result()
+        assert count.numpy() == threads * many
+        assert coordinator.done()
+
+    cluster.run(body)
+
+
+def test_a_thread_that_waits_holds_up_no_other(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        begun, go_on = made(strategy, 0.0), made(strategy, 0.0)
+
+        def wait() -> None:
+            begun.assign(1.0)
+            while not go_on.numpy():
+                time.sleep(0.001)
+
+        coordinator.schedule(wait)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(copy_context().run, coordinator.join)
+            while not begun.numpy():
+                assert not joined.done()
+            go_on.assign(1.0)
+            joined.result()
+        assert coordinator.done()
+
+    cluster.run(body)
+
+
+def test_threads_of_a_function_may_update(cluster: Cluster) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        table = made(strategy, np.zeros((4, 3)))
+
+        def use(index: int) -> None:
+            for number in range(50):
+                table.scatter_add(hs.IndexedSlices(np.ones((1, 3)), [index]))
+                assert table.numpy()[index, 0] == number + 1
+
+        def several() -> None:
+            with ThreadPoolExecutor(4) as pool:
+                for task in [pool.submit(copy_context().run, use, i) for i in range(4)]:
+                    task.result()
+
+        coordinator.schedule(several).fetch()
+        np.testing.assert_array_equal(table.numpy(), np.full((4, 3), 50.0))
+
+    cluster.run(body)
+
+
 def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         value = coordinator.schedule(lambda: 1)
@@ -130,6 +238,11 @@ def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
             coordinator.schedule(lambda x: x, (value,))
         with pytest.raises(ValueError, match="RemoteValue"):
             coordinator.schedule(lambda: value)
+        lock = threading.Lock()
+        for fn, args in ((lambda: lock, ()), (id, (lock,))):
+            with pytest.raises(TypeError, match="cannot pickle") as caught:
+                coordinator.schedule(fn, args)
+            assert "was pickled for the workers" in caught.value.__notes__[0]
         with pytest.raises(AssertionError):
             hs.coordinator.PerWorkerValues([3])
         with pytest.raises(RuntimeError, match="index"):
@@ -145,6 +258,40 @@ def test_wrong_arguments_are_refused_at_once(cluster: Cluster) -> None:
             hs.embedding_lookup(variable, [2])
 
     cluster.run(body)
+
+
+class Trainer:
+    """A program as an object, whose methods are scheduled."""
+
+    def __init__(self, strategy: Any, coordinator: Any) -> None:
+        self.strategy, self.coordinator = strategy, coordinator
+        self.total = made(strategy, 0.0)
+
+    def step(self, number: float) -> str:
+        """Use what is here on workers."""
+        assert self.coordinator.strategy is self.strategy
+        assert hs.coordinator.ClusterCoordinator(self.strategy) is self.coordinator
+        self.total.assign_add(number)
+        return repr(self.coordinator)
+
+    def schedule_from_worker(self) -> None:
+        """Do what only the coordinator can."""
+        self.coordinator.schedule(self.step, (1.0,))
+
+
+def test_a_function_may_hold_the_coordinator_and_not_use_it(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        trainer = Trainer(strategy, coordinator)
+        shown = coordinator.schedule(trainer.step, (2.0,)).fetch()
+        assert shown == repr(coordinator)
+        assert trainer.total.numpy() == 2
+        with pytest.raises(RuntimeError, match="found that a scheduled function uses"):
+            coordinator.schedule(trainer.schedule_from_worker).fetch()
+        with pytest.raises(RuntimeError, match="found that a scheduled function uses"):
+            coordinator.join()
+        assert coordinator.schedule(lambda: trainer.coordinator).fetch() is coordinator
+
+    Cluster(job).run(body)
 
 
 def test_a_coordinator_that_would_serve_leaves_nobody_waiting(job: Any) -> None:
@@ -617,6 +764,42 @@ def test_each_function_has_its_own_errors(cluster: Cluster, job: Any) -> None:
     cluster.run(body, job.size - 2)
 
 
+def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable, ran = made(strategy, np.zeros(3)), made(strategy, np.int64(0))
+        with strategy.scope():
+            bad = Slow(1.0)
+        bad.fails = True
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        def schedule_until_an_error() -> None:
+            while True:
+                coordinator.schedule(int)
+
+        # So that workers have some ahead.
+        for _ in range(20):
+            coordinator.schedule(int)
+        coordinator.join()
+        # The server finds out that it cannot make this update when the error of the
+        # other function is known for long.
+        pairs = [(np.ones(3), variable)]
+        late = coordinator.schedule(bad.apply_gradients, (pairs,))
+        coordinator.schedule(fail, (KeyError("of the function"),))
+        with pytest.raises((KeyError, ZeroDivisionError)):
+            schedule_until_an_error()
+        assert coordinator.done()
+        with pytest.raises(ZeroDivisionError):
+            late.fetch()
+        for _ in range(20):
+            coordinator.schedule(lambda: ran.assign_add(np.int64(1)))
+        coordinator.join()
+        assert ran.numpy() == 20
+
+    cluster.run(body)
+
+
 class Hollow:
     """Cannot be iterated over."""
 
@@ -663,6 +846,42 @@ def test_an_interrupted_question_leaves_its_answer_to_no_other(
         interrupt(values[2])
 
     cluster.run(body, job.size - 2)
+
+
+def test_large_messages_come_in_pieces_and_in_order(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "_PIECE_BYTES", 30_001)
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        lengths = [10, 200_000, 0, 90_000, 5] * 6
+        # Pickled in one piece, and as an array beside it.
+        texts = [str(number) * length for number, length in enumerate(lengths)]
+        both = {"text": texts[1], "array": np.arange(50_000)}
+        values = [coordinator.schedule(lambda x: x + x, (text,)) for text in texts]
+        tree = coordinator.schedule(lambda **named: named, kwargs=both)
+        captured = coordinator.schedule(lambda: len(texts[6]))
+        coordinator.join()
+        assert coordinator.fetch(values) == [text + text for text in texts]
+        assert captured.fetch() == len(texts[6])
+        found = tree.fetch()
+        assert found["text"] == both["text"]
+        np.testing.assert_array_equal(found["array"], both["array"])
+
+    Cluster(job).run(body)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_arguments_and_results_may_be_larger_than_two_gibibytes(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        large = np.zeros((2 << 30) + 3, np.uint8)
+        large[-1] = 7
+        found = coordinator.schedule(lambda x: x, (large,)).fetch()
+        assert found.nbytes == large.nbytes
+        assert found[-1] == 7
+
+    Cluster(job).run(body, job.size - 2)
 
 
 def test_changed_options_reach_workers_and_servers(job: Any) -> None:
@@ -814,6 +1033,24 @@ def test_workers_run_the_program_themselves_without_a_coordinator(
         else:
             with pytest.raises(ValueError, match=r"'another', .*'same'"):
                 hs.Variable(0.0, name=name)
+    strategy.close()
+
+
+def test_a_worker_that_makes_fewer_variables_is_told(job: Any) -> None:
+    try:
+        strategy = hs.ParameterServerStrategyV1(num_ps=1)
+    except SystemExit:
+        return
+    makes_fewer = job.rank == job.size - 1
+    with strategy.scope():
+        hs.Variable(0.0, name="both")
+        if not makes_fewer:
+            hs.Variable(0.0, name="second")
+            hs.Variable(np.zeros(3), name="third")
+    if makes_fewer:
+        problem = f"rank 0 has made 'second', 'third', and rank {job.rank} has not"
+        with pytest.raises(ValueError, match=problem):
+            strategy.close()
     strategy.close()
 
 
