@@ -23,8 +23,10 @@ class Dataset:
 
     Parameters
     ----------
-    source : array, nested structure of arrays, path, or h5py.File or Group
-        One row per example. An HDF5 file or group gives a mapping of its datasets.
+    source : array, nested structure of arrays, sequence, path, h5py.File or Group
+        One row per example. An HDF5 file or group gives a mapping of its datasets. A
+        sequence whose items are tuples or mappings of arrays, such as a map-style
+        dataset of PyTorch, gives batches of that structure.
     batch_size : int
         Examples in a global batch.
     shuffle : bool
@@ -38,7 +40,8 @@ class Dataset:
     Raises
     ------
     ValueError
-        If the batch size is not positive, or the columns' lengths differ.
+        If the batch size is not positive, the columns' lengths differ, or a path or
+        text is among them.
     FileNotFoundError
         If there is no such file.
     """

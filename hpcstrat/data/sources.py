@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.tree import flatten, unflatten
+from hpcstrat.tree import flatten, is_leaf, unflatten
 from hpcstrat.typing import Array, Tree
 
 if TYPE_CHECKING:
@@ -61,9 +61,52 @@ class Columns:
         """Say what the columns are, for the agreement between ranks."""
         kinds = []
         for column in self.columns:
+            if isinstance(column, _Items):
+                kinds.append(column.describe())
+                continue
             dtype = getattr(column, "dtype", type(column).__name__)
             kinds.append(f"{dtype}{list(getattr(column, 'shape', ())[1:])}")
         return f"{self.num_rows} rows of {', '.join(kinds)}"
+
+
+class _Items:
+    """A column of examples that are tuples, mappings or other structures of arrays.
+
+    Such as a map-style dataset of PyTorch. Raises ValueError where an item has another
+    structure than the first.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        leaves, self._structure = flatten(items[0])
+        self._empty = [as_array(leaf)[np.newaxis][:0] for leaf in leaves]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def describe(self) -> str:
+        kinds = [f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in self._empty]
+        return f"items of {', '.join(kinds)}"
+
+    def read(self, rows: Array | slice) -> Tree:
+        """Read items one by one, and stack each of their arrays."""
+        if isinstance(rows, slice):
+            indices = list(range(*rows.indices(len(self))))
+        else:
+            indices = rows.tolist()
+        columns: list[list[Any]] = [[] for _ in self._empty]
+        for index in indices:
+            leaves, structure = flatten(self._items[index])
+            if structure != self._structure:
+                raise ValueError(
+                    f"expected items of the structure {self._structure}, as item 0, "
+                    f"found {structure} in item {index}; give all the same"
+                )
+            for column, leaf in zip(columns, leaves, strict=True):
+                column.append(as_array(leaf))
+        if not indices:
+            return unflatten(self._structure, self._empty)
+        return unflatten(self._structure, [np.stack(column) for column in columns])
 
 
 def _taken(column: Array, places: Array | slice) -> Array:
@@ -72,7 +115,9 @@ def _taken(column: Array, places: Array | slice) -> Array:
     return taken.copy() if isinstance(places, slice) else taken
 
 
-def _read(column: Any, rows: Array | slice) -> Array:
+def _read(column: Any, rows: Array | slice) -> Tree:
+    if isinstance(column, _Items):
+        return column.read(rows)
     if isinstance(column, np.ndarray) or isinstance(rows, slice):
         part = column[rows]
         if isinstance(column, np.ndarray) and isinstance(rows, slice):
@@ -111,11 +156,18 @@ def open_source(source: Any) -> Columns:
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
+    for leaf in leaves:
+        if isinstance(leaf, (str, bytes, os.PathLike)):
+            raise ValueError(
+                f"expected arrays, or the path of one HDF5 file, found {leaf!r:.80} "
+                "among the columns; pass a path by itself, one file for each Dataset, "
+                "and text as a NumPy array"
+            )
     # Arrays of other libraries become NumPy's or CuPy's, without a copy; files stay.
     leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
     # Rows of a pandas object are meant by place, never by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
-    columns = [leaf if _is_column(leaf) else as_array(leaf) for leaf in leaves]
+    columns = [_column(leaf) for leaf in leaves]
     if any(c.ndim == 0 for c in columns if isinstance(c, np.ndarray) or is_device(c)):
         raise ValueError(
             "expected columns with a first dimension, found a scalar; give one row for "
@@ -129,8 +181,13 @@ def _is_shared(leaf: Any) -> bool:
     return shares and not isinstance(leaf, np.ndarray)
 
 
-def _is_column(leaf: Any) -> bool:
-    return hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")
+def _column(leaf: Any) -> Any:
+    """Return a leaf as a column: an array, a sequence, or items of a structure."""
+    if not (hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")):
+        return as_array(leaf)
+    if hasattr(leaf, "dtype") or not len(leaf) or is_leaf(leaf[0]):
+        return leaf
+    return _Items(leaf)
 
 
 def _datasets(group: Any) -> dict[str, Any]:
