@@ -22,13 +22,20 @@ class _Rank:
     host = platform.node()
 
 
-class _RankFilter(logging.Filter):
-    """Puts rank, size and host on each record; keeps chatter on rank 0."""
+def _add_place(record: logging.LogRecord) -> bool:
+    """Put rank, size and host on a record, for the formatters of the program, too."""
+    record.rank, record.size, record.host = _Rank.rank, _Rank.size, _Rank.host
+    return True
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep warnings of every rank, and lower levels of rank 0 alone."""
-        record.rank, record.size, record.host = _Rank.rank, _Rank.size, _Rank.host
-        return _Rank.rank == 0 or record.levelno >= logging.WARNING
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Show warnings of every rank, and lower levels of rank 0 alone.
+
+    Nothing where the root logger has handlers, which show all records themselves.
+    """
+    if logging.getLogger().handlers:
+        return False
+    return _Rank.rank == 0 or record.levelno >= logging.WARNING
 
 
 def set_rank(rank: int, size: int, host: str) -> None:
@@ -54,8 +61,10 @@ def get_logger(name: str | None = None) -> logging.Logger:
     Returns
     -------
     logging.Logger
-        Warnings of every rank and lower levels of rank 0 go to standard error, unless
-        the program has configured the logger ``hpcstrat`` before.
+        Its records have the attributes ``rank``, ``size`` and ``host``, and propagate
+        to the handlers of the program's root logger. Where that has none, and the
+        program has not configured the logger ``hpcstrat`` before, warnings of every
+        rank and lower levels of rank 0 go to standard error.
     """
     root = logging.getLogger(_ROOT)
     if not root.handlers:
@@ -65,11 +74,13 @@ def get_logger(name: str | None = None) -> logging.Logger:
                 "[%(name)s %(rank)d/%(size)d %(host)s] %(levelname)s: %(message)s"
             )
         )
-        handler.addFilter(_RankFilter())
+        handler.addFilter(_add_place)
+        handler.addFilter(_is_shown)
         root.addHandler(handler)
-        # Else handlers of the program's root logger would print each line again.
-        root.propagate = False
-    return root if name is None else root.getChild(name)
+    logger = root if name is None else root.getChild(name)
+    # A logger passes on the records of its children without asking its own filters.
+    logger.addFilter(_add_place)
+    return logger
 
 
 def print_once(*values: Any, **options: Any) -> None:

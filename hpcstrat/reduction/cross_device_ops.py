@@ -26,12 +26,34 @@ __all__ = [
 ]
 
 
+_REFERENCE_HOOKS = frozenset(
+    (
+        "reduce_implementation",
+        "batch_reduce_implementation",
+        "broadcast_implementation",
+        "_gather_implementation",
+    )
+)
+
+
 class CrossDeviceOps:
     """The library's own choice, by size and topology.
 
     A new algorithm is a function in `hpcstrat.collectives`, a line of its ``select``,
     and a subclass where users are to name it.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse the hooks of tf.distribute, which nothing here would call."""
+        super().__init_subclass__(**options)
+        hooks = sorted(_REFERENCE_HOOKS & vars(cls).keys())
+        if hooks:
+            raise TypeError(
+                f"expected a CrossDeviceOps that overrides choose, found that "
+                f"{cls.__name__} has {', '.join(hooks)} of tf.distribute, which are "
+                "never called; pass ReductionToOneDevice(accumulation_fn=...) for a "
+                "combination of your own, or override choose"
+            )
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
