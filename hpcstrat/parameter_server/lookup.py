@@ -38,6 +38,9 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
         For indices that are no integers, or out of range.
     """
     indices = np.asarray(ids)
+    if not indices.size:
+        # NumPy takes an empty list for floats.
+        indices = indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise ValueError(f"expected integers as ids, found {indices.dtype}; cast them")
     flat = indices.reshape(-1)
