@@ -32,8 +32,9 @@ def guard_keras() -> None:
 
 def _distributing() -> Any:
     entry = current()
-    is_one = entry is None or not entry.strategy.distributes
-    return None if is_one else entry.strategy
+    if entry is None or not entry.strategy.distributes:
+        return None
+    return entry.strategy
 
 
 def _marking(method: Any) -> Any:
