@@ -507,7 +507,8 @@ class Strategy:
             if entry.strategy is not self or self.is_default:
                 raise RuntimeError(
                     f"expected no other strategy around the scope of {self!r}, found "
-                    f"that of {entry.strategy!r}; do not nest strategies"
+                    f"that of {entry.strategy!r}, which is another object; make one "
+                    "strategy, pass it on, and do not nest scopes of two"
                 )
         if self.distributes:
             guard_keras()
