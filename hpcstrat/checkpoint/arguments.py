@@ -70,7 +70,11 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     if strategy.is_default:
         some = ", ".join(sorted(names)[:_MOST_NAMES]) or "none"
         found = f"{some}, made outside of a scope"
-        advice = "make variables and the manager inside `with strategy.scope():`"
+        advice = (
+            "make variables and the manager inside `with strategy.scope():`; give a "
+            "model of torch to hpcstrat.integrations.torch.replicate(model, strategy) "
+            "before state, and one of Keras to hpcstrat.integrations.keras.distribute"
+        )
     raise RuntimeError(
         f"expected objects of a strategy over the {size} ranks of this job, found "
         f"{found}, so that all ranks would write the same files; {advice}, or pass "

@@ -77,6 +77,8 @@ class Objects:
             self._iterators[name] = thing
         elif isinstance(thing, _SupportsPlainState):
             refuse_torch(name, thing)
+            # Now, not at the first save, before which a program may run for hours.
+            as_text(name, thing.state_dict())
             self._python[name] = thing
         else:
             raise ValueError(

@@ -38,6 +38,7 @@ from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.settings import Settings
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
+from hpcstrat.strategies.keras_guard import guard_keras
 from hpcstrat.strategies.split import Split
 from hpcstrat.tree import is_leaf, tree_map
 from hpcstrat.typing import Tree
@@ -506,8 +507,11 @@ class Strategy:
             if entry.strategy is not self or self.is_default:
                 raise RuntimeError(
                     f"expected no other strategy around the scope of {self!r}, found "
-                    f"that of {entry.strategy!r}; do not nest strategies"
+                    f"that of {entry.strategy!r}, which is another object; make one "
+                    "strategy, pass it on, and do not nest scopes of two"
                 )
+        if self.distributes:
+            guard_keras()
         token = push(self.cross_entry)
         try:
             yield self

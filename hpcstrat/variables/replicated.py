@@ -115,9 +115,10 @@ class DistributedVariable(Variable, DistributedValues):
             if entry.strategy.is_default:
                 return _CROSS
             raise RuntimeError(
-                f"expected variable {self.name!r} in the scope of its own strategy, "
-                f"{self._strategy!r}, found it in that of {entry.strategy!r}; do not "
-                "mix strategies"
+                f"expected variable {self.name!r} in the scope of the strategy that "
+                f"it was made in, {self._strategy!r}, found it in that of a second "
+                f"strategy object, {entry.strategy!r}; each call of a strategy's class "
+                "makes another one: make it once, and pass it on"
             )
         if entry.replica_context is not None:
             return _REPLICA

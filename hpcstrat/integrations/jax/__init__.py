@@ -6,7 +6,12 @@ from hpcstrat.integrations.frameworks import require
 require("jax", "0.5.3")
 
 # ruff: noqa: E402
-from hpcstrat.integrations.jax.exchanges import all_gather, all_reduce, broadcast
+from hpcstrat.integrations.jax.exchanges import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    global_mean,
+)
 from hpcstrat.integrations.jax.held_state import HeldState, state
 from hpcstrat.integrations.jax.transformation import (
     GradientTransformation,
@@ -20,5 +25,6 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "cross_replica",
+    "global_mean",
     "state",
 ]

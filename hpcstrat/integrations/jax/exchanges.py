@@ -12,7 +12,7 @@ from hpcstrat.integrations.jax.xla_handler import DTYPES
 from hpcstrat.options import ReduceOp
 from hpcstrat.typing import Tree
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "leaf_names"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 
 
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
@@ -75,6 +75,78 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
         return leaf
 
     return _exchanged(tree, convert, strategy, kind)
+
+
+def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
+    """Return the means over the examples of all replicas, inside or outside of jit.
+
+    Collective over the strategy's replicas, as `all_reduce` is; one call for a loss,
+    its gradient and the count.
+
+    These are what one process would have found for the global batch, however many of
+    the examples are on each replica. The mean of the replicas' own means is another
+    number where these have different counts.
+
+    Parameters
+    ----------
+    tree : tree of jax.Array, each of shape (...)
+        Sums over this replica's examples, of which there may be none: what
+        ``jax.value_and_grad`` returns of the sum of the losses. Otherwise as of
+        `all_reduce`.
+    count : int, float or jax.Array of shape ()
+        How many examples these are, or the sum of their weights.
+    strategy : Strategy
+        Whose replicas.
+
+    Returns
+    -------
+    tree of jax.Array
+        Equal bit for bit on all replicas; NaN where there is no example on any. Means
+        of integers are of JAX's floating type.
+
+    Raises
+    ------
+    CollectiveError
+        As of `all_reduce`.
+    ValueError
+        As of `all_reduce`; and for a count of several elements.
+    NotImplementedError
+        As of `all_reduce`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import hpcstrat as hs
+    >>> def loss_sum(w, x, y):
+    ...     return jnp.sum((x * w - y) ** 2)
+    >>> x = jnp.array([1.0, 2.0])
+    >>> sums = jax.value_and_grad(loss_sum)(jnp.float32(0), x, x)
+    >>> loss, gradient = global_mean(sums, len(x), hs.get_strategy())
+    >>> print(loss, gradient)
+    2.5 -5.0
+    """
+
+    def check() -> Any:
+        number = jnp.asarray(count)
+        if number.ndim:
+            raise ValueError(
+                f"expected one number as count, found shape {number.shape}; pass the "
+                "number of this replica's examples, such as len(x)"
+            )
+        return number
+
+    number = _checked(strategy, "global_mean", check)
+    sums, total = all_reduce((tree, number), "sum", strategy)
+
+    def divided(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            leaf = leaf.astype(jnp.result_type(float))
+        # The count need not fit a half type.
+        wide = jnp.result_type(leaf.dtype, jnp.float32)
+        return (leaf.astype(wide) / total.astype(wide)).astype(leaf.dtype)
+
+    return jax.tree.map(divided, sums)
 
 
 def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:

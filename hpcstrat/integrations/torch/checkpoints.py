@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.context import pop, push
 from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
@@ -161,14 +163,22 @@ class _Optimizer:
         """Do nothing more: all is in its place."""
 
     def plain(self) -> dict[str, Any]:
-        """Return what is no tensor: options, and slots that are plain."""
+        """Return what is no variable: options, and slots that are plain or nested.
+
+        Lists of tensors, such as the history of LBFGS, have other lengths at each step,
+        so that no variable of a checkpoint would fit them.
+        """
         slots = [
-            [kind, name, value]
+            [kind, name, _packed(value)]
             for kind, name, value in self._slots()
             if not isinstance(value, torch.Tensor)
         ]
         groups = [
-            {k: _number(v) for k, v in group.items() if k != "params"}
+            {
+                k: _number(v) if isinstance(v, torch.Tensor) else _packed(v)
+                for k, v in group.items()
+                if k != "params"
+            }
             for group in self.optimizer.param_groups
         ]
         return {"groups": groups, "slots": slots}
@@ -178,17 +188,55 @@ class _Optimizer:
         for group, options in zip(
             self.optimizer.param_groups, saved["groups"], strict=True
         ):
-            for key, value in options.items():
+            for key, packed in options.items():
+                value = _unpacked(packed)
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
         for kind, name, value in saved["slots"]:
-            self.optimizer.state[self._names[name]][kind] = value
+            parameter = self._names[name]
+            found = _unpacked(value, parameter.device)
+            self.optimizer.state[parameter][kind] = found
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+# The only key of a dict that stands for a tensor in plain state.
+_TENSOR = "$torch.Tensor"
+
+
+def _packed(value: Any) -> Any:
+    """Return a structure with each tensor as its type, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        own = value.detach().to("cpu").contiguous()
+        kind = str(own.dtype).removeprefix("torch.")
+        data = own.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {_TENSOR: [kind, list(own.shape), data]}
+    return _mapped(_packed, value)
+
+
+def _unpacked(value: Any, device: Any = "cpu") -> Any:
+    """Return what `_packed` was given."""
+    if type(value) is dict and value.keys() == {_TENSOR}:
+        kind, shape, data = value[_TENSOR]
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
+        empty = torch.empty(shape, dtype=getattr(torch, kind))
+        own = empty if raw is None else raw.view(empty.dtype).reshape(shape)
+        return own.to(device)
+    return _mapped(functools.partial(_unpacked, device=device), value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what is in a list, tuple or dict; others stay as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(function(item) for item in value)
+    if isinstance(value, dict):
+        pairs = {key: function(item) for key, item in value.items()}
+        return pairs if type(value) is dict else type(value)(pairs)
+    return value
+
+
+def _number(value: torch.Tensor) -> Any:
+    return value.item()
 
 
 class _Plain:
@@ -286,6 +334,8 @@ def state(
 def _state(
     module: torch.nn.Module, optimizer: Any, others: dict[str, Any], strategy: Strategy
 ) -> dict[str, Any]:
+    for name, other in others.items():
+        as_text(name, other.state_dict())
     own = _Module(module, strategy)
     if optimizer is None:
         return {"model": own, "torch": _Plain(own, None, others)}

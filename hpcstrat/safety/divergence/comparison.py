@@ -27,7 +27,8 @@ __all__ = [
 
 ADVICE = (
     "assign the same value on every rank, use an aggregation, or create the variable "
-    "in the strategy's scope"
+    "in the strategy's scope; if it is a weight of a torch model, call "
+    "hpcstrat.integrations.torch.replicate(model, strategy) before training"
 )
 """What to do, at the end of a message."""
 

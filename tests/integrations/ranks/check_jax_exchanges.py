@@ -343,3 +343,31 @@ def test_calls_of_the_strategy_come_after_those_under_way(
         strategy.run(lambda: None)
     assert len(found) == 3
     assert all(total == sum(range(job.size)) for total in found)
+
+
+@inside
+def test_global_mean_of_ragged_batches_is_that_of_one_process(
+    strategy: Any, wrap: Wrap
+) -> None:
+    size, rank = strategy.num_replicas_in_sync, strategy.replica_id
+    x = np.random.default_rng(3).normal(size=(7, 4)).astype(np.float32)
+
+    def loss_sum(weights: Any, x: Any) -> Any:
+        return jnp.sum((x @ weights - 1) ** 2)
+
+    def step(weights: Any, x: Any) -> Any:
+        sums = jax.value_and_grad(loss_sum)(weights, x)
+        return hsj.global_mean(sums, len(x), strategy)
+
+    weights = jnp.arange(4.0)
+    # The first has one row, the last those that are left, those between none.
+    own = x[1:] if rank == size - 1 else x[:1] if rank == 0 else x[:0]
+    own = x if size == 1 else own
+    found = wrap(step)(weights, jnp.asarray(own))
+    whole = jax.value_and_grad(lambda w: loss_sum(w, x) / len(x))(weights)
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    half = wrap(lambda: hsj.global_mean(jnp.float16(size), 70000, strategy))()
+    assert half.dtype == jnp.float16
+    with pytest.raises(ValueError, match="one number as count"):
+        hsj.global_mean(jnp.ones(2), jnp.ones(2), strategy)

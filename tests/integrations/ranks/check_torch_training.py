@@ -224,6 +224,61 @@ def test_tied_moved_and_half_parameters_are_saved(strategy: Any, folder: Path) -
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype is torch.bfloat16
 
 
+def _lbfgs(strategy: Any, seed: int) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    hst.replicate(model, strategy)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=3, history_size=4)
+    x = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (model(x) - x.prod(1, keepdim=True) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+def test_lbfgs_goes_on_from_its_history(strategy: Any, folder: Path) -> None:
+    model, optimizer, closure = _lbfgs(strategy, 1)
+    manager = hs.CheckpointManager(folder, **hst.state(model, optimizer))
+    optimizer.step(closure)
+    manager.save(1)
+    expected = [optimizer.step(closure).item() for _ in range(3)]
+    # Into an optimizer with more history, and into one that has made no step.
+    manager.restore()
+    assert [optimizer.step(closure).item() for _ in range(3)] == expected
+    model, optimizer, closure = _lbfgs(strategy, 2)
+    manager = hs.CheckpointManager(folder, **hst.state(model, optimizer))
+    manager.restore()
+    assert [optimizer.step(closure).item() for _ in range(3)] == expected
+    strategy.check_equal(model.state_dict())
+
+
+class _WithTensor:
+    """A scheduler whose state cannot be saved."""
+
+    def state_dict(self) -> Any:
+        return {"rates": [torch.ones(2)]}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError(state)
+
+
+def test_state_that_cannot_be_saved_is_found_before_a_save(
+    strategy: Any, job: Any, folder: Path
+) -> None:
+    model = hst.replicate(nn.Linear(2, 1), strategy)
+    error = outcome(hst.state, model, None, _WithTensor())
+    assert isinstance(error, ValueError)
+    assert "plain state of 'scheduler'" in str(error)
+    error = outcome(lambda: hs.CheckpointManager(folder, mine=_WithTensor()))
+    assert isinstance(error, ValueError)
+    assert "plain state of 'mine'" in str(error)
+    assert_usable(strategy, job)
+
+
 def test_weights_that_come_to_differ_are_named(job: Any) -> None:
     with hs.MultiWorkerMirroredStrategy() as strategy:
         model = hst.replicate(nn.Linear(3, 2), strategy)
