@@ -21,6 +21,7 @@ from hpcstrat.observe.arrival_report import (
     ArrivalReport,
     ReplicaArrivals,
 )
+from hpcstrat.topology.bounded import finish
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["Arrivals"]
@@ -33,7 +34,6 @@ _PUBLISH_SECONDS = 0.1
 _FURTHER_LOOKS = 2
 _MOST_ENDED = 64
 _GATHER_SECONDS = 5.0
-_NAP_SECONDS = 1e-4
 # A writer takes some microseconds.
 _READ_ATTEMPTS = 50
 
@@ -91,7 +91,6 @@ class Arrivals:
         self._publish_at = 0.0
         self._ended: list[tuple[float, float, Call, Sequence[int]]] = []
         self._waiting: tuple[float, Call] | None = None
-        self._request: Any = None
         self.publish()
 
     def wait(
@@ -208,14 +207,9 @@ class Arrivals:
         first = self.topology.replica_id == 0
         data = self.own().packed()
         rows = bytearray(ROW_BYTES * self.topology.num_replicas) if first else None
-        # Kept, because MPI may still write where the answer comes too late.
-        self._request = request = self.comm.Igather(data, rows, root=0)
-        deadline = time.monotonic() + _GATHER_SECONDS
-        while not request.Test():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_NAP_SECONDS)
-        if rows is None:
+        request = self.comm.Igather(data, rows, root=0)
+        came = finish([request], time.monotonic() + _GATHER_SECONDS, naps=True)
+        if rows is None or not came:
             return None
         view = memoryview(rows)
         found = (

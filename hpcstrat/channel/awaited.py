@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
+from hpcstrat.topology.kept_requests import keep
+
 __all__ = [
     "HEADER",
     "Awaited",
@@ -99,8 +101,13 @@ class Message:
     """
 
     def __init__(self, request: Any, *arrays: Any) -> None:
-        self._arrays = arrays
+        self._request, self._arrays = request, arrays
         self.agreed: Callable[[], bool] = request.Test
+
+    def __del__(self) -> None:
+        # An error may have ended the wait for it.
+        if self._request:
+            keep([self._request], self._arrays)
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` until the call is complete."""

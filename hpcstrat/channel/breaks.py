@@ -15,6 +15,7 @@ import struct
 import time
 from typing import Any
 
+from hpcstrat.topology.kept_requests import keep
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["Breaks"]
@@ -49,8 +50,6 @@ class Breaks:
         self._ahead: _Came = {}
         # Since when this rank waits for data that may be on their way, of which call.
         self._awaited = -1, 0.0
-        # MPI reads their memory until they are done, which nobody waits for.
-        self._requests: list[Any] = []
 
     def tell(self, text: str, point: _Point = _NOWHERE) -> None:
         """Tell all other ranks, without waiting for them.
@@ -76,7 +75,8 @@ class Breaks:
             request = self._comm.Isend(
                 [data[:_MOST_BYTES], self._mpi.BYTE], dest=rank, tag=_TAG
             )
-            self._requests.append(request)
+            # Nobody waits for it.
+            keep([request])
 
     def look(self, call: int | None = None, *, for_data: bool = False) -> str:
         """Return what other ranks have told, empty for nothing; drives MPI's progress.

@@ -743,8 +743,7 @@ class Channel:
             if self.device_group is not None:
                 self.device_group.abandon()
             self.deaths.wake()
-            kept = self._headers, list(self.started), self._patient, self.breaks
-            _abandoned.append(kept)
+            _abandoned.append((self._headers, list(self.started)))
             self.started.clear()
             self._let_go()
 

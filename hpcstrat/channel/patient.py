@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.channel.awaited import Awaited, Message
+from hpcstrat.topology.kept_requests import keep
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["EAGER_BYTES", "PIECE_BYTES", "Exchange", "PatientComm"]
@@ -39,25 +40,26 @@ _MOST_SIZES = 8
 class Exchange:
     """Calls of MPI under way, with the arrays that they use; for `Channel.wait`."""
 
-    def __init__(self, arrays: Any, kept: set[Exchange]) -> None:
-        # One by one, to be kept where it is left between them: MPI may write into the
-        # arrays even then.
+    def __init__(self, *arrays: Any) -> None:
+        # One by one: an error may leave it between them.
         self.requests: list[Any] = []
-        self._arrays, self._kept = arrays, kept
-        kept.add(self)
+        self._arrays = arrays
 
     def agreed(self) -> bool:
         """Whether all of them are complete."""
         requests = self.requests
         if requests and type(requests[0]).Testall(requests):
             self.requests = requests = []
-        if not requests:
-            self._kept.discard(self)
         return not requests
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` until they are: it is not asked whose are missing."""
         return [] if self.agreed() else [-1]
+
+    def __del__(self) -> None:
+        # An error may have ended the wait for it.
+        if self.requests:
+            keep(self.requests, self._arrays)
 
 
 class PatientComm:
@@ -75,14 +77,11 @@ class PatientComm:
         self._wait = wait
         self.rank: int = comm.rank
         self.size: int = comm.size
-        # Kept where it is left, for MPI may still write into its memory.
-        self._request: Any = None
-        self._exchanges: set[Exchange] = set()
         # Memory for what comes, used again: by its size, what nobody uses now.
         self._rooms: dict[int, list[Any]] = {}
 
-    def _done(self, nbytes: int = 0) -> None:
-        self._finish(Message(self._request), nbytes)
+    def _done(self, request: Any, nbytes: int = 0) -> None:
+        self._finish(Message(request), nbytes)
 
     def _finish(self, awaited: Awaited, nbytes: int) -> None:
         # Data that moves takes the processor in any case.
@@ -95,13 +94,11 @@ class PatientComm:
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait for all ranks; collective over the communicator, as are all others."""
-        self._request = self._comm.Ibarrier()
-        self._done()
+        self._done(self._comm.Ibarrier())
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
         """Give all ranks one rank's contiguous array."""
-        self._request = self._comm.Ibcast(buffer, root)
-        self._done(buffer.nbytes)
+        self._done(self._comm.Ibcast(buffer, root), buffer.nbytes)
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         """Combine the arrays of all ranks."""
@@ -109,23 +106,19 @@ class PatientComm:
 
     def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Give all ranks the arrays of all; ``receive`` begins with an array."""
-        self._request = self._comm.Iallgatherv(send, receive)
-        self._done(receive[0].nbytes)
+        self._done(self._comm.Iallgatherv(send, receive), receive[0].nbytes)
 
     def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Give each rank a part of each rank's array."""
-        self._request = self._comm.Ialltoallv(send, receive)
-        self._done(receive[0].nbytes)
+        self._done(self._comm.Ialltoallv(send, receive), receive[0].nbytes)
 
     def Send(self, buffer: Any, dest: int, tag: int) -> None:  # noqa: N802
         """Send an array to a rank; not collective."""
-        self._request = self._comm.Isend(buffer, dest, tag)
-        self._done(buffer.nbytes)
+        self._done(self._comm.Isend(buffer, dest, tag), buffer.nbytes)
 
     def Recv(self, buffer: Any, source: int, tag: int) -> None:  # noqa: N802
         """Receive an array from a rank; not collective."""
-        self._request = self._comm.Irecv(buffer, source, tag)
-        self._done(buffer.nbytes)
+        self._done(self._comm.Irecv(buffer, source, tag), buffer.nbytes)
 
     def sendrecv(self, value: Any, dest: int, source: int) -> Any:
         """Exchange objects with ranks, which make the same call; not collective."""
@@ -164,7 +157,7 @@ class PatientComm:
         most: int,
     ) -> Exchange:
         """Start messages of at most so many bytes."""
-        exchange = Exchange((sent, received), self._exchanges)
+        exchange = Exchange(sent, received)
         calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
         for call, arrays in calls:
             for rank, array in arrays.items():
@@ -175,7 +168,7 @@ class PatientComm:
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
         """Start to combine the arrays of all ranks; collective."""
-        exchange = Exchange((send, receive), self._exchanges)
+        exchange = Exchange(send, receive)
         exchange.requests.append(self._comm.Iallreduce(send, receive, op))
         return exchange
 
@@ -200,8 +193,7 @@ class PatientComm:
         """Return as many integers of each rank, as an array with a row for each."""
         sent = np.array(own, np.int64)
         found = np.empty((self.size, sent.size), np.int64)
-        self._request = self._comm.Iallgather(sent, found)
-        self._done()
+        self._done(self._comm.Iallgather(sent, found))
         return found
 
     def allgather(self, value: Any) -> list[Any]:
@@ -230,8 +222,7 @@ class PatientComm:
     def cast(self, data: bytes, root: int) -> Any:
         """Give all ranks one rank's bytes."""
         size = np.array([len(data)], np.int64)
-        self._request = self._comm.Ibcast(size, root)
-        self._done()
+        self._done(self._comm.Ibcast(size, root))
         if self.rank == root:
             buffer = np.frombuffer(data, np.uint8)
         else:
@@ -250,12 +241,10 @@ class PatientComm:
         sends = self.rank == root
         parts = [pickle.dumps(v, 5) for v in values or ()] if sends else []
         sizes = np.array([len(p) for p in parts] or [0] * self.size, np.int64)
-        self._request = self._comm.Ibcast(sizes, root)
-        self._done()
+        self._done(self._comm.Ibcast(sizes, root))
         byte = self.mpi.BYTE
         every = np.frombuffer(b"".join(parts), np.uint8) if sends else None
         own = np.empty(int(sizes[self.rank]), np.uint8)
         sent = [every, sizes, byte] if sends else None
-        self._request = self._comm.Iscatterv(sent, [own, byte], root)
-        self._done(own.nbytes)
+        self._done(self._comm.Iscatterv(sent, [own, byte], root), own.nbytes)
         return values[root] if sends and values is not None else pickle.loads(own.data)

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcstrat.observe.timeline.alignment import Sample, best_sample
 from hpcstrat.topology.bounded import finish
+from hpcstrat.topology.kept_requests import keep
 from hpcstrat.topology.topology import Topology
 
 __all__ = ["measure_clock"]
@@ -61,10 +62,8 @@ def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
     trips = []
     for _ in range(_ROUNDS):
         before = clock()
-        request = comm.Irecv(received, 0, _TAG)
-        # Eight bytes go at once, and stay as they are: nobody needs to await that.
-        comm.Isend(sent, 0, _TAG).Free()
-        if not finish([request], deadline):
+        requests = [comm.Irecv(received, 0, _TAG), comm.Isend(sent, 0, _TAG)]
+        if not finish(requests, deadline):
             return None
         trips.append((before, int(received[0]), clock()))
     return best_sample(trips)
@@ -78,6 +77,7 @@ def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -
     requests = []
     for number in range(_ROUNDS):
         if not finish([comm.Irecv(received, leader, _TAG)], deadline):
+            keep(requests)
             return False
         sent[number] = clock()
         requests.append(comm.Isend(sent[number], leader, _TAG))

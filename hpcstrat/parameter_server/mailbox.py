@@ -25,6 +25,7 @@ from hpcstrat.errors import RankLostError, UnavailableError
 from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.handles import error_of
+from hpcstrat.topology.kept_requests import keep
 from hpcstrat.topology.survival import is_loss, lost_ranks
 from hpcstrat.topology.topology import Topology
 
@@ -66,6 +67,10 @@ class _Sending:
     def __init__(self, request: Any, data: Any) -> None:
         self.request, self.data = request, data
 
+    def __del__(self) -> None:
+        if self.request:
+            keep([self.request], self.data)
+
 
 class _Arriving:
     """A message that is on its way in pieces, or comes after such a one."""
@@ -86,6 +91,10 @@ class _Arriving:
         if payload is None:
             payload, *buffers = buffers
         return pickle.loads(payload, buffers=buffers)
+
+    def __del__(self) -> None:
+        # An interrupt may have ended the wait for it, or the sender has died.
+        keep(self.requests, self.buffers)
 
 
 class Mailbox:
@@ -113,8 +122,6 @@ class Mailbox:
         # Fresh memory of an update takes longer than what the server does with it.
         self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
-        # Large answers that MPI may still write, also after an interrupt.
-        self._answering: list[_Arriving] = []
         self._looked_at = 0.0
         self.warn_seconds = math.inf
         self.lost: set[int] = set()
@@ -258,12 +265,10 @@ class Mailbox:
         ]
         one = _Arriving(source, payload, buffers, requests)
         if tag == REPLY:
-            self._answering.append(one)
             whole = self.wait(
                 lambda: self._is_whole(one) or (source in self.lost and "lost"),
                 lambda: f"rank {source} to answer",
             )
-            self._answering.remove(one)
             return (source, one.message()) if whole is True else None
         self._arriving.append(one)
         return None

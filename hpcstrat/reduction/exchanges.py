@@ -42,6 +42,7 @@ class Exchanges:
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
         """Combine all replicas' arrays by a ufunc, in place, on every replica."""
+        _check_function(function, array, what)
         flat, size = _flat(array), self._size
         bounds = [flat.size * number // size for number in range(size + 1)]
         parts = [flat[bounds[n] : bounds[n + 1]] for n in range(size)]
@@ -72,6 +73,7 @@ class Exchanges:
 
         ``divisor`` divides the result, in floating point.
         """
+        _check_function(function, array, what)
         flat, size = _flat(array), self._size
         self._check_root(root)
         bounds = [flat.size * number // size for number in range(size + 1)]
@@ -113,6 +115,7 @@ class Exchanges:
         this replica's own part, and may be its memory. ``divisor`` divides the results,
         in floating point.
         """
+        _check_function(function, result, what)
         self._check_parts(parts, result, self._rank)
         flat, flats = _flat(result), [_flat(part) for part in parts]
         if any(
@@ -312,6 +315,18 @@ class Exchanges:
                 f"expected {parts[rank].size} elements, as part {rank} has, found "
                 f"{own.size}; make the sizes equal"
             )
+
+
+def _check_function(function: np.ufunc, array: Array, what: str) -> None:
+    """Refuse a type that a ufunc does not take, before any rank is told of the call."""
+    nothing = array.reshape(-1)[:0]
+    try:
+        function(nothing, nothing)
+    except TypeError as error:
+        raise TypeError(
+            f"expected a type for which {function.__name__} is defined in {what}, "
+            f"found {array.dtype}; use another reduction or another type"
+        ) from error
 
 
 def _both(first: Awaits, second: Awaits) -> Iterator[Any]:

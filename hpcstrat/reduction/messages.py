@@ -1,51 +1,71 @@
 """Messages from one replica to another, each with a header that says what it is.
 
 Nobody else takes part, so that no header of all ranks can compare what the two do: the
-sender tells size and type ahead of the data, and the receiver compares them.
+sender tells size and type ahead of the data, and the receiver compares them before it
+uses any of the data.
+
+The receives of the data are started before the header has come, because the sender may
+wait for nothing else. So they need room for whatever comes: an MPI library may write a
+message that is longer than its receive past the end of the memory (Open MPI 5.0 does
+where it copies straight from the memory of the sender). All data are therefore cut at
+the same places, and the tag of a part says how long it may be, which is how much room
+each receive with that tag has; for the last part of an array that is other memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.call_sites import call_site
-from hpcstrat.channel.awaited import Message
+from hpcstrat.channel.awaited import Awaited, Awaits, Message
 from hpcstrat.channel.call import Call, describe_call
 from hpcstrat.channel.entries import collective
+from hpcstrat.channel.patient import Exchange
 from hpcstrat.errors import CollectiveError
 from hpcstrat.reduction.object_collectives import ObjectCollectives
+from hpcstrat.topology.kept_requests import let_go_of_complete
 from hpcstrat.typing import Array
 
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-_LARGEST_BYTES = 1 << 30
+# How long the parts of the data may be, one after the other; those that follow are as
+# long as the last. Little data so need little other memory, and much data few messages.
+_PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
+# For each tag of the program: one of the header, then one for each length of a part.
+_NUM_TAGS = 1 + len(_PART_BYTES)
 
 
 class Transfer:
-    """A message under way; ends when it is awaited, or looked at, by its rank."""
+    """A message under way; ends when its rank waits for it, or looks whether it has.
+
+    Where a program drops it before the end, MPI still sends or receives the message,
+    and keeps the memory until then.
+    """
 
     def __init__(
-        self, collectives: ObjectCollectives, call: Call, array: Array
+        self, collectives: ObjectCollectives, call: Call, steps: Awaits
     ) -> None:
         self.collectives = collectives
-        self.call = call
-        # MPI reads or writes them until the end.
-        self.array = array
-        self.header: Array | None = None
-        # Of the header, and of the data.
-        self.requests: deque[Any] = deque()
-        # From whom, of a message whose header has not come.
-        self.source: int | None = None
+        self._call, self._steps = call, steps
+        self._awaited: Awaited | None = next(steps, None)
 
     def test(self) -> bool:
-        """Whether it has ended; not collective, as is `wait`, which raises errors."""
-        while self.requests and self.source is None and self.requests[0].Test():
-            self.requests.popleft()
-        return not self.requests or all(request.Test() for request in self.requests)
+        """Whether it has ended; not collective, as is `wait`; raises what that does."""
+        if self._awaited is None:
+            return True
+        channel: Any = self.collectives.channel
+        channel.refuse_if_broken(self._call)
+        with channel.moving(self._call):
+            while self._awaited is not None and self._awaited.agreed():
+                self._awaited = next(self._steps, None)
+            if self._awaited is not None:
+                channel.look()
+        return self._awaited is None
 
     @collective
     def wait(self) -> None:
@@ -54,29 +74,35 @@ class Transfer:
         CollectiveError where the other rank's message is not of this size and type,
         which ends all calls of all ranks, or where another rank has ended them.
         """
-        channel: Any = self.collectives.channel
-        if channel is None or not self.requests:
+        if self._awaited is None:
             return
-        channel.refuse_if_broken(self.call)
-        with channel.moving(self.call):
-            while self.requests:
-                channel.wait(Message(self.requests[0]), self.call)
-                self.requests.popleft()
-                if self.source is not None:
-                    self._check_header()
+        channel: Any = self.collectives.channel
+        channel.refuse_if_broken(self._call)
+        with channel.moving(self._call):
+            while self._awaited is not None:
+                channel.wait(self._awaited, self._call)
+                self._awaited = next(self._steps, None)
 
-    def _check_header(self) -> None:
-        """Compare a header that has come, before anything is asked of the data."""
-        assert self.header is not None
-        source, self.source = self.source, None
+
+class _Expected:
+    """A header that a receive awaits, and the array that it should describe."""
+
+    def __init__(self, array: Array, where: str) -> None:
+        self._kind, self._where = _kind(array), where
+        self.memory = np.empty(_HEADER_BYTES, np.uint8)
+        self.message: Any = None
+        self.compared = False
+
+    def compare(self) -> None:
+        """Compare the header, which has come."""
+        self.compared = True
         # A long name may be cut inside of a letter.
-        found = bytes(self.header).decode(errors="replace").rstrip()
+        found = self.memory.tobytes().decode(errors="replace").rstrip()
         # Sizes, not shapes: a receiver may see the same numbers in another shape.
-        expected = _kind(self.array).partition(" sent")[0]
-        if found.partition(" sent")[0] != expected:
+        if found.partition(" sent")[0] != self._kind:
             raise CollectiveError(
-                f"expected {expected} from rank {source} in {self.call.text}"
-                f"{_at(call_site())}, found {found}; make the two equal"
+                f"expected {self._kind} {self._where}, found {found}; make the two "
+                "equal"
             )
 
 
@@ -92,8 +118,10 @@ class Messages:
         self.collectives = collectives
         channel: Any = collectives.channel
         self._comm: Any = None if channel is None else channel.topology.duplicate()
-        # Of a single replica, to itself: arrays by tag.
-        self._own: dict[int, deque[Array]] = {}
+        # By source and tag, the headers that no receive has compared yet.
+        self._expected: dict[tuple[int, int], deque[_Expected]] = {}
+        # Of a single replica, to itself: headers and arrays, by tag.
+        self._own: dict[int, deque[tuple[Array, Array]]] = {}
 
     def close(self) -> None:
         """Free the communicator."""
@@ -105,24 +133,23 @@ class Messages:
     def send(self, array: Array, dest: int, tag: int, what: str) -> Transfer:
         """Start to send a contiguous array, which is not written before the end."""
         call = self._call(f"{what}(dest={dest}, tag={tag})", array, tag)
-        transfer = Transfer(self.collectives, call, array)
+        text = f"{_kind(array)} sent{_at_site()}".encode()[:_HEADER_BYTES]
+        header = np.frombuffer(text.ljust(_HEADER_BYTES), np.uint8)
         if self._comm is None:
-            self._own.setdefault(tag, deque()).append(array.copy())
-            return transfer
-        self._refuse(call)
-        text = _kind(array).encode()[:_HEADER_BYTES]
-        transfer.header = np.frombuffer(text.ljust(_HEADER_BYTES), np.uint8)
-        start = self._comm.Isend
-        transfer.requests.append(start(transfer.header, dest, 2 * tag))
-        for part in _parts(array):
-            transfer.requests.append(start(part, dest, 2 * tag + 1))
-        return transfer
+            self._own.setdefault(tag, deque()).append((header, array.copy()))
+            return Transfer(self.collectives, call, iter(()))
+        self._begin(call)
+        exchange, start = Exchange(), self._comm.Isend
+        exchange.requests.append(start(header, dest, _NUM_TAGS * tag))
+        for part, length in _parts(array):
+            exchange.requests.append(start(part, dest, _NUM_TAGS * tag + 1 + length))
+        return Transfer(self.collectives, call, iter((exchange,)))
 
     @collective
     def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
         """Start to receive into a contiguous array."""
         call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
-        transfer = Transfer(self.collectives, call, array)
+        expected = _Expected(array, f"from rank {source} in {call.text}{_at_site()}")
         if self._comm is None:
             kept = self._own.get(tag)
             if not kept:
@@ -130,16 +157,24 @@ class Messages:
                     f"expected a message from this rank itself for {call.text}, found "
                     "none; send it first"
                 )
-            array[...] = kept.popleft().reshape(array.shape)
-            return transfer
-        self._refuse(call)
-        transfer.header = np.empty(_HEADER_BYTES, np.uint8)
-        transfer.source, start = source, self._comm.Irecv
-        transfer.requests.append(start(transfer.header, source, 2 * tag))
-        # Before the header has come, too: the sender may wait for nothing else.
-        for part in _parts(array):
-            transfer.requests.append(start(part, source, 2 * tag + 1))
-        return transfer
+            expected.memory, own = kept.popleft()
+            expected.compare()
+            array[...] = own.reshape(array.shape)
+            return Transfer(self.collectives, call, iter(()))
+        self._begin(call)
+        exchange, start = Exchange(), self._comm.Irecv
+        expected.message = Message(start(expected.memory, source, _NUM_TAGS * tag))
+        queue = self._expected.setdefault((source, tag), deque())
+        queue.append(expected)
+        rest = room = np.empty(0, np.uint8)
+        for part, length in _parts(array):
+            into = part
+            if part.size < _PART_BYTES[length]:
+                rest, into = part, np.empty(_PART_BYTES[length], np.uint8)
+                room = into
+            exchange.requests.append(start(into, source, _NUM_TAGS * tag + 1 + length))
+        steps = _received(queue, expected, exchange, rest, room)
+        return Transfer(self.collectives, call, steps)
 
     @collective
     def receive_any(self, array: Array, tag: int, what: str) -> int:
@@ -149,17 +184,19 @@ class Messages:
             return 0
         channel: Any = self.collectives.channel
         mpi, call = channel.topology.mpi, self._call(f"{what}(tag={tag})", array, tag)
-        self._refuse(call)
-        probe = _Probe(self._comm, mpi, 2 * tag)
+        self._begin(call)
+        probe = _Probe(self._comm, mpi, _NUM_TAGS * tag)
         with channel.moving(call):
             channel.wait(probe, call)
         source = int(probe.status.source)
         self.receive(array, source, tag, what).wait()
         return source
 
-    def _refuse(self, call: Call) -> None:
+    def _begin(self, call: Call) -> None:
         channel: Any = self.collectives.channel
         channel.refuse_if_broken(call)
+        # Of messages that the program has dropped.
+        let_go_of_complete()
 
     def _call(self, what: str, array: Array, tag: int) -> Call:
         if not array.flags.c_contiguous:
@@ -170,6 +207,25 @@ class Messages:
         if tag < 0:
             raise ValueError(f"expected a tag of 0 or more, found {tag}; change it")
         return describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
+
+
+def _received(
+    queue: deque[_Expected],
+    expected: _Expected,
+    data: Exchange,
+    rest: Array,
+    room: Array,
+) -> Awaits:
+    """Await a header after those before it, then its data; ``room`` has the rest."""
+    # Parts of a longer message before this one may lie in its memory.
+    while not expected.compared:
+        first = queue[0]
+        yield first.message
+        if not first.compared:
+            queue.popleft()
+            first.compare()
+    yield data
+    rest[...] = room[: rest.size]
 
 
 class _Probe:
@@ -190,18 +246,20 @@ class _Probe:
 
 
 def _kind(array: Array) -> str:
-    """Say what ends of a message must agree on, and where it is sent."""
-    return f"{array.size} elements of {array.dtype} sent{_at(call_site())}"
+    """Say what both ends of a message must agree on."""
+    return f"{array.size} elements of {array.dtype}"
 
 
-def _at(site: str) -> str:
+def _at_site() -> str:
+    site = call_site()
     return f" at {site}" if site else ""
 
 
-def _parts(array: Array) -> list[Array]:
-    """Return the bytes of an array, in parts whose sizes any MPI takes."""
+def _parts(array: Array) -> Iterator[tuple[Array, int]]:
+    """Return the bytes of an array in parts, and which length each may have."""
     data = array.reshape(-1).view(np.uint8)
-    return [
-        data[start : start + _LARGEST_BYTES]
-        for start in range(0, data.size, _LARGEST_BYTES)
-    ]
+    start = length = 0
+    while start < data.size:
+        yield data[start : start + _PART_BYTES[length]], length
+        start += _PART_BYTES[length]
+        length = min(length + 1, len(_PART_BYTES) - 1)

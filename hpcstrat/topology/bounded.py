@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from hpcstrat.topology.kept_requests import keep
+
 __all__ = ["finish"]
 
 _NAP_SECONDS = 0.001
-
-_abandoned: list[Any] = []
 
 
 def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> bool:
@@ -23,7 +23,7 @@ def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> b
     left = [request for request in requests if not request.Test()]
     while left:
         if time.monotonic() > deadline:
-            _abandoned.extend(left)
+            keep(left)
             return False
         if naps:
             time.sleep(_NAP_SECONDS)

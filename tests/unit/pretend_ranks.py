@@ -78,6 +78,9 @@ class _Request:
         self.taken: Any = None
         self.done = True
 
+    def __bool__(self) -> bool:
+        return not self.done
+
     def Start(self) -> None:  # noqa: N802
         assert self.done, "it is started twice"
         self.done = False

@@ -66,8 +66,9 @@ class HostTensors:
         return array
 
     def written(self) -> None:
-        """Copy into the tensors what lies elsewhere."""
-        for tensor, array in self._copies:
+        """Copy into the tensors what lies elsewhere; a second call does nothing."""
+        copies, self._copies = self._copies, []
+        for tensor, array in copies:
             # Under the name of a type that torch can take from NumPy.
             plain = _FOREIGN.get(tensor.dtype, (tensor.dtype,))[0]
             plain = torch.uint8 if plain is torch.bool else plain

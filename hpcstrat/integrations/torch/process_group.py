@@ -98,11 +98,15 @@ class _TransferWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return self._transfer.test()
+        """Whether it has ended; raises what `wait` raises."""
+        ended = self._transfer.test()
+        if ended:
+            with torch.no_grad():
+                self._host.written()
+        return ended
 
     def is_success(self) -> bool:
-        """Whether it has ended: errors are raised by `wait`."""
+        """Whether it has ended: errors are raised."""
         return self.is_completed()
 
     def get_future(self) -> Any:

@@ -30,6 +30,7 @@ from hpcstrat.safety.uncaught import running_mpi
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateReport, some_ranks
 from hpcstrat.safety.watchdog.watchdog import end_process
 from hpcstrat.settings import Settings
+from hpcstrat.topology.kept_requests import keep
 from hpcstrat.topology.survival import is_loss, revoke
 
 __all__ = ["Creation"]
@@ -50,8 +51,6 @@ _LONGEST_NAP_SECONDS = 0.001
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
-# What MPI may write to, of calls that were given up.
-_abandoned: list[Any] = []
 # How many strategies this process has begun to make with each group of ranks.
 _turns: dict[str, int] = {}
 
@@ -193,7 +192,7 @@ class Creation:
         try:
             self._await(request)
         except BaseException:
-            _abandoned.append((request, own, table))
+            keep([request])
             raise
         if (table == own).all() and problem is None:
             return

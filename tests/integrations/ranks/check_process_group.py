@@ -221,6 +221,27 @@ def test_messages_and_objects(job: Any) -> None:
     dist.barrier()
 
 
+def test_handles_that_are_polled_or_dropped(job: Any) -> None:
+    if job.size == 1:
+        return
+    after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    dist.irecv(torch.empty(1_000_000), before)
+    dist.barrier()
+    dist.isend(torch.full((1_000_000,), 9.0), after)
+    # Not the tensor's memory: what comes is copied into it.
+    came = torch.zeros(2, 1000).t()
+    work = dist.irecv(came, before)
+    sent = dist.isend(torch.full((1000, 2), float(job.rank)), after)
+    while not work.is_completed():
+        pass
+    assert (came == before).all()
+    came.zero_()
+    work.wait()
+    assert (came == 0).all()
+    sent.wait()
+    dist.barrier()
+
+
 def test_sub_groups_are_groups_of_their_own(job: Any) -> None:
     first = dist.new_group([0])
     others = dist.new_group(list(range(1, job.size))) if job.size > 1 else None
@@ -495,3 +516,14 @@ def test_what_cannot_be_says_so(job: Any) -> None:
         dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))
     with pytest.raises(NotImplementedError, match="float8"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+    with pytest.raises(TypeError, match=r"bitwise_and .* all_reduce\(BAND\)"):
+        dist.all_reduce(torch.ones(2), Op.BAND)
+    with pytest.raises(TypeError, match=r"bitwise_or .* reduce\(BOR\)"):
+        dist.reduce(torch.ones(2).bfloat16(), 0, Op.BOR)
+    with pytest.raises(TypeError, match=r"bitwise_xor .* reduce_scatter\(BXOR\)"):
+        dist.reduce_scatter(
+            torch.ones(2), [torch.ones(2) for _ in range(job.size)], Op.BXOR
+        )
+    own = torch.ones(1)
+    dist.all_reduce(own)
+    assert own == job.size

@@ -10,8 +10,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.reduction.exchanges import Exchanges
-from hpcstrat.reduction.messages import Messages
-from tests.mpi.ranks.outcomes import assert_usable, outcome
+from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
 
@@ -168,6 +167,27 @@ def test_different_shapes_are_named_on_every_replica(
     assert_usable(strategy, job)
 
 
+def test_functions_that_a_type_does_not_have_are_refused(
+    strategy: Any, exchanges: Exchanges, job: Any
+) -> None:
+    def combined(kind: str) -> list[Any]:
+        array = np.ones(4, kind)
+        parts = [array] * job.size
+        function, what = np.bitwise_and, "and"
+        return [
+            outcome(exchanges.combine, function, array.copy(), what),
+            outcome(exchanges.reduce_to, function, array.copy(), 0, what),
+            outcome(exchanges.reduce_scatter, function, parts, array.copy(), what),
+        ]
+
+    for error in combined("f4"):
+        assert_told(error, TypeError, True, "bitwise_and", "float32")
+    assert_usable(strategy, job)
+    for error in combined("i4" if job.rank else "f4"):
+        assert_told(error, TypeError, job.rank == 0)
+    assert_usable(strategy, job)
+
+
 def test_arrays_that_do_not_fit_on_one_replica_fail_on_all(
     strategy: Any, exchanges: Exchanges, job: Any
 ) -> None:
@@ -176,35 +196,3 @@ def test_arrays_that_do_not_fit_on_one_replica_fail_on_all(
     error = outcome(exchanges.reduce_scatter, np.add, parts, result, "scatter")
     assert isinstance(error, ValueError)
     assert_usable(strategy, job)
-
-
-def test_messages_go_round_a_ring(strategy: Any, job: Any) -> None:
-    messages = Messages(strategy.collectives)
-    after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
-    for length in (0, 3, 400_000):
-        received = np.zeros((2, length))
-        sent = [
-            messages.send(np.full(length, 10.0 * job.rank + n), after, n, "send")
-            for n in range(2)
-        ]
-        came = [messages.receive(received[n], before, n, "recv") for n in range(2)]
-        for one in (*reversed(came), *sent):
-            one.wait()
-            assert one.test()
-        assert (received == 10.0 * before + np.array([[0.0], [1.0]])).all()
-    messages.close()
-
-
-def test_a_message_from_anybody_says_who_sent_it(strategy: Any, job: Any) -> None:
-    messages = Messages(strategy.collectives)
-    if job.rank:
-        messages.send(np.full(3, job.rank), 0, 0, "send").wait()
-    else:
-        found = set()
-        for _ in range(job.size - 1):
-            buffer = np.zeros(3, np.int64)
-            source = messages.receive_any(buffer, 0, "recv")
-            assert (buffer == source).all()
-            found.add(source)
-        assert found == set(range(1, job.size))
-    messages.close()

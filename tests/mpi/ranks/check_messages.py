@@ -1,0 +1,194 @@
+"""Messages between two replicas: what comes, and what is told where they differ."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.reduction.messages import Messages
+from tests.mpi.ranks.outcomes import assert_usable, outcome
+
+pytestmark = pytest.mark.algorithm
+
+# On both sides of where data are cut into parts: 32 KiB, then 64 KiB more, and so on.
+NUM_BYTES = (0, 8, 96, 32_760, 32_768, 32_776, 98_304, 98_312, 1_200_000, 3_500_000)
+DTYPES = ("u1", "f2", "f4", "i8")
+GUARD = 3.0
+# Bytes on each side of an array that is received into.
+GUARD_BYTES = 1 << 22
+
+
+def test_messages_go_round_a_ring(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    for length in (0, 3, 400_000):
+        received = np.zeros((2, length))
+        sent = [
+            messages.send(np.full(length, 10.0 * job.rank + n), after, n, "send")
+            for n in range(2)
+        ]
+        came = [messages.receive(received[n], before, n, "recv") for n in range(2)]
+        for one in (*reversed(came), *sent):
+            one.wait()
+            assert one.test()
+        assert (received == 10.0 * before + np.array([[0.0], [1.0]])).all()
+    messages.close()
+
+
+def test_a_message_from_anybody_says_who_sent_it(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    if job.rank:
+        messages.send(np.full(3, job.rank), 0, 0, "send").wait()
+    else:
+        found = set()
+        for _ in range(job.size - 1):
+            buffer = np.zeros(3, np.int64)
+            source = messages.receive_any(buffer, 0, "recv")
+            assert (buffer == source).all()
+            found.add(source)
+        assert found == set(range(1, job.size))
+    messages.close()
+
+
+class _Guarded:
+    """Memory to receive into, inside of more that nothing may write."""
+
+    def __init__(self, size: int, dtype: str) -> None:
+        guard = GUARD_BYTES // np.dtype(dtype).itemsize
+        self._whole = np.full(size + 2 * guard, GUARD, dtype)
+        self.values = self._whole[guard : guard + size]
+        self._outside = self._whole[:guard], self._whole[guard + size :]
+
+    def assert_bounded(self) -> None:
+        """Demand that all around the array is as before."""
+        assert all((part == GUARD).all() for part in self._outside)
+
+
+def _two_kinds(rng: random.Random) -> list[tuple[int, str]]:
+    """Return two sizes with types that differ; sometimes in one of the two only."""
+    while True:
+        kinds = []
+        for _ in range(2):
+            dtype = rng.choice(DTYPES)
+            kinds.append((rng.choice(NUM_BYTES) // np.dtype(dtype).itemsize, dtype))
+        if rng.random() < 0.2:
+            kinds[1] = kinds[0][0], kinds[1][1]
+        if kinds[0] != kinds[1] and any(size for size, _ in kinds):
+            return kinds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_message_that_does_not_fit_is_an_error_on_all_and_bounded(
+    make_strategy: Any, job: Any, seed: int
+) -> None:
+    if job.size == 1:
+        pytest.skip("one rank has nobody to send to")
+    rng = random.Random(seed)
+    strategy = make_strategy(comm=job)
+    messages = Messages(strategy.collectives)
+    dest, source = rng.sample(range(job.size), 2)
+    tag, num_good, num_after = rng.randrange(3), rng.randrange(3), rng.randrange(3)
+    (sent, sent_as), (wanted, wanted_as) = _two_kinds(rng)
+    waits_in_order, polls = rng.random() < 0.5, rng.random() < 0.5
+    good = rng.choice(NUM_BYTES) // 8
+    error: Any = None
+    if job.rank == source:
+        transfers = [
+            messages.send(np.full(size, 7).astype(dtype), dest, tag, "send")
+            for size, dtype in [(good, "i8")] * num_good
+            + [(sent, sent_as)]
+            + [(good, "i8")] * num_after
+        ]
+        # Small messages are gone before anybody looks at them.
+        for transfer in transfers:
+            error = error or outcome(transfer.wait)
+    elif job.rank == dest:
+        guarded = [_Guarded(good, "i8") for _ in range(num_good)]
+        guarded.append(_Guarded(wanted, wanted_as))
+        guarded += [_Guarded(good, "i8") for _ in range(num_after)]
+        transfers = [
+            messages.receive(one.values, source, tag, "recv") for one in guarded
+        ]
+        for one, transfer in zip(guarded[:num_good], transfers, strict=False):
+            transfer.wait()
+            assert (one.values == 7).all()
+        later = transfers[num_good:]
+        if not waits_in_order:
+            # Behind the wrong message, whose data it might get.
+            later.reverse()
+        if polls:
+            error = outcome(lambda: [None for _ in iter(later[0].test, True)])
+        else:
+            error = outcome(later[0].wait)
+        kinds = (wanted, np.dtype(wanted_as)), (sent, np.dtype(sent_as))
+        assert isinstance(error, hs.CollectiveError), repr(error)
+        for size, dtype in kinds:
+            assert f"{size} elements of {dtype}" in str(error)
+        assert f"from rank {source}" in str(error)
+        assert "make the two equal" in str(error)
+        for transfer in transfers[num_good:]:
+            assert isinstance(outcome(transfer.wait), hs.CollectiveError)
+        job.Barrier()
+        for one in guarded:
+            one.assert_bounded()
+    if job.rank != dest:
+        job.Barrier()
+        # Who has taken no notice yet does so in its next call.
+        error = error or outcome(strategy.reduce, "sum", 1.0, axis=None)
+        assert isinstance(error, hs.CollectiveError), repr(error)
+        assert f"{sent} elements of {np.dtype(sent_as)}" in str(error)
+        assert f"{wanted} elements of {np.dtype(wanted_as)}" in str(error)
+    again = outcome(messages.send, np.zeros(3), job.rank, 0, "send")
+    assert isinstance(again, hs.CollectiveError), repr(again)
+    assert "end the program on every rank" in str(again)
+    job.Barrier()
+    strategy.abandon()
+
+
+def test_messages_that_the_program_drops_keep_their_memory(
+    strategy: Any, job: Any
+) -> None:
+    messages = Messages(strategy.collectives)
+    after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    length = 700_000
+    if job.size > 1:
+        messages.receive(np.empty(length), before, 0, "recv")
+        messages.receive(np.empty(3), before, 0, "recv")
+        gc.collect()
+        strategy.collectives.barrier()
+        # What the process puts where that memory was.
+        others = [np.full(length, GUARD) for _ in range(4)]
+        messages.send(np.full(length, 9.0), after, 0, "send")
+        messages.send(np.full(3, 9.0), after, 0, "send")
+        gc.collect()
+        noise = [np.full(length, 5.0) for _ in range(4)]
+    last = np.full(length, 1.0 + job.rank)
+    sent = messages.send(last, after, 0, "send")
+    received = np.empty(length)
+    messages.receive(received, before, 0, "recv").wait()
+    sent.wait()
+    assert (received == 1.0 + before).all()
+    strategy.collectives.barrier()
+    if job.size > 1:
+        assert all((one == GUARD).all() for one in others)
+        assert all((one == 5.0).all() for one in noise)
+        # Nobody sends to this one any more.
+        messages.receive(np.empty(length), before, 0, "recv")
+    messages.close()
+    assert_usable(strategy, job)
+
+
+def test_a_message_to_this_rank_itself_is_compared(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    if job.size == 1:
+        messages.send(np.ones(3), 0, 0, "send").wait()
+        error = outcome(messages.receive, np.ones(4, "f4"), 0, 0, "recv")
+        assert isinstance(error, hs.CollectiveError)
+        assert "expected 4 elements of float32 from rank 0" in str(error)
+        assert "found 3 elements of float64 sent at check_messages.py:" in str(error)
+    messages.close()
