@@ -299,7 +299,9 @@ class SyncGroups:
     @quiet
     def _changes(self) -> list[Array]:
         """Return what this group has changed since the last round, negative."""
-        return [outer.component - own.component for own, outer in self._pairs]
+        changes = [outer.component - own.component for own, outer in self._pairs]
+        # NumPy makes of arrays without dimensions a number, which cannot be written.
+        return [array_module(change).asarray(change) for change in changes]
 
     def _begin(self, delay: int) -> None:
         """Begin the sum over the groups, and end it where it is not delayed."""

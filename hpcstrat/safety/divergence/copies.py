@@ -149,11 +149,13 @@ class Copies:
     def _rolled(self, run_index: int, mark: int) -> int:
         """Hash the slice that is due of variables in host memory."""
         slices = self._slices
+        # As `Position.enter_run` does: marks that begin with different steps stay apart.
+        # An exclusive or with the number of the run would let some meet.
+        mark = mark + 1 & (1 << 63) - 1
         if not self._rolls or not slices:
-            return mark + run_index & (1 << 63) - 1
+            return mark
         turn, index = divmod(run_index, len(slices))
         pieces, padded, floats = slices[index]
-        mark ^= run_index
         for piece in pieces:
             mark = xxh3_64_intdigest(piece, mark)
         for piece in padded:

@@ -404,6 +404,36 @@ def test_an_error_caught_on_one_rank_only_is_noticed(
         assert_usable(strategy, job)
 
 
+@pytest.mark.parametrize("num_batches", range(4))
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_rank_that_is_ahead_is_noticed_where_copies_are_compared(
+    make_strategy: Any, job: Any, num_batches: int, num_failures: int
+) -> None:
+    """Hashes of copies are mixed with the numbers of runs and batches."""
+    if job.size == 1:
+        pytest.skip("one rank agrees with itself")
+
+    def step(number: int, fails: bool) -> Any:
+        if fails:
+            raise BadBatch("bad")
+        return hs.get_replica_context().all_reduce("sum", np.int64(number))
+
+    with make_strategy() as strategy:
+        with strategy.scope():
+            _variable = hs.Variable(1.0, name="variable")
+        batches = hs.Dataset(np.arange(12.0), batch_size=2)
+        for _ in range(num_batches):
+            next(iter(strategy.experimental_distribute_dataset(batches)))
+        if job.rank == 1:
+            for _ in range(num_failures):
+                assert type(outcome(strategy.run, step, (0, True))) is BadBatch
+        for number in range(12):
+            error = outcome(strategy.run, step, (number, False))
+            assert type(error) is hs.CollectiveError, number
+    with make_strategy() as strategy:
+        assert_usable(strategy, job)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_left_out_on_one_rank_is_noticed(
     make_strategy: Any, job: Any, late: bool

@@ -140,6 +140,16 @@ def test_groups_train_as_the_algorithm_says(
     assert training.still.numpy() == 7
 
 
+def test_a_variable_without_dimensions_is_averaged_with_a_delay(make: Any) -> None:
+    groups = make(every=1, delay=1, outer=hs.optimizers.SGD(**PLAIN))
+    with groups.strategy.scope():
+        value = hs.Variable(1.0, name="value")
+    value.assign(2.0 + groups.group_id)
+    assert [groups.step(), groups.step()] == [False, True]
+    of_replica = [2.0 + group for group in groups.everyone.split.group_of]
+    np.testing.assert_allclose(value.numpy(), np.mean(of_replica), rtol=1e-12)
+
+
 def test_groups_of_a_size_are_runs_of_replicas(make: Any, job: Any) -> None:
     groups = make(every=1, size=1)
     assert (groups.num_groups, groups.group_id) == (job.size, job.rank)
