@@ -149,8 +149,8 @@ class Copies:
     def _rolled(self, run_index: int, mark: int) -> int:
         """Hash the slice that is due of variables in host memory."""
         slices = self._slices
-        # As `Position.enter_run` does: marks that begin with different steps stay apart.
-        # An exclusive or with the number of the run would let some meet.
+        # As `Position.enter_run` does: marks of different numbers of steps stay
+        # different. An exclusive or with the number of the run would make some equal.
         mark = mark + 1 & (1 << 63) - 1
         if not self._rolls or not slices:
             return mark
