@@ -74,7 +74,7 @@ def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -
     received = np.zeros(1, np.int64)
     # Each answer has its own memory, which a slow one may still read.
     sent = np.zeros((_ROUNDS, 1), np.int64)
-    requests = []
+    requests = list[Any]()
     for number in range(_ROUNDS):
         if not finish([comm.Irecv(received, leader, _TAG)], deadline):
             keep(requests)

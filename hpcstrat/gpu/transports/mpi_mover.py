@@ -151,9 +151,8 @@ class MpiMover:
             while posted < min(len(chunks), number + _IN_FLIGHT):
                 if posted >= _IN_FLIGHT:
                     yield from sent.popleft()
-                address = slots[posted % _IN_FLIGHT].data.ptr
-                nbytes = size_of(chunks[posted])
-                received.append(peers.receive(address, nbytes, parent))
+                slot, nbytes = slots[posted % _IN_FLIGHT], size_of(chunks[posted])
+                received.append(peers.receive(slot, 0, nbytes, parent))
                 posted += 1
             yield from received.popleft()
             slot = slots[number % _IN_FLIGHT]
@@ -166,9 +165,9 @@ class MpiMover:
             yield from messages
 
     def _sent(self, slot: Any, nbytes: int, children: list[int]) -> list[Message]:
-        address, messages = slot.data.ptr, []
+        messages = []
         for child in children:
-            messages += self._peers.send(address, nbytes, child)
+            messages += self._peers.send(slot, 0, nbytes, child)
         return messages
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
@@ -205,8 +204,8 @@ class MpiMover:
             # Also the copy out of the slot that receives.
             yield lane.done()
             part, received = _part(rank - step - 1, chunk), receiving[flight % window]
-            messages = peers.receive(received.data.ptr, part.nbytes, (rank - 1) % size)
-            messages += peers.send(slot.data.ptr, sent.nbytes, (rank + 1) % size)
+            messages = peers.receive(received, 0, part.nbytes, (rank - 1) % size)
+            messages += peers.send(slot, 0, sent.nbytes, (rank + 1) % size)
             flights.append((messages, received, part))
 
     def close(self) -> None:

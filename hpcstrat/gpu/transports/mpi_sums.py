@@ -75,19 +75,25 @@ class DeviceMessages:
         self.rank: int = comm.rank
         self.size: int = comm.size
 
-    def send(self, address: int, nbytes: int, rank: int) -> list[Message]:
-        """Begin to send at most 2**31 - 1 bytes, not to be written before the end."""
-        if not nbytes:
-            return []
-        data = [self._buffer(address, nbytes), nbytes, self._byte]
-        return [Message(self._comm.Isend(data, rank, DEVICE_TAG))]
+    def send(self, array: Any, start: int, nbytes: int, rank: int) -> list[Message]:
+        """Begin to send bytes of an array, not to be written before the end.
 
-    def receive(self, address: int, nbytes: int, rank: int) -> list[Message]:
-        """Begin to receive at most 2**31 - 1 bytes, not to be used before the end."""
+        At most 2**31 - 1 bytes, from the byte ``start`` of the contiguous array on.
+        """
+        return self._begin(self._comm.Isend, array, start, nbytes, rank)
+
+    def receive(self, array: Any, start: int, nbytes: int, rank: int) -> list[Message]:
+        """Begin to receive bytes of an array, not to be used before the end."""
+        return self._begin(self._comm.Irecv, array, start, nbytes, rank)
+
+    def _begin(
+        self, call: Any, array: Any, start: int, nbytes: int, rank: int
+    ) -> list[Message]:
         if not nbytes:
             return []
-        data = [self._buffer(address, nbytes), nbytes, self._byte]
-        return [Message(self._comm.Irecv(data, rank, DEVICE_TAG))]
+        data = [self._buffer(array.data.ptr + start, nbytes), nbytes, self._byte]
+        # The array keeps the memory, of which MPI's request has the address alone.
+        return [Message(call(data, rank, DEVICE_TAG), array)]
 
 
 class MpiSum:
@@ -138,16 +144,16 @@ class MpiSum:
         peers = self._peers
         active = 1 << (peers.size.bit_length() - 1)
         pairs = peers.size - active
-        address, nbytes = values.data.ptr, values.nbytes
+        nbytes = values.nbytes
         paired, gives = peers.rank < 2 * pairs, peers.rank % 2 == 0
         yield self._lane.done()
         if paired and gives:
-            yield from peers.send(address, nbytes, peers.rank + 1)
-            yield from peers.receive(address, nbytes, peers.rank + 1)
+            yield from peers.send(values, 0, nbytes, peers.rank + 1)
+            yield from peers.receive(values, 0, nbytes, peers.rank + 1)
             return
         if paired:
             other = scratch[:nbytes].view(values.dtype)
-            yield from peers.receive(other.data.ptr, nbytes, peers.rank - 1)
+            yield from peers.receive(other, 0, nbytes, peers.rank - 1)
             self._add(other, values, values)
         number = peers.rank // 2 if paired else peers.rank - pairs
 
@@ -158,7 +164,7 @@ class MpiSum:
             yield from algorithm(values, scratch, number, active, rank_of)
         if paired:
             yield self._lane.done()
-            yield from peers.send(address, nbytes, peers.rank - 1)
+            yield from peers.send(values, 0, nbytes, peers.rank - 1)
 
     def _doubling(
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
@@ -170,9 +176,7 @@ class MpiSum:
         while distance < active:
             rank = rank_of(me ^ distance)
             yield self._lane.done()
-            yield from self._swap(
-                (values.data.ptr, nbytes), (theirs.data.ptr, nbytes), rank
-            )
+            yield from self._swap((values, 0, nbytes), (theirs, 0, nbytes), rank)
             lower, upper = (theirs, values) if me & distance else (values, theirs)
             self._add(lower, upper, values)
             distance *= 2
@@ -181,22 +185,22 @@ class MpiSum:
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
     ) -> Awaits:
         """Sum one segment on each rank, a half at a time, and exchange them again."""
-        itemsize, base = values.itemsize, values.data.ptr
+        itemsize = values.itemsize
         bounds = [values.size * number // active for number in range(active + 1)]
 
-        def memory(low: int, high: int) -> tuple[int, int]:
+        def memory(low: int, high: int) -> tuple[Any, int, int]:
             nbytes = (bounds[high] - bounds[low]) * itemsize
-            return base + bounds[low] * itemsize, nbytes
+            return values, bounds[low] * itemsize, nbytes
 
         low, distance = 0, active // 2
         while distance:
             kept, sent = (low, low + distance), (low + distance, low + 2 * distance)
             if me & distance:
                 kept, sent = sent, kept
-            nbytes = memory(*kept)[1]
+            nbytes = memory(*kept)[-1]
             yield self._lane.done()
             theirs = scratch[:nbytes].view(values.dtype)
-            received = theirs.data.ptr, nbytes
+            received = theirs, 0, nbytes
             yield from self._swap(memory(*sent), received, rank_of(me ^ distance))
             own = values[bounds[kept[0]] : bounds[kept[1]]]
             self._add(own, theirs, own)
@@ -212,7 +216,7 @@ class MpiSum:
             distance *= 2
 
     def _swap(
-        self, sent: tuple[int, int], received: tuple[int, int], rank: int
+        self, sent: tuple[Any, int, int], received: tuple[Any, int, int], rank: int
     ) -> Awaits:
         messages = self._peers.receive(*received, rank)
         messages += self._peers.send(*sent, rank)
@@ -230,7 +234,7 @@ class MpiSum:
         """
         peers, lane = self._peers, self._lane
         size, rank = peers.size, peers.rank
-        itemsize, base = values.itemsize, values.data.ptr
+        itemsize = values.itemsize
         chunks = self._chunks(values)
         window = min(chunks, self._limits.in_flight)
         room = len(scratch) // window // 64 * 64
@@ -259,15 +263,15 @@ class MpiSum:
             first, last = bounds((rank - step - 1) % size, chunk)
             nbytes = (last - first) * itemsize
             own = theirs = None
-            address = base + first * itemsize
+            into, at = values, first * itemsize
             if flight < adding and nbytes:
                 own = values[first:last]
                 place = flight % window * room
                 theirs = scratch[place : place + nbytes].view(values.dtype)
-                address = theirs.data.ptr
-            messages = peers.receive(address, nbytes, (rank - 1) % size)
+                into, at = theirs, 0
+            messages = peers.receive(into, at, nbytes, (rank - 1) % size)
             messages += peers.send(
-                base + low * itemsize, (high - low) * itemsize, (rank + 1) % size
+                values, low * itemsize, (high - low) * itemsize, (rank + 1) % size
             )
             flights.append((messages, own, theirs))
 
