@@ -119,7 +119,7 @@ def _jax() -> dict[str, Any]:
     import jax.numpy as jnp
 
     def loss(weights: Any, x: Any, y: Any) -> Any:
-        return jnp.sum((x @ weights - y) ** 2) / 16
+        return jnp.mean((x @ weights - y) ** 2)
 
     weights = velocity = jnp.zeros(8)
     data = hs.Dataset(_data(50, np.float32), batch_size=16, shuffle=True)

@@ -279,6 +279,13 @@ def test_state_that_cannot_be_saved_is_found_before_a_save(
     assert_usable(strategy, job)
 
 
+def test_a_model_that_was_not_replicated_is_told_so(job: Any, folder: Path) -> None:
+    model = nn.Linear(2, 1)
+    error = outcome(lambda: hs.CheckpointManager(folder, **hst.state(model)))
+    assert isinstance(error, RuntimeError) == (job.size > 1)
+    assert job.size == 1 or "torch.replicate(model, strategy)" in str(error)
+
+
 def test_weights_that_come_to_differ_are_named(job: Any) -> None:
     with hs.MultiWorkerMirroredStrategy() as strategy:
         model = hst.replicate(nn.Linear(3, 2), strategy)
@@ -288,6 +295,7 @@ def test_weights_that_come_to_differ_are_named(job: Any) -> None:
             model.weight[1, 1] += strategy.replica_id
         error = outcome(strategy.check_divergence)
         assert isinstance(error, hs.DivergenceError) == (job.size > 1)
+        assert job.size == 1 or "torch.replicate(model, strategy)" in str(error)
         assert error is None or error.variable == "weight"
         assert list(kept) == ["model", "torch"]
 
