@@ -28,7 +28,7 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.on_first import on_first
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
-from hpcstrat.checkpoint.save.comparison import compare_copies
+from hpcstrat.checkpoint.save.comparison import compare_copies, require_same_state
 from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.errors import CheckpointError
@@ -236,7 +236,8 @@ class CheckpointManager:
             taken for the newest; or if an earlier save in the background failed.
             Nothing is left behind, and older checkpoints are as before.
         CollectiveError
-            On every rank, if ranks save different steps, metrics or variables.
+            On every rank, if ranks save different steps, metrics or variables, or the
+            plain state of an object differs between them.
         DivergenceError
             On every rank, if the copies of a mirrored variable have come to differ. An
             asynchronous save compares up to 16 MiB of them, or an eighth of a replica's
@@ -267,6 +268,7 @@ class CheckpointManager:
             # There have been calls in this entry, which would tell nobody now.
             self.collectives.fail("save", error)
             raise
+        require_same_state(self.collectives, python)
         kind = "asynchronous save" if asynchronous else "save"
         given = f"metrics {numbers} and " if numbers else ""
         self.collectives.barrier(

@@ -181,3 +181,32 @@ def test_without_descriptors_all_ranks_raise_or_none(
     manager.save(3)
     assert manager.restore() == 3
     manager.close()
+
+
+class _Generator:
+    """A program's own object, with plain state."""
+
+    def __init__(self, state: int) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, int]:
+        return {"state": self._state}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._state = state["state"]
+
+
+def test_plain_state_that_differs_between_replicas_is_refused_on_all(
+    strategy: Any, job: Any, folder: Path
+) -> None:
+    x, same, own = _variable(strategy), _Generator(3), _Generator(job.rank)
+    manager = hs.CheckpointManager(folder, x=x, same=same, own=own)
+    if strategy.num_replicas_in_sync == 1:
+        manager.save(1)
+        return
+    with pytest.raises(hs.CollectiveError, match="'own' on every replica") as caught:
+        manager.save(1)
+    assert caught.value.ranks == tuple(range(1, job.size))
+    # Nothing is left behind, and the program may go on.
+    assert not list(folder.iterdir())
+    hs.CheckpointManager(folder, x=x, same=same).save(1)
