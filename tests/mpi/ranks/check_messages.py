@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.reduction.messages import Messages
+from hpcstrat.reduction.messages import Messages, Transfer
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
@@ -69,17 +70,78 @@ class _Guarded:
         assert all((part == GUARD).all() for part in self._outside)
 
 
-def _two_kinds(rng: random.Random) -> list[tuple[int, str]]:
-    """Return two sizes with types that differ; sometimes in one of the two only."""
-    while True:
-        kinds = []
-        for _ in range(2):
+@dataclass
+class _Case:
+    """Messages of which one does not fit; drawn in the same way on all ranks."""
+
+    # Sizes and types, of the sends and of the receives.
+    sent: list[tuple[int, str]]
+    received: list[tuple[int, str]]
+    # Which one does not fit; whether the receiver waits for it first, and polls.
+    wrong: int
+    in_order: bool
+    polls: bool
+    tag: int
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> _Case:
+        def kind() -> tuple[int, str]:
             dtype = rng.choice(DTYPES)
-            kinds.append((rng.choice(NUM_BYTES) // np.dtype(dtype).itemsize, dtype))
-        if rng.random() < 0.2:
-            kinds[1] = kinds[0][0], kinds[1][1]
-        if kinds[0] != kinds[1] and any(size for size, _ in kinds):
-            return kinds
+            return rng.choice(NUM_BYTES) // np.dtype(dtype).itemsize, dtype
+
+        before = [kind() for _ in range(rng.randrange(3))]
+        after = [kind() for _ in range(rng.randrange(3))]
+        one = other = kind()
+        while one == other:
+            # Another size, another type, or both.
+            other = rng.choice([kind(), (one[0], kind()[1])])
+        return cls(
+            [*before, one, *after],
+            [*before, other, *after],
+            len(before),
+            in_order=rng.random() < 0.5,
+            polls=rng.random() < 0.5,
+            tag=rng.randrange(3),
+        )
+
+    def send(self, messages: Messages, dest: int) -> Any:
+        """Send all, and return the first error: small messages go at once."""
+        values = [np.full(size, 7).astype(dtype) for size, dtype in self.sent]
+        transfers = [messages.send(one, dest, self.tag, "send") for one in values]
+        errors = [outcome(one.wait) for one in transfers]
+        return next(filter(None, errors), None)
+
+    def receive(self, messages: Messages, source: int) -> Any:
+        """Receive all, and return the error of the one that is awaited first."""
+        guarded = [_Guarded(*kind) for kind in self.received]
+        transfers = [
+            messages.receive(one.values, source, self.tag, "recv") for one in guarded
+        ]
+        for one, transfer in zip(guarded[: self.wrong], transfers, strict=False):
+            transfer.wait()
+            assert (one.values == 7).all()
+        # The last may get data of the wrong one before it.
+        first = transfers[self.wrong if self.in_order else -1]
+        error = outcome(_poll if self.polls else Transfer.wait, first)
+        for transfer in transfers[self.wrong :]:
+            assert isinstance(outcome(transfer.wait), hs.CollectiveError)
+        # By then the sender has been told, or has sent all.
+        messages.collectives.channel.topology.replica_comm.Barrier()
+        for one in guarded:
+            one.assert_bounded()
+        return error
+
+    def assert_named(self, error: Any) -> None:
+        """Demand that an error names what was sent and what was expected."""
+        assert isinstance(error, hs.CollectiveError), repr(error)
+        for size, dtype in self.sent[self.wrong], self.received[self.wrong]:
+            assert f"{size} elements of {np.dtype(dtype)}" in str(error)
+        assert "make the two equal" in str(error)
+
+
+def _poll(transfer: Transfer) -> None:
+    while not transfer.test():
+        pass
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -89,60 +151,19 @@ def test_a_message_that_does_not_fit_is_an_error_on_all_and_bounded(
     if job.size == 1:
         pytest.skip("one rank has nobody to send to")
     rng = random.Random(seed)
+    case, (dest, source) = _Case.drawn(rng), rng.sample(range(job.size), 2)
     strategy = make_strategy(comm=job)
-    messages = Messages(strategy.collectives)
-    dest, source = rng.sample(range(job.size), 2)
-    tag, num_good, num_after = rng.randrange(3), rng.randrange(3), rng.randrange(3)
-    (sent, sent_as), (wanted, wanted_as) = _two_kinds(rng)
-    waits_in_order, polls = rng.random() < 0.5, rng.random() < 0.5
-    good = rng.choice(NUM_BYTES) // 8
-    error: Any = None
-    if job.rank == source:
-        transfers = [
-            messages.send(np.full(size, 7).astype(dtype), dest, tag, "send")
-            for size, dtype in [(good, "i8")] * num_good
-            + [(sent, sent_as)]
-            + [(good, "i8")] * num_after
-        ]
-        # Small messages are gone before anybody looks at them.
-        for transfer in transfers:
-            error = error or outcome(transfer.wait)
-    elif job.rank == dest:
-        guarded = [_Guarded(good, "i8") for _ in range(num_good)]
-        guarded.append(_Guarded(wanted, wanted_as))
-        guarded += [_Guarded(good, "i8") for _ in range(num_after)]
-        transfers = [
-            messages.receive(one.values, source, tag, "recv") for one in guarded
-        ]
-        for one, transfer in zip(guarded[:num_good], transfers, strict=False):
-            transfer.wait()
-            assert (one.values == 7).all()
-        later = transfers[num_good:]
-        if not waits_in_order:
-            # Behind the wrong message, whose data it might get.
-            later.reverse()
-        if polls:
-            error = outcome(lambda: [None for _ in iter(later[0].test, True)])
-        else:
-            error = outcome(later[0].wait)
-        kinds = (wanted, np.dtype(wanted_as)), (sent, np.dtype(sent_as))
-        assert isinstance(error, hs.CollectiveError), repr(error)
-        for size, dtype in kinds:
-            assert f"{size} elements of {dtype}" in str(error)
-        assert f"from rank {source}" in str(error)
-        assert "make the two equal" in str(error)
-        for transfer in transfers[num_good:]:
-            assert isinstance(outcome(transfer.wait), hs.CollectiveError)
-        job.Barrier()
-        for one in guarded:
-            one.assert_bounded()
-    if job.rank != dest:
-        job.Barrier()
+    messages, error = Messages(strategy.collectives), None
+    if job.rank == dest:
+        error = case.receive(messages, source)
+        assert f"from rank {source} in recv" in str(error)
+    else:
+        if job.rank == source:
+            error = case.send(messages, dest)
+        strategy.topology.replica_comm.Barrier()
         # Who has taken no notice yet does so in its next call.
         error = error or outcome(strategy.reduce, "sum", 1.0, axis=None)
-        assert isinstance(error, hs.CollectiveError), repr(error)
-        assert f"{sent} elements of {np.dtype(sent_as)}" in str(error)
-        assert f"{wanted} elements of {np.dtype(wanted_as)}" in str(error)
+    case.assert_named(error)
     again = outcome(messages.send, np.zeros(3), job.rank, 0, "send")
     assert isinstance(again, hs.CollectiveError), repr(again)
     assert "end the program on every rank" in str(again)
