@@ -38,6 +38,8 @@ _HEADER_BYTES = 256
 _PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
 # For each tag of the program: one of the header, then one for each length of a part.
 _NUM_TAGS = 1 + len(_PART_BYTES)
+# Every MPI library has tags up to here (MPI-4.1, 9.1.2).
+_LEAST_MOST_TAG = 32767
 
 
 class Transfer:
@@ -117,7 +119,10 @@ class Messages:
     def __init__(self, collectives: ObjectCollectives) -> None:
         self.collectives = collectives
         channel: Any = collectives.channel
-        self._comm: Any = None if channel is None else channel.topology.duplicate()
+        comm: Any = None if channel is None else channel.topology.duplicate()
+        most = None if comm is None else comm.Get_attr(channel.topology.mpi.TAG_UB)
+        self._comm = comm
+        self._most_tag = (most or _LEAST_MOST_TAG) // _NUM_TAGS - 1
         # By source and tag, the headers that no receive has compared yet.
         self._expected: dict[tuple[int, int], deque[_Expected]] = {}
         # Of a single replica, to itself: headers and arrays, by tag.
@@ -204,8 +209,11 @@ class Messages:
                 f"expected a contiguous array for {what}, found strides "
                 f"{array.strides}; pass a copy"
             )
-        if tag < 0:
-            raise ValueError(f"expected a tag of 0 or more, found {tag}; change it")
+        if not 0 <= tag <= self._most_tag:
+            raise ValueError(
+                f"expected a tag from 0 to {self._most_tag} for {what}, found {tag}; "
+                "change it"
+            )
         return describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
 
 

@@ -204,6 +204,16 @@ def test_messages_that_the_program_drops_keep_their_memory(
     assert_usable(strategy, job)
 
 
+def test_tags_that_mpi_does_not_have_are_refused(strategy: Any, job: Any) -> None:
+    messages = Messages(strategy.collectives)
+    for tag in (-1, 2**31):
+        error = outcome(messages.send, np.ones(3), 0, tag, "send")
+        assert isinstance(error, ValueError), repr(error)
+        assert f"found {tag}" in str(error)
+    assert_usable(strategy, job)
+    messages.close()
+
+
 def test_a_message_to_this_rank_itself_is_compared(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     if job.size == 1:
