@@ -20,7 +20,7 @@ author = "the hpcstrat authors"
 copyright = author  # noqa: A001 - the name that Sphinx reads
 release = hpcstrat.__version__
 
-extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
