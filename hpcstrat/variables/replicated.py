@@ -83,7 +83,10 @@ class DistributedVariable(Variable, DistributedValues):
 
     @property
     def collectives(self) -> ObjectCollectives:
-        """The calls between replicas that a use of the variable makes here."""
+        """The calls between replicas that a use of the variable makes here.
+
+        For the library's own modules.
+        """
         # By this name `channel.entries` finds what an entry of any object calls.
         return self._strategy.collectives if self._communicates() else _ALONE
 
