@@ -17,7 +17,7 @@ import numpy as np
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
-from hpcstrat.context import ContextEntry, current, pop, push
+from hpcstrat.context import ContextEntry, current, pop, push, second_strategy
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
@@ -496,8 +496,8 @@ class Strategy:
             return
         if entry.strategy is not self:
             raise RuntimeError(
-                f"expected {what} of {self!r} in its own scope, found that of "
-                f"{entry.strategy!r}; do not mix strategies"
+                f"expected {what} of {self!r} in its own scope, "
+                f"{second_strategy(entry.strategy)}"
             )
         raise RuntimeError(
             f"expected {what} in cross-replica context, found it inside a replica "

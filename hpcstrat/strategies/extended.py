@@ -255,8 +255,9 @@ class StrategyExtended:
         owner = var._strategy if isinstance(var, Variable) else self
         if owner is not (strategy if strategy.distributes else None):
             raise ValueError(
-                f"expected a variable of {strategy!r} to update, found {var!r:.80}; "
-                "create it in the strategy's scope"
+                f"expected a variable of {strategy!r} to update, found {var!r:.80}, "
+                "of another strategy object or of none; create it in the strategy's "
+                "scope"
             )
         if not isinstance(var, MirroredVariable) or strategy.num_replicas_in_sync == 1:
             return

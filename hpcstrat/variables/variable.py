@@ -260,6 +260,14 @@ class Variable(MadeTogether, ArrayOperators):
         value = self.value()
         return to_host(value) if is_device(value) else value.copy()
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Refuse to write elements, which other replicas would not see."""
+        raise TypeError(
+            f"expected a method to write to variable {self.name!r}, found an "
+            "assignment to its elements; use assign, assign_add or assign_sub, or "
+            "scatter_update for rows"
+        )
+
     def assign(self, value: Any, read_value: bool = True) -> Any:
         """Replace the value.
 
