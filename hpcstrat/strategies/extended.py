@@ -28,6 +28,8 @@ __all__ = ["StrategyExtended"]
 
 _CONSTANTS = (bool, int, float, complex, str)
 
+_PYTHON_NUMBERS = {bool, int, float, complex}
+
 
 class StrategyExtended:
     """Methods for those who write optimizers and layers.
@@ -162,7 +164,7 @@ class StrategyExtended:
         Parameters
         ----------
         tensor : array_like of any shape
-            Python numbers are returned as they are.
+            Python numbers are returned as they are; those of NumPy are arrays.
         destinations : variable, distributed value or str, optional
             Where the value is wanted; default: on all replicas.
 
@@ -172,8 +174,9 @@ class StrategyExtended:
             The value; bare where there is one replica.
         """
         del destinations
-        # Constants of the program are the same everywhere, and stay what they are.
-        if isinstance(tensor, (bool, int, float, complex)):
+        # Constants of the program are the same everywhere, and stay what they are; a
+        # number of NumPy, though a float of Python as well, was computed here.
+        if type(tensor) in _PYTHON_NUMBERS:
             return tensor
         strategy = self._strategy
         own = strategy.local_value(tensor)
