@@ -28,8 +28,6 @@ __all__ = ["StrategyExtended"]
 
 _CONSTANTS = (bool, int, float, complex, str)
 
-_PYTHON_NUMBERS = {bool, int, float, complex}
-
 
 class StrategyExtended:
     """Methods for those who write optimizers and layers.
@@ -174,9 +172,9 @@ class StrategyExtended:
             The value; bare where there is one replica.
         """
         del destinations
-        # Constants of the program are the same everywhere, and stay what they are; a
-        # number of NumPy, though a float of Python as well, was computed here.
-        if type(tensor) in _PYTHON_NUMBERS:
+        # Constants of the program are the same everywhere, and stay what they are.
+        # Numbers of NumPy, of which some are Python's floats as well, were computed.
+        if type(tensor) in (bool, int, float, complex):
             return tensor
         strategy = self._strategy
         own = strategy.local_value(tensor)
