@@ -106,11 +106,11 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
-    # How often this rank has got on with an exchange of data; what takes long, but moves,
-    # is not stuck.
+    # How often this rank has got on with an exchange of data; what takes long, but
+    # moves, is not stuck.
     moves = 0
-    # This rank's GPU; None where it computes on the CPU. Set by the strategy, as are the
-    # others.
+    # This rank's GPU; None where it computes on the CPU. The strategy sets it, and the
+    # next three.
     gpu: Gpu | None = None
     # Whether another rank of this host has the same one.
     shares_gpu: bool = False
@@ -174,9 +174,8 @@ class Topology:
             SLOTS_IN_RING * slot_bytes(largest, self.num_workers),
             room_bytes=_room_bytes(self.worker_comm.size),
         )
-        # A worker whose memory file system is small decides for all.
-        # Size of the largest piece that a replica lays out in its part of the segment, a
-        # power of two, the same on every worker.
+        # Size of the largest piece that a replica lays out in its part of the segment,
+        # a power of two. A worker whose memory file system is small decides for all.
         self.slot_bytes: int = self.replica_comm.allreduce(
             self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
