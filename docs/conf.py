@@ -40,7 +40,7 @@ autodoc_default_options = {
     "member-order": "bysource",
     # What these give to their subclasses is Python's or NumPy's own.
     "inherited-members": (
-        "BaseException, Enum, Exception, NDArrayOperatorsMixin, object"
+        "BaseException, Enum, Exception, NDArrayOperatorsMixin, object, tuple"
     ),
 }
 autodoc_typehints = "none"
@@ -96,7 +96,7 @@ class PublicNames(SphinxDirective):
             keys = [key for key in table if key not in claimed]
         lines = ["```{eval-rst}"]
         for key in keys:
-            for name in sorted(_names(key, table), key=_place):
+            for name in _in_order(_names(key, table)):
                 value = _resolve(name)
                 lines += [f".. {_kind(value)}:: {name}", *_options(value), ""]
         lines += ["```"]
@@ -115,12 +115,16 @@ def _names(key: str, table: dict[str, Any]) -> list[str]:
     return public
 
 
-def _place(name: str) -> tuple[bool, int]:
-    """Return the order of names: base classes before others, functions last."""
-    value = _resolve(name)
-    if not inspect.isclass(value):
-        return True, 0
-    return False, len(_public_bases(value))
+def _in_order(names: list[str]) -> list[str]:
+    """Return names, base classes before their subclasses, and functions last."""
+    values = {name: _resolve(name) for name in names}
+
+    def place(name: str) -> tuple[bool, int]:
+        is_class = inspect.isclass(values[name])
+        bases = values[name].__mro__[1:] if is_class else ()
+        return not is_class, sum(base in values.values() for base in bases)
+
+    return sorted(names, key=place)
 
 
 @cache

@@ -380,7 +380,7 @@ def _conf() -> Any:
 
 def test_the_reference_shows_base_classes_first_and_inherited_methods_once() -> None:
     conf = _conf()
-    names = sorted(conf._names("strategies", hs._NAMES), key=conf._place)
+    names = conf._in_order(conf._names("strategies", hs._NAMES))
     assert names[0] == "hpcstrat.Strategy"
     assert names.index("hpcstrat.get_strategy") > names.index(
         "hpcstrat.OneDeviceStrategy"
