@@ -493,12 +493,12 @@ class Channel:
         if not self._apart:
             return
         position = self.position
-        found = position.run_index, position.next_index
-        position.set_steps(0, 0)
+        found = position.steps
+        position.steps = (0, 0, 0)
         try:
             self.agree(_MEETING)
         except BaseException:
-            position.set_steps(*found)
+            position.steps = found
             raise
         self._apart = False
 
@@ -535,8 +535,7 @@ class Channel:
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         position = self.position
         announcement.site = announcement.site or call_site()
-        announcement.run_index = position.run_index
-        announcement.next_index = position.next_index
+        announcement.steps = position.steps
         announcement.depth = self.sections.depth
         announcement.pending = self.started.num_separate()
         announcement.notice = notice = self.notice
@@ -552,7 +551,14 @@ class Channel:
         self.noticed |= {a.rank: a.notice for a in announcements if a.notice}
         # Hashes begin anew. The steps stay what they are: ranks that have not made
         # equally many are not at the same point, whatever the program catches.
-        self._apart = len({(a.run_index, a.next_index) for a in announcements}) > 1
+        if len({(a.flags, a.text) for a in announcements}) > 1:
+            # Ranks that were in different calls know it, and so may go on: of those in
+            # a backward, and others, the next backwards belong together.
+            most = max(a.steps[2] for a in announcements)
+            for one in announcements:
+                one.steps = (*one.steps[:2], most)
+            position.backward_index = most
+        self._apart = len({a.steps for a in announcements}) > 1
         position.run_mark = position.step_mark
         return announcements
 
