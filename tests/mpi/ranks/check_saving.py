@@ -252,9 +252,7 @@ def test_statistics_tell_what_a_save_cost(
     assert len(set(totals)) == 1
 
 
-def test_plain_state_may_grow(
-    strategy: Any, folder: Path, job: Any
-) -> None:
+def test_plain_state_may_grow(strategy: Any, folder: Path, job: Any) -> None:
     with strategy.scope():
         x = hs.Variable(np.zeros(_count(job)))
     counter = Counter()
