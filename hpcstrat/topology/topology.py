@@ -278,17 +278,7 @@ class Topology:
     def status(self, index: int) -> memoryview:
         """Return the memory in which a rank tells its worker how it is doing.
 
-        Not collective.
-
-        Parameters
-        ----------
-        index : int
-            A rank of ``worker_comm``; only that rank writes there.
-
-        Returns
-        -------
-        memoryview of STATUS_BYTES bytes
-            Zeros at first; to be released before `close`.
+        Not collective. For the library's own modules.
         """
         start = 2 * RECORD_BYTES * self.worker_comm.size + index * STATUS_BYTES
         return self.segment.buffer[start : start + STATUS_BYTES]
@@ -308,19 +298,15 @@ class Topology:
     def duplicate(self) -> Any:
         """Return a duplicate of ``replica_comm``, which `revoke` wakes, too.
 
-        Collective over ``replica_comm``.
-
-        Returns
-        -------
-        mpi4py.MPI.Intracomm
-            To be freed by the caller before `close`.
+        Collective over ``replica_comm``. For the library's own modules.
         """
         return self._made(self.replica_comm, self.replica_comm.Dup)
 
     def revoke(self) -> None:
         """Wake all ranks that wait in a communicator of this topology.
 
-        Not collective. Does nothing unless the loss of ranks is survived.
+        Not collective. Does nothing unless the loss of ranks is survived. For the
+        library's own modules.
         """
         if self.survives and not self.closed:
             revoke(self._comms)
@@ -328,7 +314,7 @@ class Topology:
     def abandon(self) -> None:
         """Let go of the segment, and leave the communicators: ranks have died.
 
-        Not collective. A second call does nothing.
+        Not collective. A second call does nothing. For the library's own modules.
         """
         if not self.closed:
             self.revoke()
