@@ -96,6 +96,10 @@ class Settings:
         job by a segmentation fault if it cannot; ``"no"``. Default: ``"auto"``.
     nccl : bool, optional
         Whether NCCL may carry arrays on GPUs. Default: True.
+    native : bool, optional
+        Whether the compiled kernel sums in the memory that the ranks of a machine
+        share, where all of them have it; else NumPy does, with the same bits.
+        Default: True.
 
     Raises
     ------
@@ -121,6 +125,7 @@ class Settings:
     share_gpus: bool | None = _setting(False)
     mpi_reads_gpu: str | None = _setting("auto", choices=("auto", "yes", "no"))
     nccl: bool | None = _setting(True)
+    native: bool | None = _setting(True)
 
     def __post_init__(self) -> None:
         """Check the values."""

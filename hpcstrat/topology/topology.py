@@ -45,7 +45,7 @@ SLOTS_IN_RING = 4
 # Many containers have a /dev/shm of 64 MiB: half of it.
 _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
-_LARGEST_SLOT_BYTES = 512 << 10
+_LARGEST_SLOT_BYTES = 256 << 10
 _LARGEST_SENT_SLOT_BYTES = 2 << 20
 # Larger than the caches of processors: see channel.places.
 _GROWN_SEGMENT_BYTES = 128 << 20
