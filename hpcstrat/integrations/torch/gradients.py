@@ -128,6 +128,13 @@ def _replicate(
             "reduction at the end"
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in tensors.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"expected parameters with values, found {name!r} of a lazy module, "
+                "which has none before its first forward; call the module once with a "
+                "batch, of the same shape on every replica, before replicate"
+            )
     sizes = f"buffers={buffers}, bucket_bytes={bucket_bytes}"
     what = f"replicate(op={op.name}, {sizes})"
     broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)

@@ -444,9 +444,11 @@ class Replicated:
             memory_of(gradient.values()), memory_of(gradient.indices()[0]), tuple(shape)
         )
         rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
+        # Cloned: another backward enlarges what coalesce has left as it was, such as no
+        # rows at all, and memory of NumPy cannot be enlarged.
         parameter.grad = _sparse(
-            as_tensor(rows.indices).to(parameter.device)[None],
-            as_tensor(rows.values).to(parameter.device),
+            as_tensor(rows.indices).to(parameter.device)[None].clone(),
+            as_tensor(rows.values).to(parameter.device).clone(),
             shape,
         ).coalesce()
 

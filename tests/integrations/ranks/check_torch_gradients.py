@@ -537,3 +537,27 @@ def test_parameters_of_two_replicated_modules_are_combined_once(
     error = outcome(hst.replicate, other, strategy, op="mean" if op == "sum" else "sum")
     assert isinstance(error, ValueError)
     assert_usable(strategy, job)
+
+
+def test_lazy_modules_are_replicated_after_a_forward(strategy: Any, job: Any) -> None:
+    module = nn.LazyLinear(3)
+    error = outcome(hst.replicate, module, strategy)
+    assert isinstance(error, ValueError), error
+    assert "'weight' of a lazy module" in str(error)
+    module(torch.ones(2, 4))
+    hst.replicate(module, strategy)
+    module(torch.ones(2, 4)).sum().backward()
+    assert_usable(strategy, job)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sparse_gradients_without_rows_are_added_to(
+    strategy: Any, op: str, job: Any
+) -> None:
+    module = hst.replicate(nn.Embedding(5, 2, sparse=True), strategy, op=op)
+    for row in ([], [3], [3], []):
+        module(torch.tensor(row, dtype=torch.int64)).sum().backward()
+    wanted = torch.zeros(5, 2)
+    wanted[3] = 2.0 * (strategy.num_replicas_in_sync if op == "sum" else 1)
+    torch.testing.assert_close(module.weight.grad.to_dense(), wanted)
+    assert_usable(strategy, job)
