@@ -901,6 +901,26 @@ def test_changed_options_reach_workers_and_servers(job: Any) -> None:
     Cluster(job).run(body, job.size - 2)
 
 
+def test_options_that_are_changed_back_are_those_of_each_step(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable = made(strategy, np.zeros(3))
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+
+        def step(own: Any) -> None:
+            own.apply_gradients([(np.ones(3), variable)])
+
+        coordinator.schedule(step, (optimizer,)).fetch()
+        # By another client of the server than before and after.
+        optimizer.momentum = 0.0
+        strategy.apply_gradients(optimizer, [(np.ones(3), variable)])
+        optimizer.momentum = 0.5
+        coordinator.schedule(step, (optimizer,)).fetch()
+        np.testing.assert_array_equal(variable.numpy(), np.full(3, -3.5))
+
+    Cluster(job).run(body, job.size - 2)
+
+
 def test_servers_keep_nothing_of_what_is_gone(job: Any) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         variable, other = made(strategy, np.zeros(3)), made(strategy, 0.0)
