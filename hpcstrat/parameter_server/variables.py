@@ -355,13 +355,20 @@ class ServerVariable(Variable):
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield server, number of the shard and its part of a gradient.
 
-        Not collective. For the library's own modules.
+        Not collective. For the library's own modules. A shard that has none of a sparse
+        gradient's rows has a part as well: in a step all of an optimizer's state moves,
+        and the result must not depend on the number of shards.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
                 yield shard.server, shard.number, part
             return
-        for shard, chosen in self._by_shard(gradient.indices):
+        chosen_of = {
+            shard.number: chosen for shard, chosen in self._by_shard(gradient.indices)
+        }
+        nothing = np.empty(0, np.int64)
+        for shard in self._shards:
+            chosen = chosen_of.get(shard.number, nothing)
             rows = gradient.indices[chosen] - shard.start
             yield shard.server, shard.number, (rows, gradient.values[chosen])
 
