@@ -201,13 +201,13 @@ class Replicated:
         self._taken.clear()
         if not self.syncs:
             return
-        if any(
-            self._adds(i) for i, p in enumerate(self._parameters) if p.requires_grad
-        ):
+        first = not self._is_beside_another()
+        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        if first and any(map(self._adds, trained)):
             # A rank on which it fails, and which goes on with the next one, is told
-            # apart by that.
+            # apart by that. One of several modules counts it, whichever comes first.
             self._position().enter_backward()
-        if self._plan and not self._is_beside_another():
+        if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)
 
         def end() -> None:
