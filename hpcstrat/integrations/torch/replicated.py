@@ -477,25 +477,26 @@ class Replicated:
         self._versions = self._buffer_versions()
 
 
-# Of a module and all inside it: their dictionaries of parameters and of modules, and
-# the identities of what these hold.
-_Layout = list[tuple[dict[str, Any], tuple[int, ...]]]
+# Of a module and all inside it: the identities of their parameters and modules.
+_Layout = list[tuple[weakref.ref[torch.nn.Module], tuple[int, ...]]]
 
 
 def _layout_of(module: torch.nn.Module) -> _Layout:
-    return [
-        (held, tuple(map(id, held.values())))
-        for one in module.modules()
-        for held in (one._parameters, one._modules)
-    ]
+    return [(weakref.ref(one), _identities(one)) for one in module.modules()]
 
 
 def _is_laid_out_as(layout: _Layout) -> bool:
     """Whether a module still has the parameters and modules that it had."""
-    for held, identities in layout:
-        if tuple(map(id, held.values())) != identities:
+    for found, identities in layout:
+        one = found()
+        if one is None or _identities(one) != identities:
             return False
     return True
+
+
+def _identities(module: torch.nn.Module) -> tuple[int, ...]:
+    parameters, modules = module._parameters, module._modules
+    return (*map(id, parameters.values()), len(parameters), *map(id, modules.values()))
 
 
 def _differentiable(module: torch.nn.Module) -> list[tuple[str, Any]]:
