@@ -25,7 +25,7 @@ def make_kernel(topology: Topology) -> Any:
     module, kernel = load(), None
     if module is not None and comm.size > 1:
         ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        sizes = segment.common_bytes, segment.room_bytes, ring_bytes
+        sizes = segment.common_bytes, segment.part_bytes, ring_bytes
         try:
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
         except ValueError:

@@ -16,7 +16,7 @@ import numpy as np
 
 __all__ = ["VERSION", "load", "type_codes"]
 
-VERSION = 1
+VERSION = 2
 """Of the kernel that this package knows: one built from another version is not used."""
 
 # By kind and size of a type; as in the table of kernel.c.

@@ -14,6 +14,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,10 +35,9 @@
 
 /* Loops over elements: the best instructions that the processor has. An output is one of
  * the inputs, or overlaps with none. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&   \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define LOOPS                                                                               \
-    __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
+#define LOOPS __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
 #else
 #define LOOPS
 #endif
@@ -44,7 +47,7 @@
 #define EACH _Pragma("GCC ivdep") for
 #endif
 
-#define KERNEL_VERSION 1
+#define KERNEL_VERSION 2
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
 enum { LINE = 64, CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
@@ -55,11 +58,11 @@ typedef void (*binary)(void *, const void *, const void *, size_t);
 typedef void (*convert)(void *, const void *, size_t);
 typedef void (*scale)(void *, size_t, double);
 
-#define ADDER(name, type)                                                                   \
-    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {         \
-        type *total = out;                                                                  \
-        const type *left = a, *right = b;                                                   \
-        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);           \
+#define ADDER(name, type)                                                                      \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {            \
+        type *total = out;                                                                     \
+        const type *left = a, *right = b;                                                      \
+        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);              \
     }
 ADDER(add_float, float)
 ADDER(add_double, double)
@@ -76,39 +79,39 @@ static void add_complex128(void *out, const void *a, const void *b, size_t count
 }
 
 /* As NumPy divides: by a power of two a product has the same bits. */
-#define SCALER(name, type)                                                                  \
-    LOOPS static void name(void *values, size_t count, double divisor) {                    \
-        type *sums = values;                                                                \
-        uint64_t whole = (uint64_t)divisor;                                                 \
-        if (whole & (whole - 1)) {                                                          \
-            type by = (type)divisor;                                                        \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                      \
-        } else {                                                                            \
-            type by = (type)(1 / divisor);                                                  \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                      \
-        }                                                                                   \
+#define SCALER(name, type)                                                                     \
+    LOOPS static void name(void *values, size_t count, double divisor) {                       \
+        type *sums = values;                                                                   \
+        uint64_t whole = (uint64_t)divisor;                                                    \
+        if (whole & (whole - 1)) {                                                             \
+            type by = (type)divisor;                                                           \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                         \
+        } else {                                                                               \
+            type by = (type)(1 / divisor);                                                     \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                         \
+        }                                                                                      \
     }
 SCALER(scale_float, float)
 SCALER(scale_double, double)
 
 /* As NumPy divides by a complex number whose imaginary part is 0. */
-#define COMPLEX_SCALER(name, type)                                                          \
-    static void name(void *values, size_t count, double divisor) {                          \
-        type *sums = values, ratio = 0, by = 1 / (type)divisor;                             \
-        for (size_t i = 0; i < count; i++) {                                                \
-            type real = sums[2 * i], imaginary = sums[2 * i + 1];                           \
-            sums[2 * i] = (real + imaginary * ratio) * by;                                  \
-            sums[2 * i + 1] = (imaginary - real * ratio) * by;                              \
-        }                                                                                   \
+#define COMPLEX_SCALER(name, type)                                                             \
+    static void name(void *values, size_t count, double divisor) {                             \
+        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                \
+        for (size_t i = 0; i < count; i++) {                                                   \
+            type real = sums[2 * i], imaginary = sums[2 * i + 1];                              \
+            sums[2 * i] = (real + imaginary * ratio) * by;                                     \
+            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                 \
+        }                                                                                      \
     }
 COMPLEX_SCALER(scale_complex64, float)
 COMPLEX_SCALER(scale_complex128, double)
 
-#define CONVERTER(name, from, to)                                                           \
-    LOOPS static void name(void *out, const void *in, size_t count) {                       \
-        to *result = out;                                                                   \
-        const from *values = in;                                                            \
-        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                       \
+#define CONVERTER(name, from, to)                                                              \
+    LOOPS static void name(void *out, const void *in, size_t count) {                          \
+        to *result = out;                                                                      \
+        const from *values = in;                                                               \
+        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                          \
     }
 CONVERTER(int8_to_int32, int8_t, int32_t)
 CONVERTER(uint8_to_int32, uint8_t, int32_t)
@@ -310,8 +313,7 @@ typedef struct {
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
 typedef struct {
-    PyObject_HEAD
-    Py_buffer segment;
+    PyObject_HEAD Py_buffer segment;
     record *records;
     char *rings;
     size_t room, ring;
@@ -391,9 +393,15 @@ typedef struct {
     size_t elements;
 } bucket;
 
+/* What an array of a call is, and what its result is. */
 typedef struct {
-    PyObject_HEAD
-    kernel *kernel;
+    PyArray_Descr *descr, *result;
+    int ndim;
+    const npy_intp *shape;
+} kind;
+
+typedef struct {
+    PyObject_HEAD kernel *kernel;
     int num_arrays, num_buckets, scattered, means;
     size_t nbytes, piece, place_bytes;
     double divisor;
@@ -401,6 +409,9 @@ typedef struct {
     /* In the order of the types: which array, and its elements. */
     int *order;
     size_t *counts;
+    /* In the order of the call. */
+    kind *kinds;
+    npy_intp *shapes;
     /* Of a call: what it keeps alive, and where the arrays lie, in the same order. */
     PyObject *arrays, *results;
     const char **sources;
@@ -421,7 +432,8 @@ static cursor start_of(const sum *s) {
 
 /* Take the next elements of one array, `most` at most; return how many. */
 static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *first) {
-    while (c->done == s->counts[c->array]) c->array++, c->done = 0;
+    while (c->done == s->counts[c->array])
+        c->array++, c->done = 0;
     size_t count = s->counts[c->array] - c->done;
     if (count > most) count = most;
     *array = c->array, *first = c->done;
@@ -466,8 +478,8 @@ static void lay_out(sum *s, size_t place) {
 }
 
 /* Add a span of all ranks' places, `offset` bytes into them, in the order of the ranks. */
-static void add_span(const sum *s, const type *of, const char *near, size_t offset,
-                     char *out, int straight, size_t count) {
+static void add_span(const sum *s, const type *of, const char *near, size_t offset, char *out,
+                     int straight, size_t count) {
     kernel *k = s->kernel;
     _Alignas(LINE) char total[CHUNK];
     const size_t most = CHUNK / of->wide;
@@ -581,7 +593,8 @@ static int has_more(const sum *s) {
 static trials *trials_of(sum *s) {
     if (s->nbytes < STREAM_FROM) return NULL;
     int size = 0;
-    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM) size++;
+    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM)
+        size++;
     return s->kernel->sizes + size;
 }
 
@@ -638,42 +651,36 @@ static int advance(sum *s, uint64_t digest, long looks) {
 
 /* ---- What Python sees ----------------------------------------------------------------- */
 
-/* Find where arrays lie; they are kept by the caller, or by the sum. */
-static int find(sum *s, PyObject *arrays, int writes) {
-    if (!PyList_Check(arrays) || PyList_Size(arrays) != s->num_arrays) {
-        PyErr_Format(PyExc_ValueError, "expected a list of %d arrays", s->num_arrays);
-        return -1;
+static int fits(PyObject *value, PyArray_Descr *descr, const kind *of, int flags) {
+    if (!PyArray_CheckExact(value)) return 0;
+    PyArrayObject *array = (PyArrayObject *)value;
+    if (PyArray_NDIM(array) != of->ndim || (PyArray_FLAGS(array) & flags) != flags) return 0;
+    for (int i = 0; i < of->ndim; i++)
+        if (PyArray_DIMS(array)[i] != of->shape[i]) return 0;
+    return PyArray_DESCR(array) == descr || PyArray_EquivTypes(PyArray_DESCR(array), descr);
+}
+
+/* Return an item of a list of arrays, or the only array itself; a borrowed reference. */
+static PyObject *item(PyObject *value, int i) {
+    return PyList_CheckExact(value) ? PyList_GetItem(value, i) : value;
+}
+
+/* Find where arrays lie, if all are of the right kinds, and without gaps. */
+static int find(sum *s, PyObject *values, int writes) {
+    if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
+        return 0;
+    int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    for (int i = 0; i < s->num_arrays; i++) {
+        const kind *of = s->kinds + s->order[i];
+        PyObject *array = item(values, s->order[i]);
+        if (!fits(array, writes ? of->result : of->descr, of, flags)) return 0;
+        char *data = PyArray_DATA((PyArrayObject *)array);
+        if (writes)
+            s->targets[i] = data;
+        else
+            s->sources[i] = data;
     }
-    for (int b = 0; b < s->num_buckets; b++) {
-        const type *of = s->buckets[b].type;
-        for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
-            Py_buffer view;
-            PyObject *array = PyList_GetItem(arrays, s->order[i]);
-            if (PyObject_GetBuffer(array, &view, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
-                PyErr_Clear();
-                PyErr_SetString(PyExc_BufferError, "expected arrays in C order");
-                return -1;
-            }
-            size_t size = writes ? of->result : of->size;
-            size_t length = (size_t)view.len;
-            if (writes)
-                s->targets[i] = view.buf;
-            else
-                s->sources[i] = view.buf;
-            PyBuffer_Release(&view);
-            size_t part = size < sizeof(double) ? size : sizeof(double);
-            if ((uintptr_t)view.buf % part) {
-                PyErr_SetString(PyExc_BufferError, "expected aligned arrays");
-                return -1;
-            }
-            if (length != s->counts[i] * size) {
-                PyErr_Format(PyExc_ValueError, "expected %zu elements of %zu bytes in array %d",
-                             s->counts[i], size, s->order[i]);
-                return -1;
-            }
-        }
-    }
-    return 0;
+    return 1;
 }
 
 static void let_go(sum *s) {
@@ -685,6 +692,7 @@ static void let_go(sum *s) {
 
 typedef struct {
     uintptr_t begin, end;
+    int writes;
 } extent;
 
 static int compare_extents(const void *one, const void *other) {
@@ -702,81 +710,80 @@ static int lie_apart(const sum *s) {
         for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
             uintptr_t source = (uintptr_t)s->sources[i], target = (uintptr_t)s->targets[i];
             if (!s->counts[i]) continue;
-            extents[found++] = (extent){target, target + s->counts[i] * of->result};
+            extents[found++] = (extent){target, target + s->counts[i] * of->result, 1};
             if (source == target && of->size == of->result) continue;
-            extents[found++] = (extent){source, source + s->counts[i] * of->size};
+            extents[found++] = (extent){source, source + s->counts[i] * of->size, 0};
         }
     }
     qsort(extents, found, sizeof *extents, compare_extents);
+    /* Where all before it end, and those of them that are written. */
+    uintptr_t end = 0, written = 0;
     int apart = 1;
-    for (size_t i = 1; i < found; i++) apart &= extents[i - 1].end <= extents[i].begin;
+    for (size_t i = 0; i < found; i++) {
+        apart &= extents[i].begin >= (extents[i].writes ? end : written);
+        if (extents[i].end > end) end = extents[i].end;
+        if (extents[i].writes && extents[i].end > written) written = extents[i].end;
+    }
     PyMem_Free(extents);
     return apart;
 }
 
-static PyObject *dtype_name, *shape_name;
-
-/* Whether an attribute of an array is, or equals, what is expected. */
-static int has(PyObject *array, PyObject *name, PyObject *expected) {
-    PyObject *value = PyObject_GetAttr(array, name);
-    if (!value) return -1;
-    int same = value == expected ? 1 : PyObject_RichCompareBool(value, expected, Py_EQ);
-    Py_DECREF(value);
-    return same;
+static PyObject *empty(const kind *of) {
+    return PyArray_NewFromDescr(&PyArray_Type,
+                                (PyArray_Descr *)Py_NewRef((PyObject *)of->result), of->ndim,
+                                of->shape, NULL, NULL, 0, NULL);
 }
 
-/* Whether a list holds arrays of a class, with these dtypes and shapes, two by two. */
-static int holds(PyObject *arrays, PyObject *class, PyObject *kinds) {
-    Py_ssize_t count = PyList_Size(arrays);
-    if (PyTuple_Size(kinds) != 2 * count) return 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *array = PyList_GetItem(arrays, i);
-        if ((PyObject *)Py_TYPE(array) != class) return 0;
-        int same = has(array, dtype_name, PyTuple_GetItem(kinds, 2 * i));
-        if (same == 1) same = has(array, shape_name, PyTuple_GetItem(kinds, 2 * i + 1));
-        if (same != 1) return same;
+/* Return new arrays for the results: a list where `listed`, else one. */
+static PyObject *make_results(const sum *s, int listed) {
+    if (!listed) return empty(s->kinds);
+    PyObject *results = PyList_New(s->num_arrays);
+    for (int i = 0; results && i < s->num_arrays; i++) {
+        PyObject *one = empty(s->kinds + i);
+        if (!one || PyList_SetItem(results, i, one)) Py_CLEAR(results);
     }
+    return results;
+}
+
+/* Lay out the first piece, if the arrays are what is expected, and lie apart unless
+ * `anyhow`. Return whether they do; -1 with an error. */
+static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
+    if (!is_open(s->kernel)) return -1;
+    int listed = PyList_CheckExact(arrays);
+    if (!find(s, arrays, 0)) return 0;
+    if (results != Py_None && PyList_CheckExact(results) != listed) return 0;
+    PyObject *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
+    if (!into) return -1;
+    s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
+    if (s->near < !anyhow) {
+        Py_DECREF(into);
+        return 0;
+    }
+    let_go(s);
+    s->results = into;
+    /* The arrays themselves: their lists may change meanwhile. */
+    s->arrays = listed ? Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
+                                       PyList_GetSlice(into, 0, s->num_arrays))
+                       : Py_NewRef(arrays);
+    if (!s->arrays) return -1;
+    begin(s);
     return 1;
 }
 
-/* holds(arrays, class, kinds): of a list, see above. */
-static PyObject *kernel_holds(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    if (count != 3 || !PyList_Check(args[0]) || !PyTuple_Check(args[2]))
-        return PyErr_Format(PyExc_TypeError, "expected a list, a class and a tuple");
-    int found = holds(args[0], args[1], args[2]);
-    return found < 0 ? NULL : PyBool_FromLong(found);
-}
-
-/* start(arrays, results, near): before the header. `near` says that values may be read
- * where they are, as no result lies over another array; 2, that this is to be seen. */
+/* start(arrays, results): before the header. Whether the arrays are as expected. */
 static PyObject *sum_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    sum *s = (sum *)self;
-    if (count < 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments");
-    if (!is_open(s->kernel)) return NULL;
-    if (find(s, args[0], 0) || find(s, args[1], 1)) return NULL;
-    long near = PyLong_AsLong(args[2]);
-    if (PyErr_Occurred()) return NULL;
-    if (near == 2 && !lie_apart(s)) {
-        PyErr_SetString(PyExc_BufferError, "expected results that lie apart");
-        return NULL;
-    }
-    let_go(s);
-    s->arrays = Py_NewRef(args[0]), s->results = Py_NewRef(args[1]);
-    s->near = near != 0;
-    begin(s);
-    Py_RETURN_NONE;
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments");
+    int started = start((sum *)self, args[0], args[1], 1);
+    return started < 0 ? NULL : PyBool_FromLong(started);
 }
 
-static PyObject *go_on(sum *s, uint64_t digest, long looks) {
+static int go_on(sum *s, uint64_t digest, long looks) {
     int found = s->nbytes < UNLOCKED_FROM ? advance(s, digest, looks < 100 ? looks : 100) : 0;
     if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
-        Py_BEGIN_ALLOW_THREADS
-        found = advance(s, digest, looks);
+        Py_BEGIN_ALLOW_THREADS found = advance(s, digest, looks);
         Py_END_ALLOW_THREADS
     }
-    if (found == DONE) let_go(s);
-    return PyLong_FromLong(found);
+    return found;
 }
 
 /* go_on(digest, looks): after the header. */
@@ -787,91 +794,139 @@ static PyObject *sum_go_on(PyObject *self, PyObject *const *args, Py_ssize_t cou
     uint64_t digest = PyLong_AsUnsignedLongLongMask(args[0]);
     long looks = PyLong_AsLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    return go_on(s, digest, looks);
+    return PyLong_FromLong(go_on(s, digest, looks));
 }
 
-/* reduce(arrays, results, near, run, digest, looks): start, the header, and go_on. */
+/* Give the results away, and let go of the arrays. */
+static PyObject *sum_take_results(PyObject *self, PyObject *none) {
+    sum *s = (sum *)self;
+    (void)none;
+    if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call has been made");
+    PyObject *results = Py_NewRef(s->results);
+    let_go(s);
+    return results;
+}
+
+/* reduce(arrays, results, run, digest, looks): start, the header, and go_on. Return the
+ * results, which are new where None is given; what is awaited, as a number; or None, if
+ * the arrays are not as expected, or do not lie apart: then nothing has been done. */
 static PyObject *sum_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     sum *s = (sum *)self;
-    if (count != 6) return PyErr_Format(PyExc_TypeError, "expected 6 arguments");
-    int64_t run = PyLong_AsLongLong(args[3]);
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[4]);
-    long looks = PyLong_AsLong(args[5]);
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments");
+    int64_t run = PyLong_AsLongLong(args[2]);
+    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[3]);
+    long looks = PyLong_AsLong(args[4]);
     if (PyErr_Occurred()) return NULL;
-    PyObject *started = sum_start(self, args, 3);
-    if (!started) return NULL;
-    Py_DECREF(started);
+    int started = start(s, args[0], args[1], 0);
+    if (started < 0) return NULL;
+    if (!started) Py_RETURN_NONE;
     post(s->kernel, run, digest ^ s->kernel->next, 0);
-    return go_on(s, digest, looks);
+    int found = go_on(s, digest, looks);
+    return found == DONE ? sum_take_results(self, NULL) : PyLong_FromLong(found);
 }
 
 static void free_sum(sum *s) {
     let_go(s);
+    for (int i = 0; s->kinds && i < s->num_arrays; i++) {
+        Py_XDECREF((PyObject *)s->kinds[i].descr);
+        Py_XDECREF((PyObject *)s->kinds[i].result);
+    }
     Py_CLEAR(s->kernel);
     PyMem_Free(s->buckets), PyMem_Free(s->order), PyMem_Free(s->counts);
-    PyMem_Free(s->sources), PyMem_Free(s->targets);
+    PyMem_Free(s->sources), PyMem_Free(s->targets), PyMem_Free(s->kinds);
+    PyMem_Free(s->shapes);
 }
 
 static void sum_dealloc(PyObject *self) {
-    PyTypeObject *kind = Py_TYPE(self);
+    PyTypeObject *class = Py_TYPE(self);
     free_sum((sum *)self);
-    ((freefunc)PyType_GetSlot(kind, Py_tp_free))(self);
-    Py_DECREF(kind);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
 }
 
 static size_t power_of_two(size_t nbytes) {
     size_t power = 32 << 10;
-    while (power < nbytes) power *= 2;
+    while (power < nbytes)
+        power *= 2;
     return power;
 }
 
 /* Sort the arrays by type, in the order in which the types appear. */
-static int sort(sum *s, const char *codes, PyObject *counts) {
+static void sort(sum *s, const char *codes) {
     int taken = 0;
-    for (int code = 0, i = 0; i < s->num_arrays; i++) {
-        code = (unsigned char)codes[i];
+    for (int i = 0; i < s->num_arrays; i++) {
+        const type *of = &TYPES[(unsigned char)codes[i]][s->means];
         int known = 0;
         for (int b = 0; b < s->num_buckets; b++)
-            known |= s->buckets[b].type == &TYPES[code][s->means];
+            known |= s->buckets[b].type == of;
         if (known) continue;
         bucket *b = s->buckets + s->num_buckets++;
-        b->type = &TYPES[code][s->means];
-        b->first = taken, b->elements = 0;
+        b->type = of, b->first = taken, b->elements = 0;
         for (int j = i; j < s->num_arrays; j++) {
             if (codes[j] != codes[i]) continue;
-            s->order[taken] = j;
-            s->counts[taken] = PyLong_AsSize_t(PyList_GetItem(counts, j));
-            if (PyErr_Occurred()) return -1;
-            b->elements += s->counts[taken++];
+            size_t elements = 1;
+            for (int k = 0; k < s->kinds[j].ndim; k++)
+                elements *= (size_t)s->kinds[j].shape[k];
+            s->order[taken] = j, s->counts[taken++] = elements;
+            b->elements += elements;
         }
         b->end = taken;
         s->nbytes += b->elements * b->type->wide;
+    }
+}
+
+/* Take the kinds of the arrays; in a first pass, count their dimensions. */
+static int take_kinds(sum *s, PyObject *triples) {
+    size_t dimensions = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        npy_intp *shape = s->shapes;
+        for (int i = 0; i < s->num_arrays; i++) {
+            PyObject *descr, *result, *lengths, *triple = PyList_GetItem(triples, i);
+            if (!PyTuple_Check(triple)) PyErr_SetString(PyExc_TypeError, "expected triples");
+            if (PyErr_Occurred() ||
+                !PyArg_ParseTuple(triple, "O!O!O!", &PyArrayDescr_Type, &descr,
+                                  &PyArrayDescr_Type, &result, &PyTuple_Type, &lengths))
+                return -1;
+            int ndim = (int)PyTuple_Size(lengths);
+            dimensions += (size_t)ndim;
+            if (!pass) continue;
+            s->kinds[i] = (kind){(PyArray_Descr *)Py_NewRef(descr),
+                                 (PyArray_Descr *)Py_NewRef(result), ndim, shape};
+            for (int k = 0; k < ndim; k++)
+                *shape++ = PyLong_AsSsize_t(PyTuple_GetItem(lengths, k));
+        }
+        if (!pass) s->shapes = PyMem_Calloc(dimensions + 1, sizeof *s->shapes);
+        if (!s->shapes) PyErr_NoMemory();
+        if (PyErr_Occurred()) return -1;
     }
     return 0;
 }
 
 static PyObject *kernel_type, *sum_type;
 
-/* Sum(kernel, codes, counts, piece_bytes, divisor, scattered) */
+/* Sum(kernel, codes, kinds, piece_bytes, divisor, scattered): `kinds` are triples of the
+ * types of an array and of its result, and their shape. */
 static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
     sum *s = (sum *)self;
-    PyObject *owner, *counts;
+    PyObject *owner, *triples;
     const char *codes;
     Py_ssize_t num_arrays, piece;
     if (names && PyDict_Size(names)) {
         PyErr_SetString(PyExc_TypeError, "expected no names of arguments");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!y#O!ndp", kernel_type, &owner, &codes, &num_arrays, &PyList_Type, &counts,
-                          &piece, &s->divisor, &s->scattered))
+    if (!PyArg_ParseTuple(args, "O!y#O!ndp", kernel_type, &owner, &codes, &num_arrays,
+                          &PyList_Type, &triples, &piece, &s->divisor, &s->scattered))
         return -1;
     kernel *k = (kernel *)owner;
-    int good = num_arrays > 0 && num_arrays < INT32_MAX && PyList_Size(counts) == num_arrays;
-    for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
+    int good = num_arrays > 0 && num_arrays < INT32_MAX && PyList_Size(triples) == num_arrays;
+    for (Py_ssize_t i = 0; good && i < num_arrays; i++)
+        good = (unsigned char)codes[i] < NUM_TYPES;
     size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
     if (place > slot) place = slot;
     if (!good || piece < LINE || piece % LINE || (size_t)piece > slot) {
-        PyErr_SetString(PyExc_ValueError, "expected arrays of known types, and pieces that fit");
+        PyErr_SetString(PyExc_ValueError,
+                        "expected arrays of known types, and pieces that fit");
         return -1;
     }
     size_t n = (size_t)num_arrays;
@@ -881,12 +936,14 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
     s->counts = PyMem_Calloc(n, sizeof *s->counts);
     s->sources = PyMem_Calloc(n, sizeof *s->sources);
     s->targets = PyMem_Calloc(n, sizeof *s->targets);
-    if (!s->buckets || !s->order || !s->counts || !s->sources || !s->targets) {
+    s->kinds = PyMem_Calloc(n, sizeof *s->kinds);
+    if (!s->buckets || !s->order || !s->counts || !s->sources || !s->targets || !s->kinds) {
         PyErr_NoMemory();
         return -1;
     }
     s->kernel = (kernel *)Py_NewRef(owner);
-    if (sort(s, codes, counts)) return -1;
+    if (take_kinds(s, triples)) return -1;
+    sort(s, codes);
     /* Of a single piece no more than it needs; each run may leave a part of a line. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
@@ -967,10 +1024,10 @@ static PyObject *kernel_next(PyObject *self, void *unused) {
 }
 
 static void kernel_dealloc(PyObject *self) {
-    PyTypeObject *kind = Py_TYPE(self);
+    PyTypeObject *class = Py_TYPE(self);
     Py_XDECREF(kernel_close(self, NULL));
-    ((freefunc)PyType_GetSlot(kind, Py_tp_free))(self);
-    Py_DECREF(kind);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
 }
 
 /* Kernel(segment, common_bytes, room_bytes, ring_bytes, rank, size) */
@@ -1025,30 +1082,29 @@ static PyType_Spec kernel_spec = {"hpcstrat.native.kernel.Kernel", sizeof(kernel
 static PyMethodDef sum_methods[] = {
     {"start", FAST(sum_start), METH_FASTCALL, NULL},
     {"go_on", FAST(sum_go_on), METH_FASTCALL, NULL},
+    {"take_results", sum_take_results, METH_NOARGS, NULL},
     {"reduce", FAST(sum_reduce), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot sum_slots[] = {
-    {Py_tp_methods, sum_methods},   {Py_tp_init, sum_init}, {Py_tp_dealloc, sum_dealloc},
-    {Py_tp_new, PyType_GenericNew}, {0, NULL},
+    {Py_tp_methods, sum_methods},
+    {Py_tp_init, sum_init},
+    {Py_tp_dealloc, sum_dealloc},
+    {Py_tp_new, PyType_GenericNew},
+    {0, NULL},
 };
 static PyType_Spec sum_spec = {"hpcstrat.native.kernel.Sum", sizeof(sum), 0, Py_TPFLAGS_DEFAULT,
                                sum_slots};
 
-static PyMethodDef functions[] = {
-    {"holds", FAST(kernel_holds), METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
-};
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_kernel(void) {
+    if (PyArray_ImportNumPyAPI() < 0) return NULL;
     PyObject *made = PyModule_Create(&module);
     kernel_type = PyType_FromSpec(&kernel_spec);
     sum_type = PyType_FromSpec(&sum_spec);
-    dtype_name = PyUnicode_InternFromString("dtype");
-    shape_name = PyUnicode_InternFromString("shape");
-    int good = made && dtype_name && shape_name && kernel_type && sum_type &&
+    int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
                !PyModule_AddIntConstant(made, "VERSION", KERNEL_VERSION);

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hpcstrat.collectives.inlined import INLINE
 
 from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.cli.main import main
 from hpcstrat.collectives.exchanged import FEW_EXCHANGING
-from hpcstrat.collectives.inlined import INLINE
 from hpcstrat.collectives.select import imagined, schedule, select
 from hpcstrat.options import CommunicationOptions
 
