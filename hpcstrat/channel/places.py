@@ -17,6 +17,7 @@ ring changes no result.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,9 @@ class Places:
         # Size of the largest place, and of a ring.
         self.slot_bytes = topology.slot_bytes
         self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        self._kernel = kernel
+        # The kernel takes places, too.
+        self._counter: Any = SimpleNamespace(next=0) if kernel is None else kernel
         self._bytes = parts[:, : self.ring_bytes]
-        self._next = 0
         self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
         self._rows: dict[Any, list[Array]] = {}
@@ -52,7 +53,7 @@ class Places:
     @property
     def next(self) -> int:
         """Where the next place may begin; the same on all ranks of a worker."""
-        return self._next if self._kernel is None else int(self._kernel.next)
+        return int(self._counter.next)
 
     def place_bytes(self, nbytes: int) -> int:
         """Return the size of a place for some bytes: a power of two.
@@ -68,12 +69,10 @@ class Places:
         Logically collective over ``topology.worker_comm``. ``place_bytes`` comes from
         the method of that name; the place begins at a multiple of it.
         """
-        if self._kernel is not None:
-            return int(self._kernel.take(place_bytes))
-        start = (self._next + place_bytes - 1) // place_bytes * place_bytes
+        start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
             start = 0
-        self._next = start + place_bytes
+        self._counter.next = start + place_bytes
         return start
 
     def restart(self) -> None:
@@ -82,9 +81,7 @@ class Places:
         Logically collective over ``topology.worker_comm``: after calls that differed
         between ranks.
         """
-        self._next = 0
-        if self._kernel is not None:
-            self._kernel.restart()
+        self._counter.next = 0
 
     def close(self) -> None:
         """Let go of the memory.

@@ -76,9 +76,7 @@ class Plan:
         self.divisor = request.divisor
         self._allocate = functools.partial(request.allocate, request.results)
         self._in_areas = in_areas
-        # Of huge arrays the pieces are cut anew in each call, which costs little then.
-        some = tuple(itertools.islice(self._cut(), _MOST_KEPT_PIECES + 1))
-        self._pieces = some if len(some) <= _MOST_KEPT_PIECES else None
+        self._pieces: Sequence[Piece] = ()
 
     @property
     def starts(self) -> bool:
@@ -149,7 +147,7 @@ class Plan:
         else:
             work = Work(
                 self.call,
-                pieces=self._cut() if self._pieces is None else self._pieces,
+                pieces=self._cut(self.choice),
                 sources=sources,
                 results=flats,
                 piece_bytes=self.choice.piece_bytes,
@@ -171,11 +169,19 @@ class Plan:
         plan.choice = self.choice.with_options(**options)
         return plan
 
-    def _cut(self) -> Iterable[Piece]:
+    def _cut(self, choice: Choice) -> Iterable[Piece]:
         """Return what to reduce, in order."""
-        if self.choice is None:
-            return ()
-        return cut(self.signatures, bool(self.divisor), self.choice.piece_bytes)
+        if self._pieces:
+            return self._pieces
+        pieces = functools.partial(
+            cut, self.signatures, bool(self.divisor), choice.piece_bytes
+        )
+        some = tuple(itertools.islice(pieces(), _MOST_KEPT_PIECES + 1))
+        if len(some) <= _MOST_KEPT_PIECES:
+            self._pieces = some
+            return some
+        # Of huge arrays they are cut anew in each call, which costs little then.
+        return pieces()
 
 
 def _are(arrays: Sequence[Any], kinds: Sequence[Signature]) -> bool:

@@ -13,6 +13,7 @@
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
@@ -67,6 +68,8 @@ typedef void (*scale)(void *, size_t, double);
 ADDER(add_float, float)
 ADDER(add_double, double)
 /* Signed numbers wrap around as unsigned ones do. */
+ADDER(add_uint8, uint8_t)
+ADDER(add_uint16, uint16_t)
 ADDER(add_uint32, uint32_t)
 ADDER(add_uint64, uint64_t)
 
@@ -113,12 +116,6 @@ COMPLEX_SCALER(scale_complex128, double)
         const from *values = in;                                                               \
         EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                          \
     }
-CONVERTER(int8_to_int32, int8_t, int32_t)
-CONVERTER(uint8_to_int32, uint8_t, int32_t)
-CONVERTER(int16_to_int32, int16_t, int32_t)
-CONVERTER(uint16_to_int32, uint16_t, int32_t)
-CONVERTER(int32_to_int8, uint32_t, uint8_t)
-CONVERTER(int32_to_int16, uint32_t, uint16_t)
 CONVERTER(int8_to_double, int8_t, double)
 CONVERTER(uint8_to_double, uint8_t, double)
 CONVERTER(int16_to_double, int16_t, double)
@@ -128,17 +125,12 @@ CONVERTER(uint32_to_double, uint32_t, double)
 CONVERTER(int64_to_double, int64_t, double)
 CONVERTER(uint64_to_double, uint64_t, double)
 
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t bits_of(float value) {
+typedef union {
     uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
+    float value;
+} word;
+#define FLOAT(b) (((word){.bits = (b)}).value)
+#define BITS(v) (((word){.value = (v)}).bits)
 
 LOOPS static void half_to_float(void *out, const void *in, size_t count) {
     uint32_t *result = out;
@@ -148,7 +140,7 @@ LOOPS static void half_to_float(void *out, const void *in, size_t count) {
         uint32_t exponent = bits & (0x7c00u << 13);
         uint32_t wide = bits + (112u << 23);
         uint32_t special = wide + (112u << 23);
-        uint32_t subnormal = bits_of(float_of(wide + (1u << 23)) - float_of(113u << 23));
+        uint32_t subnormal = BITS(FLOAT(wide + (1u << 23)) - FLOAT(113u << 23));
         wide = exponent == (0x7c00u << 13) ? special : exponent ? wide : subnormal;
         result[i] = wide | (uint32_t)(values[i] & 0x8000) << 16;
     }
@@ -163,7 +155,7 @@ LOOPS static void float_to_half(void *out, const void *in, size_t count) {
         uint32_t sign = values[i] & 0x80000000u, bits = values[i] ^ sign;
         uint32_t payload = 0x7c00u + ((bits & 0x7fffffu) >> 13);
         payload += payload == 0x7c00u;
-        uint32_t subnormal = bits_of(float_of(bits) + float_of(magic)) - magic;
+        uint32_t subnormal = BITS(FLOAT(bits) + FLOAT(magic)) - magic;
         uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
         uint32_t half = bits < 113u << 23 ? subnormal : normal;
         half = bits >= 143u << 23 ? 0x7c00u : half;
@@ -198,56 +190,46 @@ typedef struct {
     convert widen, narrow;
 } type;
 
-/* By the code that Python gives, see hpcstrat/native/__init__.py; sums, then means. */
-static const type TYPES[][2] = {
-    {{4, 4, 4, add_float, NULL, NULL, NULL}, {4, 4, 4, add_float, scale_float, NULL, NULL}},
-    {{8, 8, 8, add_double, NULL, NULL, NULL}, {8, 8, 8, add_double, scale_double, NULL, NULL}},
-    {{8, 8, 8, add_complex64, NULL, NULL, NULL},
-     {8, 8, 8, add_complex64, scale_complex64, NULL, NULL}},
-    {{16, 16, 16, add_complex128, NULL, NULL, NULL},
-     {16, 16, 16, add_complex128, scale_complex128, NULL, NULL}},
-    {{2, 4, 2, add_float, NULL, half_to_float, float_to_half},
-     {2, 4, 2, add_float, scale_float, half_to_float, float_to_half}},
-    {{2, 4, 2, add_float, NULL, bfloat16_to_float, float_to_bfloat16},
-     {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16}},
-    {{1, 4, 1, add_uint32, NULL, int8_to_int32, int32_to_int8},
-     {1, 8, 8, add_double, scale_double, int8_to_double, NULL}},
-    {{1, 4, 1, add_uint32, NULL, uint8_to_int32, int32_to_int8},
-     {1, 8, 8, add_double, scale_double, uint8_to_double, NULL}},
-    {{2, 4, 2, add_uint32, NULL, int16_to_int32, int32_to_int16},
-     {2, 8, 8, add_double, scale_double, int16_to_double, NULL}},
-    {{2, 4, 2, add_uint32, NULL, uint16_to_int32, int32_to_int16},
-     {2, 8, 8, add_double, scale_double, uint16_to_double, NULL}},
-    {{4, 4, 4, add_uint32, NULL, NULL, NULL},
-     {4, 8, 8, add_double, scale_double, int32_to_double, NULL}},
-    {{4, 4, 4, add_uint32, NULL, NULL, NULL},
-     {4, 8, 8, add_double, scale_double, uint32_to_double, NULL}},
-    {{8, 8, 8, add_uint64, NULL, NULL, NULL},
-     {8, 8, 8, add_double, scale_double, int64_to_double, NULL}},
-    {{8, 8, 8, add_uint64, NULL, NULL, NULL},
-     {8, 8, 8, add_double, scale_double, uint64_to_double, NULL}},
+/* By the code that Python gives, see hpcstrat/native/__init__.py: floats; sums of integers;
+ * means of integers. */
+static const type TYPES[] = {
+    {4, 4, 4, add_float, scale_float, NULL, NULL},
+    {8, 8, 8, add_double, scale_double, NULL, NULL},
+    {8, 8, 8, add_complex64, scale_complex64, NULL, NULL},
+    {16, 16, 16, add_complex128, scale_complex128, NULL, NULL},
+    {2, 4, 2, add_float, scale_float, half_to_float, float_to_half},
+    {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16},
+    {1, 1, 1, add_uint8, NULL, NULL, NULL},
+    {2, 2, 2, add_uint16, NULL, NULL, NULL},
+    {4, 4, 4, add_uint32, NULL, NULL, NULL},
+    {8, 8, 8, add_uint64, NULL, NULL, NULL},
+    {1, 8, 8, add_double, scale_double, int8_to_double, NULL},
+    {1, 8, 8, add_double, scale_double, uint8_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, int16_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, uint16_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, int32_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
-/* Store past the cache, where a processor can: the caller ends its stores by a `fence`. */
-static void stream(char *to, const char *from, size_t nbytes) {
+/* Copy; past the cache, where a processor can: then the caller ends its stores by a `fence`. */
+static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);
-    if (head > nbytes) head = nbytes;
-    memcpy(to, from, head);
-    size_t i = head;
-    for (; i + LINE <= nbytes; i += LINE) {
-        for (size_t j = 0; j < LINE; j += sizeof(__m128i)) {
-            __m128i part = _mm_loadu_si128((const __m128i *)(from + i + j));
-            _mm_stream_si128((__m128i *)(to + i + j), part);
+    if (past_cache && head < nbytes) {
+        memcpy(to, from, head);
+        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
+            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
+                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
         }
     }
-    memcpy(to + i, from + i, nbytes - i);
-#else
-    memcpy(to, from, nbytes);
 #endif
+    (void)past_cache;
+    memcpy(to, from, nbytes);
 }
 
 static inline void fence(void) {
@@ -313,7 +295,8 @@ typedef struct {
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
 typedef struct {
-    PyObject_HEAD Py_buffer segment;
+    PyObject_HEAD
+    Py_buffer segment;
     record *records;
     char *rings;
     size_t room, ring;
@@ -386,6 +369,14 @@ typedef struct {
     size_t done, left;
 } cursor;
 
+/* An array of a call: which it is, its elements, where they lie, and where its result. */
+typedef struct {
+    int array;
+    size_t count;
+    const char *source;
+    char *target;
+} entry;
+
 /* The arrays of one type. */
 typedef struct {
     const type *type;
@@ -393,29 +384,19 @@ typedef struct {
     size_t elements;
 } bucket;
 
-/* What an array of a call is, and what its result is. */
 typedef struct {
-    PyArray_Descr *descr, *result;
-    int ndim;
-    const npy_intp *shape;
-} kind;
-
-typedef struct {
-    PyObject_HEAD kernel *kernel;
-    int num_arrays, num_buckets, scattered, means;
+    PyObject_HEAD
+    kernel *kernel;
+    int num_arrays, num_buckets, scattered;
     size_t nbytes, piece, place_bytes;
     double divisor;
     bucket *buckets;
-    /* In the order of the types: which array, and its elements. */
-    int *order;
-    size_t *counts;
-    /* In the order of the call. */
-    kind *kinds;
-    npy_intp *shapes;
-    /* Of a call: what it keeps alive, and where the arrays lie, in the same order. */
+    /* The arrays, in the order of the types. */
+    entry *entries;
+    /* Lists of arrays without memory, like those of a call, and like their results. */
+    PyObject *likes, *result_likes;
+    /* What a call keeps alive. */
     PyObject *arrays, *results;
-    const char **sources;
-    char **targets;
     cursor laid, added, copied;
     size_t place, after;
     /* Whether own values are read where they are; which copies stream. */
@@ -432,9 +413,8 @@ static cursor start_of(const sum *s) {
 
 /* Take the next elements of one array, `most` at most; return how many. */
 static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *first) {
-    while (c->done == s->counts[c->array])
-        c->array++, c->done = 0;
-    size_t count = s->counts[c->array] - c->done;
+    while (c->done == s->entries[c->array].count) c->array++, c->done = 0;
+    size_t count = s->entries[c->array].count - c->done;
     if (count > most) count = most;
     *array = c->array, *first = c->done;
     c->done += count, c->left -= count;
@@ -465,13 +445,11 @@ static void lay_out(sum *s, size_t place) {
     while ((size = run_of(s, &s->laid, &used, &of))) {
         for (; size; size -= count, used += count * of->wide) {
             count = span(s, &s->laid, size, &array, &first);
-            const char *from = s->sources[array] + first * of->size;
+            const char *from = s->entries[array].source + first * of->size;
             if (of->widen)
                 of->widen(own + used, from, count);
-            else if (!(s->form & STREAM_PLACES))
-                memcpy(own + used, from, count * of->size);
             else
-                stream(own + used, from, count * of->size);
+                copy(own + used, from, count * of->size, s->form & STREAM_PLACES);
         }
     }
     if (s->form & STREAM_PLACES) fence();
@@ -495,14 +473,12 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
         of->add(into, first, second, part);
         for (int rank = 2; rank < k->size; rank++)
             of->add(into, into, at(k, rank, s->place + offset), part);
-        if (of->divide) of->divide(into, part, s->divisor);
+        if (s->divisor > 0) of->divide(into, part, s->divisor);
         if (straight) continue;
         if (of->narrow)
             of->narrow(out + i * of->result, total, part);
-        else if (s->form & STREAM_RESULTS)
-            stream(out + i * of->wide, total, part * of->wide);
         else
-            memcpy(out + i * of->wide, total, part * of->wide);
+            copy(out + i * of->wide, total, part * of->wide, s->form & STREAM_RESULTS);
     }
 }
 
@@ -516,9 +492,9 @@ static void add_piece(sum *s) {
             count = span(s, &s->added, size, &array, &first);
             const char *near = NULL;
             if (s->near && !of->widen && s->kernel->size == 2)
-                near = s->sources[array] + first * of->size;
+                near = s->entries[array].source + first * of->size;
             int straight = !of->narrow && !(s->form & STREAM_RESULTS);
-            add_span(s, of, near, used, s->targets[array] + first * of->result, straight,
+            add_span(s, of, near, used, s->entries[array].target + first * of->result, straight,
                      count);
         }
     }
@@ -561,7 +537,7 @@ static void copy_out(sum *s) {
         size_t count;
         for (size_t begin = 0; begin < size; begin += count) {
             count = span(s, &s->copied, size - begin, &array, &first);
-            char *out = s->targets[array] + first * of->result;
+            char *out = s->entries[array].target + first * of->result;
             for (int rank = 0; rank < s->kernel->size; rank++) {
                 size_t low = segment(s, of, size, rank), high = segment(s, of, size, rank + 1);
                 if (low < begin) low = begin;
@@ -571,10 +547,8 @@ static void copy_out(sum *s) {
                 char *to = out + (low - begin) * of->result;
                 if (of->narrow)
                     of->narrow(to, from, high - low);
-                else if (s->form & STREAM_RESULTS)
-                    stream(to, from, (high - low) * of->wide);
                 else
-                    memcpy(to, from, (high - low) * of->wide);
+                    copy(to, from, (high - low) * of->wide, s->form & STREAM_RESULTS);
             }
         }
         used += size * of->wide;
@@ -593,8 +567,7 @@ static int has_more(const sum *s) {
 static trials *trials_of(sum *s) {
     if (s->nbytes < STREAM_FROM) return NULL;
     int size = 0;
-    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM)
-        size++;
+    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM) size++;
     return s->kernel->sizes + size;
 }
 
@@ -651,13 +624,12 @@ static int advance(sum *s, uint64_t digest, long looks) {
 
 /* ---- What Python sees ----------------------------------------------------------------- */
 
-static int fits(PyObject *value, PyArray_Descr *descr, const kind *of, int flags) {
+static int is_like(PyObject *value, PyObject *expected, int flags) {
     if (!PyArray_CheckExact(value)) return 0;
-    PyArrayObject *array = (PyArrayObject *)value;
-    if (PyArray_NDIM(array) != of->ndim || (PyArray_FLAGS(array) & flags) != flags) return 0;
-    for (int i = 0; i < of->ndim; i++)
-        if (PyArray_DIMS(array)[i] != of->shape[i]) return 0;
-    return PyArray_DESCR(array) == descr || PyArray_EquivTypes(PyArray_DESCR(array), descr);
+    PyArrayObject *array = (PyArrayObject *)value, *like = (PyArrayObject *)expected;
+    if ((PyArray_FLAGS(array) & flags) != flags || !PyArray_SAMESHAPE(array, like)) return 0;
+    return PyArray_DESCR(array) == PyArray_DESCR(like) ||
+           PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(like));
 }
 
 /* Return an item of a list of arrays, or the only array itself; a borrowed reference. */
@@ -670,24 +642,22 @@ static int find(sum *s, PyObject *values, int writes) {
     if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
         return 0;
     int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    PyObject *likes = writes ? s->result_likes : s->likes;
     for (int i = 0; i < s->num_arrays; i++) {
-        const kind *of = s->kinds + s->order[i];
-        PyObject *array = item(values, s->order[i]);
-        if (!fits(array, writes ? of->result : of->descr, of, flags)) return 0;
+        PyObject *array = item(values, s->entries[i].array);
+        if (!is_like(array, item(likes, s->entries[i].array), flags)) return 0;
         char *data = PyArray_DATA((PyArrayObject *)array);
         if (writes)
-            s->targets[i] = data;
+            s->entries[i].target = data;
         else
-            s->sources[i] = data;
+            s->entries[i].source = data;
     }
     return 1;
 }
 
 static void let_go(sum *s) {
-    PyObject *arrays = s->arrays, *results = s->results;
-    s->arrays = s->results = NULL;
-    Py_XDECREF(arrays);
-    Py_XDECREF(results);
+    Py_CLEAR(s->arrays);
+    Py_CLEAR(s->results);
 }
 
 typedef struct {
@@ -708,11 +678,12 @@ static int lie_apart(const sum *s) {
     for (int b = 0; b < s->num_buckets; b++) {
         const type *of = s->buckets[b].type;
         for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
-            uintptr_t source = (uintptr_t)s->sources[i], target = (uintptr_t)s->targets[i];
-            if (!s->counts[i]) continue;
-            extents[found++] = (extent){target, target + s->counts[i] * of->result, 1};
+            uintptr_t source = (uintptr_t)s->entries[i].source,
+                      target = (uintptr_t)s->entries[i].target;
+            if (!s->entries[i].count) continue;
+            extents[found++] = (extent){target, target + s->entries[i].count * of->result, 1};
             if (source == target && of->size == of->result) continue;
-            extents[found++] = (extent){source, source + s->counts[i] * of->size, 0};
+            extents[found++] = (extent){source, source + s->entries[i].count * of->size, 0};
         }
     }
     qsort(extents, found, sizeof *extents, compare_extents);
@@ -728,19 +699,15 @@ static int lie_apart(const sum *s) {
     return apart;
 }
 
-static PyObject *empty(const kind *of) {
-    return PyArray_NewFromDescr(&PyArray_Type,
-                                (PyArray_Descr *)Py_NewRef((PyObject *)of->result), of->ndim,
-                                of->shape, NULL, NULL, 0, NULL);
-}
-
 /* Return new arrays for the results: a list where `listed`, else one. */
 static PyObject *make_results(const sum *s, int listed) {
-    if (!listed) return empty(s->kinds);
-    PyObject *results = PyList_New(s->num_arrays);
-    for (int i = 0; results && i < s->num_arrays; i++) {
-        PyObject *one = empty(s->kinds + i);
-        if (!one || PyList_SetItem(results, i, one)) Py_CLEAR(results);
+    PyObject *results = listed ? PyList_New(s->num_arrays) : NULL;
+    for (int i = 0; i < s->num_arrays; i++) {
+        PyArrayObject *like = (PyArrayObject *)PyList_GetItem(s->result_likes, i);
+        PyObject *one = PyArray_NewLikeArray(like, NPY_CORDER, NULL, 0);
+        if (!listed) return one;
+        if (results && (!one || PyList_SetItem(results, i, one))) Py_CLEAR(results);
+        if (!results) return NULL;
     }
     return results;
 }
@@ -771,36 +738,36 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
 }
 
 /* start(arrays, results): before the header. Whether the arrays are as expected. */
-static PyObject *sum_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments");
-    int started = start((sum *)self, args[0], args[1], 1);
+static PyObject *sum_start(PyObject *self, PyObject *args) {
+    PyObject *arrays, *results;
+    if (!PyArg_ParseTuple(args, "OO", &arrays, &results)) return NULL;
+    int started = start((sum *)self, arrays, results, 1);
     return started < 0 ? NULL : PyBool_FromLong(started);
 }
 
 static int go_on(sum *s, uint64_t digest, long looks) {
     int found = s->nbytes < UNLOCKED_FROM ? advance(s, digest, looks < 100 ? looks : 100) : 0;
     if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
-        Py_BEGIN_ALLOW_THREADS found = advance(s, digest, looks);
-        Py_END_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
+        found = advance(s, digest, looks);
+        PyEval_RestoreThread(thread);
     }
     return found;
 }
 
 /* go_on(digest, looks): after the header. */
-static PyObject *sum_go_on(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *sum_go_on(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments");
+    unsigned long long digest;
+    long looks;
+    if (!PyArg_ParseTuple(args, "Kl", &digest, &looks)) return NULL;
     if (s->state == IDLE) return PyErr_Format(PyExc_RuntimeError, "no call is under way");
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[0]);
-    long looks = PyLong_AsLong(args[1]);
-    if (PyErr_Occurred()) return NULL;
     return PyLong_FromLong(go_on(s, digest, looks));
 }
 
 /* Give the results away, and let go of the arrays. */
-static PyObject *sum_take_results(PyObject *self, PyObject *none) {
+static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
     sum *s = (sum *)self;
-    (void)none;
     if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call has been made");
     PyObject *results = Py_NewRef(s->results);
     let_go(s);
@@ -825,29 +792,22 @@ static PyObject *sum_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
     return found == DONE ? sum_take_results(self, NULL) : PyLong_FromLong(found);
 }
 
-static void free_sum(sum *s) {
-    let_go(s);
-    for (int i = 0; s->kinds && i < s->num_arrays; i++) {
-        Py_XDECREF((PyObject *)s->kinds[i].descr);
-        Py_XDECREF((PyObject *)s->kinds[i].result);
-    }
-    Py_CLEAR(s->kernel);
-    PyMem_Free(s->buckets), PyMem_Free(s->order), PyMem_Free(s->counts);
-    PyMem_Free(s->sources), PyMem_Free(s->targets), PyMem_Free(s->kinds);
-    PyMem_Free(s->shapes);
-}
-
 static void sum_dealloc(PyObject *self) {
     PyTypeObject *class = Py_TYPE(self);
-    free_sum((sum *)self);
+    sum *s = (sum *)self;
+    let_go(s);
+    Py_XDECREF(s->likes);
+    Py_XDECREF(s->result_likes);
+    Py_XDECREF((PyObject *)s->kernel);
+    PyMem_Free(s->buckets);
+    PyMem_Free(s->entries);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
     Py_DECREF(class);
 }
 
 static size_t power_of_two(size_t nbytes) {
     size_t power = 32 << 10;
-    while (power < nbytes)
-        power *= 2;
+    while (power < nbytes) power *= 2;
     return power;
 }
 
@@ -855,19 +815,17 @@ static size_t power_of_two(size_t nbytes) {
 static void sort(sum *s, const char *codes) {
     int taken = 0;
     for (int i = 0; i < s->num_arrays; i++) {
-        const type *of = &TYPES[(unsigned char)codes[i]][s->means];
+        const type *of = &TYPES[(unsigned char)codes[i]];
         int known = 0;
-        for (int b = 0; b < s->num_buckets; b++)
-            known |= s->buckets[b].type == of;
+        for (int b = 0; b < s->num_buckets; b++) known |= s->buckets[b].type == of;
         if (known) continue;
         bucket *b = s->buckets + s->num_buckets++;
         b->type = of, b->first = taken, b->elements = 0;
         for (int j = i; j < s->num_arrays; j++) {
             if (codes[j] != codes[i]) continue;
-            size_t elements = 1;
-            for (int k = 0; k < s->kinds[j].ndim; k++)
-                elements *= (size_t)s->kinds[j].shape[k];
-            s->order[taken] = j, s->counts[taken++] = elements;
+            size_t elements =
+                (size_t)PyArray_SIZE((PyArrayObject *)PyList_GetItem(s->likes, j));
+            s->entries[taken].array = j, s->entries[taken++].count = elements;
             b->elements += elements;
         }
         b->end = taken;
@@ -875,51 +833,29 @@ static void sort(sum *s, const char *codes) {
     }
 }
 
-/* Take the kinds of the arrays; in a first pass, count their dimensions. */
-static int take_kinds(sum *s, PyObject *triples) {
-    size_t dimensions = 0;
-    for (int pass = 0; pass < 2; pass++) {
-        npy_intp *shape = s->shapes;
-        for (int i = 0; i < s->num_arrays; i++) {
-            PyObject *descr, *result, *lengths, *triple = PyList_GetItem(triples, i);
-            if (!PyTuple_Check(triple)) PyErr_SetString(PyExc_TypeError, "expected triples");
-            if (PyErr_Occurred() ||
-                !PyArg_ParseTuple(triple, "O!O!O!", &PyArrayDescr_Type, &descr,
-                                  &PyArrayDescr_Type, &result, &PyTuple_Type, &lengths))
-                return -1;
-            int ndim = (int)PyTuple_Size(lengths);
-            dimensions += (size_t)ndim;
-            if (!pass) continue;
-            s->kinds[i] = (kind){(PyArray_Descr *)Py_NewRef(descr),
-                                 (PyArray_Descr *)Py_NewRef(result), ndim, shape};
-            for (int k = 0; k < ndim; k++)
-                *shape++ = PyLong_AsSsize_t(PyTuple_GetItem(lengths, k));
-        }
-        if (!pass) s->shapes = PyMem_Calloc(dimensions + 1, sizeof *s->shapes);
-        if (!s->shapes) PyErr_NoMemory();
-        if (PyErr_Occurred()) return -1;
-    }
-    return 0;
+/* Whether a list holds `count` arrays. */
+static int holds_arrays(PyObject *list, Py_ssize_t count) {
+    int holds = PyList_Size(list) == count;
+    for (Py_ssize_t i = 0; holds && i < count; i++)
+        holds = PyArray_Check(PyList_GetItem(list, i));
+    return holds;
 }
 
 static PyObject *kernel_type, *sum_type;
 
-/* Sum(kernel, codes, kinds, piece_bytes, divisor, scattered): `kinds` are triples of the
- * types of an array and of its result, and their shape. */
-static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
+/* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered) */
+static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     sum *s = (sum *)self;
-    PyObject *owner, *triples;
+    PyObject *owner, *likes, *result_likes;
     const char *codes;
     Py_ssize_t num_arrays, piece;
-    if (names && PyDict_Size(names)) {
-        PyErr_SetString(PyExc_TypeError, "expected no names of arguments");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(args, "O!y#O!ndp", kernel_type, &owner, &codes, &num_arrays,
-                          &PyList_Type, &triples, &piece, &s->divisor, &s->scattered))
+    if (!PyArg_ParseTuple(args, "O!y#O!O!ndp", kernel_type, &owner, &codes, &num_arrays,
+                          &PyList_Type, &likes, &PyList_Type, &result_likes, &piece,
+                          &s->divisor, &s->scattered))
         return -1;
     kernel *k = (kernel *)owner;
-    int good = num_arrays > 0 && num_arrays < INT32_MAX && PyList_Size(triples) == num_arrays;
+    int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
+               holds_arrays(result_likes, num_arrays);
     for (Py_ssize_t i = 0; good && i < num_arrays; i++)
         good = (unsigned char)codes[i] < NUM_TYPES;
     size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
@@ -930,19 +866,15 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
         return -1;
     }
     size_t n = (size_t)num_arrays;
-    s->num_arrays = (int)num_arrays, s->means = s->divisor != 0, s->piece = (size_t)piece;
+    s->num_arrays = (int)num_arrays, s->piece = (size_t)piece;
     s->buckets = PyMem_Calloc(n < NUM_TYPES ? n : NUM_TYPES, sizeof *s->buckets);
-    s->order = PyMem_Calloc(n, sizeof *s->order);
-    s->counts = PyMem_Calloc(n, sizeof *s->counts);
-    s->sources = PyMem_Calloc(n, sizeof *s->sources);
-    s->targets = PyMem_Calloc(n, sizeof *s->targets);
-    s->kinds = PyMem_Calloc(n, sizeof *s->kinds);
-    if (!s->buckets || !s->order || !s->counts || !s->sources || !s->targets || !s->kinds) {
+    s->entries = PyMem_Calloc(n, sizeof *s->entries);
+    if (!s->buckets || !s->entries) {
         PyErr_NoMemory();
         return -1;
     }
     s->kernel = (kernel *)Py_NewRef(owner);
-    if (take_kinds(s, triples)) return -1;
+    s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
     sort(s, codes);
     /* Of a single piece no more than it needs; each run may leave a part of a line. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
@@ -951,26 +883,23 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
 }
 
 /* post(run, digest, flags) */
-static PyObject *kernel_post(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments");
-    int64_t run = PyLong_AsLongLong(args[0]);
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[1]);
-    uint64_t flags = PyLong_AsUnsignedLongLongMask(args[2]);
-    if (PyErr_Occurred() || !is_open((kernel *)self)) return NULL;
+static PyObject *kernel_post(PyObject *self, PyObject *args) {
+    long long run;
+    unsigned long long digest, flags;
+    if (!PyArg_ParseTuple(args, "LKK", &run, &digest, &flags)) return NULL;
+    if (!is_open((kernel *)self)) return NULL;
     post((kernel *)self, run, digest, flags);
     Py_RETURN_NONE;
 }
 
-static PyObject *kernel_agreed(PyObject *self, PyObject *none) {
-    (void)none;
+static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (!is_open((kernel *)self)) return NULL;
     return PyBool_FromLong(look((kernel *)self) == DONE);
 }
 
 /* Return the ranks that have not announced anything since. */
-static PyObject *kernel_missing(PyObject *self, PyObject *none) {
+static PyObject *kernel_missing(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
-    (void)none;
     if (!is_open(k)) return NULL;
     PyObject *missing = PyList_New(0);
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
@@ -983,44 +912,10 @@ static PyObject *kernel_missing(PyObject *self, PyObject *none) {
     return missing;
 }
 
-static PyObject *kernel_take(PyObject *self, PyObject *nbytes) {
+static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
-    size_t size = PyLong_AsSize_t(nbytes);
-    if (PyErr_Occurred()) return NULL;
-    if (!size || 4 * size > k->ring) return PyErr_Format(PyExc_ValueError, "expected a place");
-    return PyLong_FromSize_t(take(k, size));
-}
-
-static PyObject *kernel_restart(PyObject *self, PyObject *none) {
-    (void)none;
-    ((kernel *)self)->next = 0;
-    Py_RETURN_NONE;
-}
-
-static PyObject *kernel_close(PyObject *self, PyObject *none) {
-    kernel *k = (kernel *)self;
-    (void)none;
     if (k->segment.obj) PyBuffer_Release(&k->segment);
     Py_RETURN_NONE;
-}
-
-/* Of each size class: which form is the fastest, and the seconds of all. */
-static PyObject *kernel_forms(PyObject *self, PyObject *none) {
-    kernel *k = (kernel *)self;
-    (void)none;
-    PyObject *forms = PyList_New(NUM_SIZES);
-    for (int i = 0; forms && i < NUM_SIZES; i++) {
-        const double *seconds = k->sizes[i].seconds;
-        PyObject *one = Py_BuildValue("idddd", k->sizes[i].calls ? best_form(k->sizes + i) : -1,
-                                      seconds[0], seconds[1], seconds[2], seconds[3]);
-        if (!one || PyList_SetItem(forms, i, one)) Py_CLEAR(forms);
-    }
-    return forms;
-}
-
-static PyObject *kernel_next(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromSize_t(((kernel *)self)->next);
 }
 
 static void kernel_dealloc(PyObject *self) {
@@ -1031,14 +926,10 @@ static void kernel_dealloc(PyObject *self) {
 }
 
 /* Kernel(segment, common_bytes, room_bytes, ring_bytes, rank, size) */
-static int kernel_init(PyObject *self, PyObject *args, PyObject *names) {
+static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     kernel *k = (kernel *)self;
     PyObject *segment;
     Py_ssize_t common, room, ring;
-    if (names && PyDict_Size(names)) {
-        PyErr_SetString(PyExc_TypeError, "expected no names of arguments");
-        return -1;
-    }
     if (!PyArg_ParseTuple(args, "Onnnii", &segment, &common, &room, &ring, &k->rank, &k->size))
         return -1;
     if (PyObject_GetBuffer(segment, &k->segment, PyBUF_WRITABLE)) return -1;
@@ -1055,35 +946,30 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *names) {
     return 0;
 }
 
-#define FAST(function) ((PyCFunction)(void (*)(void))function)
-
 static PyMethodDef kernel_methods[] = {
-    {"post", FAST(kernel_post), METH_FASTCALL, NULL},
+    {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
     {"missing", kernel_missing, METH_NOARGS, NULL},
-    {"take", kernel_take, METH_O, NULL},
-    {"restart", kernel_restart, METH_NOARGS, NULL},
-    {"forms", kernel_forms, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef kernel_attributes[] = {
-    {"next", kernel_next, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef kernel_members[] = {
+    /* Where the next place may begin. */
+    {"next", T_PYSSIZET, offsetof(kernel, next), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot kernel_slots[] = {
-    {Py_tp_methods, kernel_methods}, {Py_tp_getset, kernel_attributes},
-    {Py_tp_init, kernel_init},       {Py_tp_dealloc, kernel_dealloc},
-    {Py_tp_new, PyType_GenericNew},  {0, NULL},
+    {Py_tp_methods, kernel_methods}, {Py_tp_members, kernel_members}, {Py_tp_init, kernel_init},
+    {Py_tp_dealloc, kernel_dealloc}, {Py_tp_new, PyType_GenericNew},  {0, NULL},
 };
 static PyType_Spec kernel_spec = {"hpcstrat.native.kernel.Kernel", sizeof(kernel), 0,
                                   Py_TPFLAGS_DEFAULT, kernel_slots};
 
 static PyMethodDef sum_methods[] = {
-    {"start", FAST(sum_start), METH_FASTCALL, NULL},
-    {"go_on", FAST(sum_go_on), METH_FASTCALL, NULL},
+    {"start", sum_start, METH_VARARGS, NULL},
+    {"go_on", sum_go_on, METH_VARARGS, NULL},
     {"take_results", sum_take_results, METH_NOARGS, NULL},
-    {"reduce", FAST(sum_reduce), METH_FASTCALL, NULL},
+    {"reduce", (PyCFunction)(void (*)(void))sum_reduce, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot sum_slots[] = {

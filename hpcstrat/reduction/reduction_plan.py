@@ -103,15 +103,15 @@ def plan_reduction(
 def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
     """Return what makes the whole call at once, if anything does."""
     topology, means = channel.topology, bool(request.divisor)
-    pieces = cut(request.signatures, means, choice.piece_bytes)
-    first, *more = itertools.islice(pieces, 2)
-    small = choice.small and not more
-    if choice.in_worker and serves([dtype for dtype, _ in request.signatures], channel):
-        scattered = topology.num_replicas > 2 and not small
-        return KernelSum(request, choice, channel, scattered=scattered)
-    if small and topology.num_workers > 1 and fits_header(first, channel):
-        request = replace(request, call=replace(request.call, how=IN_HEADER))
-        return HeaderSum(request, choice, channel, first)
+    dtypes = [dtype for dtype, _ in request.signatures]
+    if choice.in_worker and serves(dtypes, channel):
+        return KernelSum(request, choice, channel)
+    if choice.small and topology.num_workers > 1:
+        pieces = cut(request.signatures, means, choice.piece_bytes)
+        first, *more = itertools.islice(pieces, 2)
+        if not more and fits_header(first, channel):
+            request = replace(request, call=replace(request.call, how=IN_HEADER))
+            return HeaderSum(request, choice, channel, first)
     return Plan(request, choice, channel)
 
 

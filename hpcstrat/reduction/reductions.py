@@ -18,7 +18,6 @@ from hpcstrat.channel.entries import collective, leave
 from hpcstrat.channel.started import Started
 from hpcstrat.collectives.areas import Areas
 from hpcstrat.collectives.plan import Plan
-from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.gathers import Gathers
@@ -105,16 +104,7 @@ class Reductions:
         channel = planned.channel
         if channel is None:
             return planned.repeat(value, out, seconds)
-        # As `Channel.is_plain`, whose call alone takes a tenth of the time.
-        if (
-            channel.broken
-            or channel.closed
-            or channel.started
-            or channel.notice
-            or channel.elsewhere is not None
-            or channel.sections.failure is not None
-            or active.recorder is not None
-        ):
+        if channel.broken or channel.elsewhere is not None:
             return None
         # No other thread runs between the look and the assignment.
         outer, thread = channel.thread, get_ident()
@@ -242,7 +232,8 @@ class Reductions:
         *,
         part: bool,
     ) -> Started:
-        planned, results = self._prepared(request, arrays, options, outs)
+        planned = self._plan_for(request, arrays, options)
+        results = self._results(planned, arrays, outs)
         if not planned.starts:
             raise ValueError(
                 "expected an algorithm that can be started and awaited later, found "
@@ -266,14 +257,10 @@ class Reductions:
 
     start_reduce = collective(start_inside)
 
-    def _prepared(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-    ) -> tuple[Plan, list[Array]]:
-        """Return the plan of a call, and the arrays for its results."""
+    def _plan_for(
+        self, request: _Request, arrays: list[Array], options: CommunicationOptions
+    ) -> Plan:
+        """Return the plan of a call, a new one or kept."""
         on_gpu = bool(arrays) and is_device(arrays[0])
         # All that a plan depends on and that may differ between two calls.
         key = (
@@ -286,14 +273,22 @@ class Reductions:
             planned = self._plans[key] = self._plan(request, arrays, options)
         if options is self._options and not on_gpu:
             self._keep(planned, request)
-        # Memory runs out here, if it does, and not between the header and the data.
-        if outs is None and not on_gpu:
-            outs = self._recycler.arrays(planned.results)
-        elif outs is None:
-            outs = self._on_gpu(planned, arrays)
-        else:
+        return planned
+
+    def _results(
+        self, planned: Plan, arrays: list[Array], outs: list[Array] | None
+    ) -> list[Array]:
+        """Return arrays for the results of a call, new ones if there are no ``outs``.
+
+        Memory runs out here, if it does, and not between the header and the data.
+        """
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        if outs is not None:
             require_fitting(outs, planned.results, on_gpu)
-        return planned, outs
+            return outs
+        if on_gpu:
+            return self._on_gpu(planned, arrays)
+        return self._recycler.arrays(planned.results)
 
     def _keep(self, planned: Plan, request: _Request) -> None:
         """Let calls of the same kind go the way of `repeat` from here on."""
@@ -347,7 +342,11 @@ class Reductions:
         options: CommunicationOptions,
         outs: list[Array] | None,
     ) -> list[Array]:
-        planned, results = self._prepared(request, arrays, options, outs)
+        planned = self._plan_for(request, arrays, options)
+        found = planned.repeat(arrays, outs, options.timeout_seconds)
+        if found is not None:
+            return cast("list[Array]", found)
+        results = self._results(planned, arrays, outs)
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
         planned.run(arrays, results, options.timeout_seconds)

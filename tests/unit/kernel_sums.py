@@ -45,16 +45,16 @@ class Worker:
         scattered: bool,
     ) -> list[Any]:
         """Return each rank's object for a sum of such arrays."""
-        codes = type_codes([array.dtype for array in arrays[0]])
-        kinds = [kind(array, divisor) for array in arrays[0]]
-        options = codes, kinds, piece_bytes, divisor, scattered
+        codes = type_codes([a.dtype for a in arrays[0]], means=bool(divisor))
+        results = [result_like(array, divisor) for array in arrays[0]]
+        options = codes, list(arrays[0]), results, piece_bytes, divisor, scattered
         return [self.module.Sum(kernel, *options) for kernel in self.kernels]
 
 
-def kind(array: Any, divisor: int = 0) -> tuple[Any, Any, tuple[int, ...]]:
-    """Return the types of an array and of its result, and their shape."""
+def result_like(array: Any, divisor: int) -> Any:
+    """Return an array of the type and shape of a result."""
     wire, narrows = wire_dtype(array.dtype, bool(divisor))
-    return array.dtype, array.dtype if narrows else wire, array.shape
+    return np.empty(array.shape, array.dtype if narrows else wire)
 
 
 def drawn(draw: random.Random, dtype: np.dtype[Any], size: int) -> Any:
