@@ -54,7 +54,12 @@ class KernelHeaders(SegmentHeaders):
 
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not come."""
-        return [self._replicas[rank] for rank in self._kernel.missing()]
+        tick = self._kernel.tick
+        return [
+            self._replicas[rank]
+            for rank, (seen, *_) in enumerate(self.records(tick))
+            if seen != tick
+        ]
 
     def close(self) -> None:
         """Let go of the memory."""

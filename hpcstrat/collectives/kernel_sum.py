@@ -22,13 +22,9 @@ from hpcstrat.collectives.plan import Plan, Request
 from hpcstrat.collectives.work import Choice, Work
 from hpcstrat.native import load, type_codes
 from hpcstrat.observe.timeline import active
-from hpcstrat.topology.topology import Topology
 from hpcstrat.typing import Array
 
 __all__ = ["KernelSum", "serves"]
-
-PIECE_BYTES = 128 << 10
-"""Most bytes of a piece, where each rank has a core: two fit into a small cache."""
 
 # The kernel makes smaller results itself; larger ones lie in memory used again.
 _SMALL_BYTES = 32 << 10
@@ -157,16 +153,7 @@ def _make_sum(
         for dtype, (_, shape) in zip(results, signatures, strict=True)
     ]
     made = channel.kernel, codes, likes, result_likes
-    piece_bytes = _piece_bytes(piece_bytes, channel.topology)
     return module.Sum(*made, piece_bytes, divisor, scattered)
-
-
-def _piece_bytes(most: int, topology: Topology) -> int:
-    """Return the size of a piece, where a choice allows ``most``."""
-    if topology.worker_comm.size > topology.num_cores:
-        # A step costs a turn of each.
-        return most
-    return min(most, PIECE_BYTES)
 
 
 def _reduce(work: Work, channel: Channel, *, scattered: bool) -> Awaits:

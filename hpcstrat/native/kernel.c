@@ -18,7 +18,6 @@
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
-
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -28,10 +27,10 @@
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #define RELAX() _mm_pause()
-#elif defined(__aarch64__)
-#define RELAX() __asm__ volatile("yield")
+#define FENCE() _mm_sfence()
 #else
 #define RELAX() ((void)0)
+#define FENCE() ((void)0)
 #endif
 
 /* Loops over elements: the best instructions that the processor has. An output is one of
@@ -47,8 +46,6 @@
 #else
 #define EACH _Pragma("GCC ivdep") for
 #endif
-
-#define KERNEL_VERSION 2
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
 enum { LINE = 64, CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
@@ -216,7 +213,7 @@ enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
-/* Copy; past the cache, where a processor can: then the caller ends its stores by a `fence`. */
+/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);
@@ -232,50 +229,46 @@ static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
     memcpy(to, from, nbytes);
 }
 
-static inline void fence(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
-
 /* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie,
- * which may change while a program runs; so each rank tries them now and then, for each
- * size, and takes the one that was fastest. What others see is the same in any case. */
+ * which may change while a program runs. So each rank tries them for each size, and takes
+ * the one that was fastest; again where that has changed, and one of the others now and
+ * then. What other ranks see is the same in any case. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
-enum { NUM_SIZES = 12, CALLS_BETWEEN_TRIALS = 256 };
+enum { NUM_SIZES = 12, FIRST_TRIALS = 4 * NUM_FORMS, BETWEEN_TRIALS = 64, ODD_CALLS = 6 };
 
 typedef struct {
     double seconds[NUM_FORMS];
-    unsigned calls;
+    unsigned calls, odd;
     int last;
 } trials;
-
-static int best_form(const trials *of) {
-    int best = 0;
-    for (int form = 1; form < NUM_FORMS; form++)
-        if (of->seconds[form] < of->seconds[best]) best = form;
-    return best;
-}
 
 /* Each trial takes two calls: the first pays for where the one before has left the lines,
  * and is not counted. */
 static int next_form(trials *of) {
-    unsigned turn = of->calls % CALLS_BETWEEN_TRIALS, round = of->calls / CALLS_BETWEEN_TRIALS;
+    unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
+    int best = 0;
+    for (int form = 1; form < NUM_FORMS; form++)
+        if (of->seconds[form] < of->seconds[best]) best = form;
+    int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
     of->calls++;
-    if (!round && turn < 2 * NUM_FORMS) return (int)turn / 2;
-    int best = best_form(of);
-    return turn < 2 ? (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS : best;
+    if (!round && turn < FIRST_TRIALS) return (int)turn / 2 % NUM_FORMS;
+    /* Those that were much slower are seldom tried again. */
+    int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
+    return tried && turn < 2 ? other : best;
 }
 
-static void learn(trials *of, int form, double seconds) {
-    double known = of->seconds[form];
-    if (form != of->last) {
-        of->last = form;
-        if (known > 0) return;
-    }
-    /* One slow call may have other reasons; several show a change. */
-    if (known > 0 && seconds > 1.25 * known) seconds = 1.25 * known;
-    of->seconds[form] = seconds;
+/* Take note of how long a call has taken; return whether that has changed for good. */
+static int learn(trials *of, int form, double seconds) {
+    double *known = of->seconds + form;
+    int first = form != of->last;
+    of->last = form;
+    if (*known == 0 || (of->calls <= FIRST_TRIALS && seconds < *known)) *known = seconds;
+    if (first || of->calls <= FIRST_TRIALS) return 0;
+    /* One odd call may have other reasons; several in a row show a change. */
+    int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
+    of->odd = odd ? of->odd + 1 : 0;
+    if (!odd) *known += (seconds - *known) / 8;
+    return of->odd == ODD_CALLS && of->calls > BETWEEN_TRIALS;
 }
 
 static double now(void) {
@@ -290,7 +283,9 @@ typedef struct {
     _Atomic uint64_t tick;
     _Atomic int64_t run;
     _Atomic uint64_t digest, flags;
-    uint64_t unused[4];
+    /* How often this rank wants copies to have been tried; not compared. */
+    _Atomic uint64_t trials;
+    uint64_t unused[3];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
@@ -307,6 +302,8 @@ typedef struct {
     uint64_t tick, digest, flags;
     int64_t run;
     trials sizes[NUM_SIZES];
+    /* How often they have begun anew, on all ranks alike, and how often they should. */
+    uint64_t num_trials, wanted_trials;
 } kernel;
 
 /* Return where the next place begins in each ring; see `Places.take`. */
@@ -328,6 +325,7 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->run, run, memory_order_relaxed);
     atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
     atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
+    atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
     /* All that was stored before is seen by whoever sees the tick. */
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
 }
@@ -344,6 +342,18 @@ static int look(const kernel *k) {
             atomic_load_explicit(&all[rank].flags, memory_order_relaxed) != k->flags)
             return DIFFERS;
     return DONE;
+}
+
+/* Begin to try all copies anew, where any rank wants to: then the cores have moved. */
+static void agree_on_trials(kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    uint64_t most = 0;
+    for (int rank = 0; rank < k->size; rank++) {
+        uint64_t wanted = atomic_load_explicit(&all[rank].trials, memory_order_relaxed);
+        most = wanted > most ? wanted : most;
+    }
+    if (most > k->num_trials) memset(k->sizes, 0, sizeof k->sizes);
+    k->num_trials = k->wanted_trials = most;
 }
 
 static int look_often(const kernel *k, long looks) {
@@ -452,7 +462,7 @@ static void lay_out(sum *s, size_t place) {
                 copy(own + used, from, count * of->size, s->form & STREAM_PLACES);
         }
     }
-    if (s->form & STREAM_PLACES) fence();
+    if (s->form & STREAM_PLACES) FENCE();
 }
 
 /* Add a span of all ranks' places, `offset` bytes into them, in the order of the ranks. */
@@ -498,7 +508,7 @@ static void add_piece(sum *s) {
                      count);
         }
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Return where a rank's segment of a run begins, in whole cache lines. */
@@ -525,7 +535,7 @@ static void add_segments(sum *s) {
         for (size_t left = size; left; left -= span(s, &s->added, left, &array, &first)) {
         }
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Copy the sums of a piece out of the places of the ranks that have added them. */
@@ -553,7 +563,7 @@ static void copy_out(sum *s) {
         }
         used += size * of->wide;
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Whether pieces are left to lay out. */
@@ -596,7 +606,10 @@ static int advance(sum *s, uint64_t digest, long looks) {
             return s->state == IN_HEADER ? HEADER_AWAITED : STEP_AWAITED;
         }
         if (found == DIFFERS) return s->state == IN_HEADER ? DIFFERS : STEP_DIFFERS;
-        if (s->state == IN_HEADER && s->timed) start = now();
+        if (s->state == IN_HEADER && trials_of(s)) {
+            agree_on_trials(k);
+            start = now();
+        }
         if (s->state == IN_STEP) {
             if (s->scattered) copy_out(s);
             s->place = s->after;
@@ -618,7 +631,8 @@ static int advance(sum *s, uint64_t digest, long looks) {
         }
     }
     s->state = IDLE;
-    if (s->timed) learn(trials_of(s), s->form, s->seconds + now() - start);
+    if (s->timed && learn(trials_of(s), s->form, s->seconds + now() - start))
+        k->wanted_trials = k->num_trials + 1;
     return DONE;
 }
 
@@ -897,21 +911,6 @@ static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     return PyBool_FromLong(look((kernel *)self) == DONE);
 }
 
-/* Return the ranks that have not announced anything since. */
-static PyObject *kernel_missing(PyObject *self, PyObject *Py_UNUSED(none)) {
-    kernel *k = (kernel *)self;
-    if (!is_open(k)) return NULL;
-    PyObject *missing = PyList_New(0);
-    record *all = k->records + (k->tick & 1) * (size_t)k->size;
-    for (int rank = 0; missing && rank < k->size; rank++) {
-        if (atomic_load_explicit(&all[rank].tick, memory_order_acquire) == k->tick) continue;
-        PyObject *number = PyLong_FromLong(rank);
-        if (!number || PyList_Append(missing, number)) Py_CLEAR(missing);
-        Py_XDECREF(number);
-    }
-    return missing;
-}
-
 static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
     if (k->segment.obj) PyBuffer_Release(&k->segment);
@@ -949,13 +948,13 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names
 static PyMethodDef kernel_methods[] = {
     {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
-    {"missing", kernel_missing, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef kernel_members[] = {
     /* Where the next place may begin. */
     {"next", T_PYSSIZET, offsetof(kernel, next), 0, NULL},
+    {"tick", T_ULONGLONG, offsetof(kernel, tick), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot kernel_slots[] = {
@@ -993,7 +992,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", KERNEL_VERSION);
+               !PyModule_AddIntConstant(made, "VERSION", 2);
     if (!good) Py_CLEAR(made);
     return made;
 }
