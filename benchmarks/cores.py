@@ -25,7 +25,7 @@ LATENCY = "latency between the cores"
 # A latency above so many times the least one is that of cores that lie apart. On AMD's
 # EPYC 9004 a message takes 0.56 us between cores of one cache, and 0.8 between others.
 _APART = 1.25
-_TRIPS = 10
+_TRIPS = 40
 
 
 class CoreWatch:

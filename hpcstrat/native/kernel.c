@@ -35,7 +35,7 @@
 
 /* Loops over elements: the best instructions that the processor has. An output is one of
  * the inputs, or overlaps with none. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&   \
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define LOOPS __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
 #else
@@ -56,11 +56,11 @@ typedef void (*binary)(void *, const void *, const void *, size_t);
 typedef void (*convert)(void *, const void *, size_t);
 typedef void (*scale)(void *, size_t, double);
 
-#define ADDER(name, type)                                                                      \
-    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {            \
-        type *total = out;                                                                     \
-        const type *left = a, *right = b;                                                      \
-        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);              \
+#define ADDER(name, type)                                                                          \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
+        type *total = out;                                                                         \
+        const type *left = a, *right = b;                                                          \
+        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);                  \
     }
 ADDER(add_float, float)
 ADDER(add_double, double)
@@ -79,39 +79,39 @@ static void add_complex128(void *out, const void *a, const void *b, size_t count
 }
 
 /* As NumPy divides: by a power of two a product has the same bits. */
-#define SCALER(name, type)                                                                     \
-    LOOPS static void name(void *values, size_t count, double divisor) {                       \
-        type *sums = values;                                                                   \
-        uint64_t whole = (uint64_t)divisor;                                                    \
-        if (whole & (whole - 1)) {                                                             \
-            type by = (type)divisor;                                                           \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                         \
-        } else {                                                                               \
-            type by = (type)(1 / divisor);                                                     \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                         \
-        }                                                                                      \
+#define SCALER(name, type)                                                                         \
+    LOOPS static void name(void *values, size_t count, double divisor) {                           \
+        type *sums = values;                                                                       \
+        uint64_t whole = (uint64_t)divisor;                                                        \
+        if (whole & (whole - 1)) {                                                                 \
+            type by = (type)divisor;                                                               \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                             \
+        } else {                                                                                   \
+            type by = (type)(1 / divisor);                                                         \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                             \
+        }                                                                                          \
     }
 SCALER(scale_float, float)
 SCALER(scale_double, double)
 
 /* As NumPy divides by a complex number whose imaginary part is 0. */
-#define COMPLEX_SCALER(name, type)                                                             \
-    static void name(void *values, size_t count, double divisor) {                             \
-        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                \
-        for (size_t i = 0; i < count; i++) {                                                   \
-            type real = sums[2 * i], imaginary = sums[2 * i + 1];                              \
-            sums[2 * i] = (real + imaginary * ratio) * by;                                     \
-            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                 \
-        }                                                                                      \
+#define COMPLEX_SCALER(name, type)                                                                 \
+    static void name(void *values, size_t count, double divisor) {                                 \
+        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
+        for (size_t i = 0; i < count; i++) {                                                       \
+            type real = sums[2 * i], imaginary = sums[2 * i + 1];                                  \
+            sums[2 * i] = (real + imaginary * ratio) * by;                                         \
+            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                     \
+        }                                                                                          \
     }
 COMPLEX_SCALER(scale_complex64, float)
 COMPLEX_SCALER(scale_complex128, double)
 
-#define CONVERTER(name, from, to)                                                              \
-    LOOPS static void name(void *out, const void *in, size_t count) {                          \
-        to *result = out;                                                                      \
-        const from *values = in;                                                               \
-        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                          \
+#define CONVERTER(name, from, to)                                                                  \
+    LOOPS static void name(void *out, const void *in, size_t count) {                              \
+        to *result = out;                                                                          \
+        const from *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                              \
     }
 CONVERTER(int8_to_double, int8_t, double)
 CONVERTER(uint8_to_double, uint8_t, double)
@@ -230,15 +230,16 @@ static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 }
 
 /* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie,
- * which may change while a program runs. So each rank tries them for each size, and takes
- * the one that was fastest; again where that has changed, and one of the others now and
- * then. What other ranks see is the same in any case. */
+ * which may change while a program runs. So each rank tries them for each kind of call, and
+ * takes the one that was fastest; again where that has changed, and one of the others now
+ * and then. What other ranks see is the same in any case. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
-enum { NUM_SIZES = 12, FIRST_TRIALS = 4 * NUM_FORMS, BETWEEN_TRIALS = 64, ODD_CALLS = 6 };
+enum { FIRST_TRIALS = 4 * NUM_FORMS, BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6 };
 
 typedef struct {
     double seconds[NUM_FORMS];
-    unsigned calls, odd;
+    /* How many calls, and odd ones in a row; how often this has called for new trials. */
+    unsigned calls, odd, patience;
     int last;
 } trials;
 
@@ -249,12 +250,11 @@ static int next_form(trials *of) {
     int best = 0;
     for (int form = 1; form < NUM_FORMS; form++)
         if (of->seconds[form] < of->seconds[best]) best = form;
+    if (of->calls++ < FIRST_TRIALS) return (int)turn / 2 % NUM_FORMS;
     int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
-    of->calls++;
-    if (!round && turn < FIRST_TRIALS) return (int)turn / 2 % NUM_FORMS;
     /* Those that were much slower are seldom tried again. */
     int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
-    return tried && turn < 2 ? other : best;
+    return round && tried && turn < 2 ? other : best;
 }
 
 /* Take note of how long a call has taken; return whether that has changed for good. */
@@ -267,8 +267,10 @@ static int learn(trials *of, int form, double seconds) {
     /* One odd call may have other reasons; several in a row show a change. */
     int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
     of->odd = odd ? of->odd + 1 : 0;
-    if (!odd) *known += (seconds - *known) / 8;
-    return of->odd == ODD_CALLS && of->calls > BETWEEN_TRIALS;
+    *known += (seconds - *known) / (odd ? 32 : 8);
+    if (of->odd < ODD_CALLS || of->calls <= (unsigned)BETWEEN_TRIALS << of->patience) return 0;
+    of->patience += of->patience < MOST_PATIENCE;
+    return 1;
 }
 
 static double now(void) {
@@ -301,8 +303,7 @@ typedef struct {
     /* What this rank has announced. */
     uint64_t tick, digest, flags;
     int64_t run;
-    trials sizes[NUM_SIZES];
-    /* How often they have begun anew, on all ranks alike, and how often they should. */
+    /* How often trials have begun anew, on all ranks alike, and how often they should. */
     uint64_t num_trials, wanted_trials;
 } kernel;
 
@@ -352,7 +353,6 @@ static void agree_on_trials(kernel *k) {
         uint64_t wanted = atomic_load_explicit(&all[rank].trials, memory_order_relaxed);
         most = wanted > most ? wanted : most;
     }
-    if (most > k->num_trials) memset(k->sizes, 0, sizeof k->sizes);
     k->num_trials = k->wanted_trials = most;
 }
 
@@ -410,7 +410,10 @@ typedef struct {
     cursor laid, added, copied;
     size_t place, after;
     /* Whether own values are read where they are; which copies stream. */
-    int near, form, follows;
+    int near, form, follows, in_place;
+    /* Of calls into other memory, and in place. */
+    trials kinds[2];
+    uint64_t num_trials;
     enum { IDLE, IN_HEADER, IN_STEP } state;
     double seconds;
     int timed;
@@ -574,17 +577,17 @@ static int has_more(const sum *s) {
     return run_of(s, &probe, &used, &of) > 0;
 }
 
-static trials *trials_of(sum *s) {
-    if (s->nbytes < STREAM_FROM) return NULL;
-    int size = 0;
-    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM) size++;
-    return s->kernel->sizes + size;
-}
+static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
 
 /* Lay out the first piece: before the header. */
 static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
     trials *of = trials_of(s);
+    if (s->num_trials != s->kernel->num_trials) {
+        for (int i = 0; i < 2; i++)
+            memset(s->kinds[i].seconds, 0, sizeof of->seconds), s->kinds[i].calls = 0;
+        s->num_trials = s->kernel->num_trials;
+    }
     s->form = of ? next_form(of) : PLAIN;
     s->timed = of != NULL;
     double start = of ? now() : 0;
@@ -736,6 +739,7 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
     PyObject *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
     if (!into) return -1;
     s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
+    s->in_place = s->entries->source == s->entries->target;
     if (s->near < !anyhow) {
         Py_DECREF(into);
         return 0;
@@ -837,8 +841,7 @@ static void sort(sum *s, const char *codes) {
         b->type = of, b->first = taken, b->elements = 0;
         for (int j = i; j < s->num_arrays; j++) {
             if (codes[j] != codes[i]) continue;
-            size_t elements =
-                (size_t)PyArray_SIZE((PyArrayObject *)PyList_GetItem(s->likes, j));
+            size_t elements = (size_t)PyArray_SIZE((PyArrayObject *)PyList_GetItem(s->likes, j));
             s->entries[taken].array = j, s->entries[taken++].count = elements;
             b->elements += elements;
         }
@@ -850,8 +853,7 @@ static void sort(sum *s, const char *codes) {
 /* Whether a list holds `count` arrays. */
 static int holds_arrays(PyObject *list, Py_ssize_t count) {
     int holds = PyList_Size(list) == count;
-    for (Py_ssize_t i = 0; holds && i < count; i++)
-        holds = PyArray_Check(PyList_GetItem(list, i));
+    for (Py_ssize_t i = 0; holds && i < count; i++) holds = PyArray_Check(PyList_GetItem(list, i));
     return holds;
 }
 
@@ -864,19 +866,17 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     const char *codes;
     Py_ssize_t num_arrays, piece;
     if (!PyArg_ParseTuple(args, "O!y#O!O!ndp", kernel_type, &owner, &codes, &num_arrays,
-                          &PyList_Type, &likes, &PyList_Type, &result_likes, &piece,
-                          &s->divisor, &s->scattered))
+                          &PyList_Type, &likes, &PyList_Type, &result_likes, &piece, &s->divisor,
+                          &s->scattered))
         return -1;
     kernel *k = (kernel *)owner;
     int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
                holds_arrays(result_likes, num_arrays);
-    for (Py_ssize_t i = 0; good && i < num_arrays; i++)
-        good = (unsigned char)codes[i] < NUM_TYPES;
+    for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
     size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
     if (place > slot) place = slot;
     if (!good || piece < LINE || piece % LINE || (size_t)piece > slot) {
-        PyErr_SetString(PyExc_ValueError,
-                        "expected arrays of known types, and pieces that fit");
+        PyErr_SetString(PyExc_ValueError, "expected arrays of known types, and pieces that fit");
         return -1;
     }
     size_t n = (size_t)num_arrays;
