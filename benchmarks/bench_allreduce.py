@@ -8,8 +8,9 @@ Compared are hpcstrat's ``all_reduce`` (in place, into ``out=``, and with a resu
 the next one replaces, as in a training loop), mpi4py's ``Allreduce`` (whole, and in its
 best piece size, which a short trial finds for each size), torch's gloo where torch is
 installed and all ranks are on one machine, and a copy of the buffer by all ranks at
-once. Each sum is checked before it is timed, and the inputs are written anew before each
-call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of each.
+once. Each sum is checked before it is timed, and the inputs are written anew before
+each call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of
+each.
 With ``--device`` the buffers are on GPUs: see ``device_allreduce.py``.
 """
 
@@ -304,9 +305,10 @@ def measure_sizes(
         nbytes = case.own.nbytes
         pieces[nbytes], times[nbytes] = case.run(gloo)
         for state, by_name in times[nbytes].items():
+            where = describe_cores(state, by_name)
             hs.print_once(
-                f"\n{size_text(nbytes)}, {describe_cores(state, by_name)}; mpi4py's best "
-                f"pieces: {pieces[nbytes]}\n" + table(by_name, WHOLE, FLOOR, same_place)
+                f"\n{size_text(nbytes)}, {where}; mpi4py's best pieces: "
+                f"{pieces[nbytes]}\n" + table(by_name, WHOLE, FLOOR, same_place)
             )
     if gloo is not None:
         gloo.destroy_process_group()
