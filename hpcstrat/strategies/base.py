@@ -589,6 +589,12 @@ class Strategy:
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
+    def require_idle(self, what: str) -> None:
+        """Refuse a call while functions of other processes may write variables.
+
+        Not collective. For the library's own modules.
+        """
+
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let the others wait longer for this replica, without a warning.
 
