@@ -360,7 +360,7 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
     times, pieces = strategy.local_value(
         strategy.run(measure_sizes, args=(strategy, options))
     )
-    if strategy.topology.replica_id:
+    if strategy.replica_id:
         return
     if options.json_path:
         found = [

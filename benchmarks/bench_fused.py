@@ -258,7 +258,7 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
     where = describe(mpi)
     hs.print_once(where)
     found = strategy.local_value(strategy.run(measure_lists, args=(strategy, seconds)))
-    if strategy.topology.replica_id:
+    if strategy.replica_id:
         return
     if words["json_path"]:
         size = mpi.COMM_WORLD.size

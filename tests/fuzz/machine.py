@@ -66,7 +66,7 @@ class Machine:
     @property
     def rank(self) -> int:
         """This replica's number, in the strategy that there is now."""
-        return int(self.strategy.topology.replica_id)
+        return int(self.strategy.replica_id)
 
     def struck(self, op: Op) -> bool:
         """Whether the fault of an operation is this rank's."""
