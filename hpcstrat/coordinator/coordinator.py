@@ -285,15 +285,16 @@ class ClusterCoordinator:
     def require_idle(self, what: str) -> None:
         """Refuse a call while scheduled functions have not ended.
 
-        Not collective; on the coordinator. For the library's own modules.
-
-        Raises
-        ------
-        RuntimeError
-            If there are any.
+        Not collective; on the coordinator. For the library's own modules. RuntimeError
+        if there are any.
         """
         self._pump()
-        count = len(self._queue) + sum(len(w.under_way) for w in self._workers)
+        # What is kept, such as the iterator of a data set, writes no variable.
+        count = len(self._queue) + sum(
+            not call.keep
+            for worker in self._workers
+            for call in worker.under_way.values()
+        )
         if count:
             raise RuntimeError(
                 f"expected no scheduled function that may write variables during a "

@@ -416,12 +416,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def require_idle(self, what: str) -> None:
         """Refuse a call while scheduled functions may write variables.
 
-        Not collective; on the coordinator. For the library's own modules.
-
-        Raises
-        ------
-        RuntimeError
-            If there are any.
+        Not collective; on the coordinator. For the library's own modules. RuntimeError
+        if there are any.
         """
         if self.coordinator is not None:
             self.coordinator.require_idle(what)

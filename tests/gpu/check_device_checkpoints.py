@@ -18,6 +18,7 @@ from hpcstrat.checkpoint import manager
 from hpcstrat.checkpoint.file import image
 from hpcstrat.errors import CheckpointError
 from hpcstrat.gpu import transfers
+from tests.folders import listed
 from tests.gpu.held import counted_waits, held_stream, on_host
 from tests.mpi.ranks.saved import KINDS, POLICIES
 
@@ -416,7 +417,7 @@ def test_what_one_gpu_cannot_copy_is_an_error_on_all(
         with pytest.raises(CheckpointError, match=text):
             _save(keeper, asynchronous)
     job.Barrier()
-    assert os.listdir(folder) == []
+    assert listed(folder) == []
     job.Barrier()
     _save(keeper, asynchronous)
     _set(x, np.zeros_like(value))

@@ -85,7 +85,7 @@ def acknowledged(folder: Path, name: str = "acknowledged") -> list[int]:
 def torn(folder: Path) -> list[str]:
     """Return the files that were being written when their job was killed."""
     # None where the job was killed before it made its folder of checkpoints.
-    return [path.name for path in (folder / "checkpoints").glob(".*")]
+    return [path.name for path in (folder / "checkpoints").glob(".ckpt-*")]
 
 
 def restored(folder: Path) -> tuple[int, str]:

@@ -10,6 +10,7 @@ was said of others into ``FOLDER/refused-NUMBER``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import numpy as np
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.file.schema import step_of
+from hpcstrat.checkpoint.keep import owner
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.job import wait_until
 
@@ -37,6 +39,10 @@ def large_value(job: int, step: int) -> Any:
     return np.random.default_rng((job, step)).standard_normal(LARGE)
 
 
+def _no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 def _steps(strategy: Any, manager: Any, which: str, count: int) -> Iterator[int]:
     if which == "same":
         yield from range(1, 1 + count)
@@ -48,6 +54,8 @@ def _steps(strategy: Any, manager: Any, which: str, count: int) -> Iterator[int]
 
 def main() -> None:
     """Save, and go on where a save is refused."""
+    # As on a file system without locks, where nobody is refused.
+    owner.fcntl.lockf = _no_locks
     folder, job, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     count, which = int(sys.argv[4]), sys.argv[5]
     strategy = hs.MultiWorkerMirroredStrategy()
