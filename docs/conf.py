@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ author = "the hpcstrat authors"
 copyright = author  # noqa: A001 - the name that Sphinx reads
 release = hpcstrat.__version__
 
-extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
@@ -38,9 +39,9 @@ autodoc_default_options = {
     "members": True,
     "member-order": "bysource",
     # What these give to their subclasses is Python's or NumPy's own.
-    "inherited-members": "Enum, Exception, NDArrayOperatorsMixin, object",
-    # For the library's own modules.
-    "exclude-members": "announce_error, distributed, variable_class",
+    "inherited-members": (
+        "BaseException, Enum, Exception, NDArrayOperatorsMixin, object, tuple"
+    ),
 }
 autodoc_typehints = "none"
 add_module_names = False
@@ -48,6 +49,8 @@ numpydoc_show_class_members = False
 # A name such as `reduce` in a docstring has several homes.
 suppress_warnings = ["ref.python"]
 
+# What the docstring of a member says that is none for users.
+_INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
 # A list of links to pages, with its heading.
 _PAGE_LIST = re.compile(r"^(?:## (.+)\n\n)?((?:- \[.+\]\(\S+\.md\)\n){3,})", re.M)
 
@@ -93,9 +96,9 @@ class PublicNames(SphinxDirective):
             keys = [key for key in table if key not in claimed]
         lines = ["```{eval-rst}"]
         for key in keys:
-            for name in _names(key, table):
+            for name in _in_order(_names(key, table)):
                 value = _resolve(name)
-                lines += [f".. {_kind(value)}:: {name}", ""]
+                lines += [f".. {_kind(value)}:: {name}", *_options(value), ""]
         lines += ["```"]
         node = nodes.Element()
         self.state.nested_parse(StringList(lines), self.content_offset, node)
@@ -110,6 +113,56 @@ def _names(key: str, table: dict[str, Any]) -> list[str]:
         own = [name for name in module.__all__ if name not in hpcstrat.__all__]
         public += [f"hpcstrat.{key}.{name}" for name in own]
     return public
+
+
+def _in_order(names: list[str]) -> list[str]:
+    """Return names, base classes before their subclasses, and functions last."""
+    values = {name: _resolve(name) for name in names}
+
+    def place(name: str) -> tuple[bool, int]:
+        is_class = inspect.isclass(values[name])
+        bases = values[name].__mro__[1:] if is_class else ()
+        return not is_class, sum(base in values.values() for base in bases)
+
+    return sorted(names, key=place)
+
+
+@cache
+def _public_classes() -> set[type]:
+    """Return the classes that the reference shows."""
+    table = {**dict.fromkeys(hpcstrat._MODULES, ()), **hpcstrat._NAMES}
+    values = [_resolve(name) for key in table for name in _names(key, table)]
+    return {value for value in values if inspect.isclass(value)}
+
+
+def _public_bases(shown: type) -> list[type]:
+    """Return the classes in the reference that a class inherits from."""
+    return [base for base in shown.__mro__[1:] if base in _public_classes()]
+
+
+def _options(shown: Any) -> list[str]:
+    """Return the options of a class's directive: each method is shown once.
+
+    A class names its base, and leaves out what the base shows, but for what it defines
+    anew with a docstring of its own.
+    """
+    bases = _public_bases(shown) if inspect.isclass(shown) else []
+    again = {
+        name
+        for base in bases
+        for name in dir(base)
+        if not name.startswith("_")
+        and (name not in vars(shown) or _document(shown, name) == _document(base, name))
+    }
+    if not bases:
+        return []
+    left_out = f"   :exclude-members: {', '.join(sorted(again))}"
+    return ["   :show-inheritance:", *([left_out] if again else [])]
+
+
+def _document(owner: type, name: str) -> str | None:
+    """Return the docstring of a member, also of one that has it from its base."""
+    return inspect.getdoc(inspect.getattr_static(owner, name))
 
 
 def _resolve(name: str) -> Any:
@@ -140,6 +193,20 @@ def _signature(
     return str(inspect.Signature(plain)), None
 
 
+def _is_internal(
+    _app: Sphinx, _what: str, _name: str, value: Any, _skipped: bool, _options: Any
+) -> bool | None:
+    """Leave out what is for the library's own modules; None leaves it as it is."""
+    return True if _INTERNAL.search(inspect.getdoc(value) or "") else None
+
+
+def _name_bases(
+    _app: Sphinx, _name: str, value: Any, _options: Any, bases: list[Any]
+) -> None:
+    """Name the base class that the reference shows, not one in between."""
+    bases[:] = _public_bases(value)[:1] or bases
+
+
 def _name_members(
     _app: Sphinx, _what: str, _name: str, value: Any, _options: Any, lines: list[str]
 ) -> None:
@@ -166,5 +233,7 @@ def setup(app: Sphinx) -> None:
     app.add_directive("public-names", PublicNames)
     app.connect("source-read", _link_to_index)
     app.connect("source-read", _make_toctrees)
+    app.connect("autodoc-skip-member", _is_internal)
+    app.connect("autodoc-process-bases", _name_bases)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _name_members)

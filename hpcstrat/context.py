@@ -135,3 +135,11 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return initialize_together
+
+
+def second_strategy(found: Any) -> str:
+    """Return the end of a message about something that another strategy owns."""
+    return (
+        f"found it in that of a second strategy object, {found!r}; each call of a "
+        "strategy's class makes another one: make it once, and pass it on"
+    )

@@ -207,12 +207,7 @@ class RandomStreams:
     def own_state(self) -> dict[str, Any]:
         """Return what `state` returns, with this replica's row alone.
 
-        Not collective.
-
-        Returns
-        -------
-        dict of str to object
-            As `state`; its ``state`` has shape (1, 12).
+        Not collective. For the library's own modules.
         """
         return {
             "bit_generator": _BIT_GENERATOR,
@@ -228,16 +223,7 @@ class RandomStreams:
         """Go on with a row of this replica, or with a stream that was never used.
 
         Not collective: call it on every replica, with the same ``shared`` and
-        ``generation``.
-
-        Parameters
-        ----------
-        state : dict of str to object
-            From `own_state`, of any replica.
-        row : ndarray of shape (12,), optional
-            This replica's row, perhaps of another place; None for a new stream.
-        changed : bool
-            Whether any replica has been lost since; the same on every replica.
+        ``generation``. For the library's own modules.
         """
         self.check_state(state)
         self.generation = int(state["generation"]) + changed

@@ -96,6 +96,10 @@ class Settings:
         job by a segmentation fault if it cannot; ``"no"``. Default: ``"auto"``.
     nccl : bool, optional
         Whether NCCL may carry arrays on GPUs. Default: True.
+    native : bool, optional
+        Whether the compiled kernel sums in the memory that the ranks of a machine
+        share, where all of them have it; else NumPy does, with the same bits.
+        Default: True.
 
     Raises
     ------
@@ -121,6 +125,7 @@ class Settings:
     share_gpus: bool | None = _setting(False)
     mpi_reads_gpu: str | None = _setting("auto", choices=("auto", "yes", "no"))
     nccl: bool | None = _setting(True)
+    native: bool | None = _setting(True)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -134,23 +139,7 @@ class Settings:
     def resolved(self, environment: Mapping[str, str] | None = None) -> Self:
         """Fill what is None from the environment, or by its default.
 
-        Not collective.
-
-        Parameters
-        ----------
-        environment : mapping of str to str, optional
-            Default: this process's.
-
-        Returns
-        -------
-        Settings
-            Without None.
-
-        Raises
-        ------
-        ValueError
-            If a variable that begins with ``HPCSTRAT_`` has an unknown name, or a value
-            that does not fit.
+        Not collective. For the library's own modules.
         """
         environment = os.environ if environment is None else environment
         fields = {PREFIX + f.name.upper(): f for f in dataclasses.fields(self)}
@@ -178,17 +167,7 @@ class Settings:
     def differ_from(self, others: Self) -> bool:
         """Whether a value that is given here differs from another's.
 
-        Not collective.
-
-        Parameters
-        ----------
-        others : Settings
-            Without None.
-
-        Returns
-        -------
-        bool
-            False where all that is given is the same there.
+        Not collective. For the library's own modules.
         """
         names = (field.name for field in dataclasses.fields(self))
         return any(getattr(self, n) not in (None, getattr(others, n)) for n in names)

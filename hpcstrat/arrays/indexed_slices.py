@@ -61,7 +61,10 @@ class IndexedSlices:
 
     @property
     def given(self) -> Any:
-        """The rows as they were given: an array, or numbers of Python."""
+        """The rows as they were given: an array, or numbers of Python.
+
+        For the library's own modules.
+        """
         return self._given
 
     @property

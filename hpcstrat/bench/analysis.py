@@ -289,7 +289,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
         for link in run.links.get("slow") or ():
             hosts = " and ".join(link["hosts"])
             yield (
-                f"With {run.layout} replicas the link between {hosts} had "
+                f"With {_replicas(run)} the link between {hosts} had "
                 f"{link['latency_ratio']:.2g} times the latency of the others, and "
                 f"1 / {link['bandwidth_ratio']:.2g} of their bandwidth."
             )
@@ -333,10 +333,14 @@ def _disturbed(runs: Sequence[Run]) -> Iterator[str]:
         if share > _MUCH_OF_OTHERS:
             host = run.sessions[part.session]["hosts"][worker]
             yield (
-                f"With {run.layout} replicas other programs used up to {share:.0%} of "
+                f"With {_replicas(run)} other programs used up to {share:.0%} of "
                 f"{host}, in {part.name.replace('_', '-')} ({part.scaling}): measure "
                 "again on nodes of your own."
             )
+
+
+def _replicas(run: Run) -> str:
+    return f"{run.layout} replica{'s' if run.num_replicas > 1 else ''}"
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:

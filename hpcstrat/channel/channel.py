@@ -42,6 +42,7 @@ from hpcstrat.channel.disagreement import (
     same_call,
 )
 from hpcstrat.channel.headers import SegmentHeaders
+from hpcstrat.channel.kernel_headers import KernelHeaders, make_kernel
 from hpcstrat.channel.patient import PatientComm
 from hpcstrat.channel.places import Places
 from hpcstrat.channel.position import Position
@@ -74,7 +75,7 @@ class Channel:
     otherwise.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, *, native: bool = True) -> None:
         self.topology = topology
         # Why no call can be made any more; empty while all is well.
         self.broken = ""
@@ -114,15 +115,21 @@ class Channel:
         self._patient: dict[int, PatientComm] = {}
         self.breaks = Breaks(topology, self._comm)
         self.deaths = Deaths(topology, self._comm)
-        self._steps = SegmentHeaders(topology)
-        self.places = Places(topology)
-        self.waiter = Waiter(topology, self.look, self._steps)
+        # What sums in this worker's memory, where all its ranks have it.
+        self.kernel = make_kernel(topology) if native else None
+        self.steps = (
+            SegmentHeaders(topology)
+            if self.kernel is None
+            else KernelHeaders(topology, self.kernel)
+        )
+        self.places = Places(topology, self.kernel)
+        self.waiter = Waiter(topology, self.look, self.steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
-        self._headers: Any = self._steps
+        self._headers: Any = self.steps
         # Of several workers, whose headers carry the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
-            self.wire = WireHeaders(topology, self._comm, self._steps, self.places)
+            self.wire = WireHeaders(topology, self._comm, self.steps, self.places)
             self._headers = self.wire
 
     # Calls that wait: a header, then an exchange of data.
@@ -158,7 +165,7 @@ class Channel:
         else:
             agreed = self._announce_recorded(call, flags, timeout_seconds)
         if not agreed or flags:
-            self._settle(call, timeout_seconds)
+            self.settle(call, timeout_seconds)
 
     def agree_on(
         self, values: Carried, call: Call, timeout_seconds: float | None
@@ -190,7 +197,7 @@ class Channel:
 
     def agree_plainly(self, call: Call, timeout_seconds: float | None) -> None:
         """Do as `agree` in a call that `is_plain`, of a single worker."""
-        steps = self._steps
+        steps = self.steps
         try:
             self.num_calls += 1
             steps.post(self.position.run_mark, call.digest ^ self.places.next, 0)
@@ -204,7 +211,7 @@ class Channel:
             self.interrupted(call, error)
             raise
         if not came:
-            self._settle(call, timeout_seconds)
+            self.settle(call, timeout_seconds)
 
     def swap(self, values: Carried, call: Call) -> bool:
         """Announce a call that is `is_plain`, with values, between workers of one rank.
@@ -237,7 +244,7 @@ class Channel:
                 self.interrupted(call, error)
                 raise
             if not came:
-                self._settle(call, timeout_seconds)
+                self.settle(call, timeout_seconds)
         finally:
             wire.carried = None
 
@@ -253,7 +260,7 @@ class Channel:
             self.num_calls += 1
             headers = self._headers
             mark = call.digest
-            if headers is self._steps:
+            if headers is self.steps:
                 mark ^= self.places.next
             headers.post(run, mark, flags)
             agreed = headers.agreed
@@ -293,12 +300,12 @@ class Channel:
 
         An interrupt before a header leaves a rank's ring a place ahead.
         """
-        if self._headers is self._steps:
+        if self._headers is self.steps:
             return call.digest ^ self.places.next
         # Each worker has its own rings; its steps compare them.
         return call.digest
 
-    def _settle(self, call: Call, timeout_seconds: float | None) -> None:
+    def settle(self, call: Call, timeout_seconds: float | None) -> None:
         """Raise what the ranks' different headers mean.
 
         Where ranks have only something to tell, or only the marks of variables' copies
@@ -370,9 +377,9 @@ class Channel:
         Collective over ``topology.worker_comm``. For `wait`: to be done when all have
         come.
         """
-        self._steps.post(0, call.digest ^ self.places.next, 0)
+        self.steps.post(0, call.digest ^ self.places.next, 0)
         self.topology.moves += 1
-        return self._steps
+        return self.steps
 
     def wait(self, awaited: Awaited, call: Call) -> None:
         """Wait for a step of a worker's ranks, or a message, in a call.
@@ -464,7 +471,7 @@ class Channel:
 
         Empty where they cannot be seen from here.
         """
-        return self._steps.dead()
+        return self.steps.dead()
 
     def forget_done(self) -> None:
         """Let go of the arrays of started calls that GPUs have done; not collective."""
@@ -493,12 +500,12 @@ class Channel:
         if not self._apart:
             return
         position = self.position
-        found = position.run_index, position.next_index
-        position.set_steps(0, 0)
+        found = position.steps
+        position.steps = (0, 0, 0)
         try:
             self.agree(_MEETING)
         except BaseException:
-            position.set_steps(*found)
+            position.steps = found
             raise
         self._apart = False
 
@@ -535,8 +542,7 @@ class Channel:
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         position = self.position
         announcement.site = announcement.site or call_site()
-        announcement.run_index = position.run_index
-        announcement.next_index = position.next_index
+        announcement.steps = position.steps
         announcement.depth = self.sections.depth
         announcement.pending = self.started.num_separate()
         announcement.notice = notice = self.notice
@@ -552,7 +558,14 @@ class Channel:
         self.noticed |= {a.rank: a.notice for a in announcements if a.notice}
         # Hashes begin anew. The steps stay what they are: ranks that have not made
         # equally many are not at the same point, whatever the program catches.
-        self._apart = len({(a.run_index, a.next_index) for a in announcements}) > 1
+        if len({(a.flags, a.text) for a in announcements}) > 1:
+            # Ranks that were in different calls know it, and so may go on: of those in
+            # a backward, and others, the next backwards belong together.
+            most = max(a.steps[2] for a in announcements)
+            for one in announcements:
+                one.steps = (*one.steps[:2], most)
+            position.backward_index = most
+        self._apart = len({a.steps for a in announcements}) > 1
         position.run_mark = position.step_mark
         return announcements
 
@@ -749,5 +762,5 @@ class Channel:
 
     def _let_go(self) -> None:
         """Let go of the shared memory."""
-        for holder in (self.arrivals, self.places, self._steps):
+        for holder in (self.arrivals, self.places, self.steps):
             holder.close()

@@ -58,8 +58,8 @@ class Announcement:
     # Whether the error only tells of another rank's.
     secondary: bool = False
     site: str = ""
-    # How often the rank has entered ``run``.
-    run_index: int = 0
+    # As `Position.steps`.
+    steps: tuple[int, int, int] = (0, 0, 0)
     # How many of the rank's started calls have not ended.
     pending: int = 0
     # How many sections the rank is in.
@@ -68,8 +68,6 @@ class Announcement:
     digest: int = 0
     # What stands for its steps, and for the copies of variables, in the record.
     run_mark: int = 0
-    # How often the rank has asked for a batch.
-    next_index: int = 0
     # What the rank has to tell that ends no call.
     notice: str = ""
 
@@ -114,9 +112,7 @@ def origin(announcements: Sequence[Announcement]) -> Announcement | None:
 
 def same_call(announcements: Sequence[Announcement]) -> bool:
     """Return whether ranks are in the same call, whatever variables they have."""
-    calls = {
-        (a.flags, a.text, a.digest, a.run_index, a.next_index) for a in announcements
-    }
+    calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
     return len(calls) == 1 and not announcements[0].flags
 
 
@@ -247,12 +243,15 @@ def _group(announcements: Sequence[Announcement]) -> str:
 
 def _steps(announcements: Sequence[Announcement]) -> str:
     """Tell the ranks' steps where they differ."""
-    groups = _grouped(((a.run_index, a.next_index), a) for a in announcements)
+    groups = _grouped((a.steps, a) for a in announcements)
     if len(groups) == 1:
         return ""
+    # Backwards are of those alone who replicate a module.
+    trains = any(backwards for _, _, backwards in groups)
     told = "; ".join(
         f"{_ranks(group)}: {runs} of run, {nexts} of next()"
-        for (runs, nexts), group in groups.items()
+        + f", {backwards} of backward()" * trains
+        for (runs, nexts, backwards), group in groups.items()
     )
     return f", not after equally many steps ({told})"
 

@@ -31,6 +31,8 @@ from hpcstrat.topology.topology import RECORD_BYTES, Topology
 
 __all__ = ["SegmentHeaders"]
 
+# Stands for the start time of a process that cannot be looked up now.
+_UNKNOWN = "?"
 _RECORD = struct.Struct("=5q24x")
 assert _RECORD.size == RECORD_BYTES
 
@@ -51,7 +53,8 @@ class SegmentHeaders:
             for rank, identity in enumerate(
                 self._comm.allgather(_process_identity(os.getpid()))
             )
-            if identity[1] and identity == _process_identity(identity[0])
+            if identity[1] not in ("", _UNKNOWN)
+            and identity == _process_identity(identity[0])
         }
         span = RECORD_BYTES * self._size
         buffer = topology.segment.buffer
@@ -104,7 +107,7 @@ class SegmentHeaders:
         return [
             self._replicas[rank]
             for rank, (pid, start) in self._processes.items()
-            if _process_identity(pid)[1] != start
+            if _process_identity(pid)[1] not in (start, _UNKNOWN)
         ]
 
     def close(self) -> None:
@@ -133,6 +136,9 @@ def _process_identity(pid: int) -> tuple[int, str]:
     """Return a process with its start time, which tells a reused number apart."""
     try:
         _, fields = process_stat(pid)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return pid, ""
+    except OSError:
+        # Such as for want of a file descriptor.
+        return pid, _UNKNOWN
     return pid, "" if fields[STATE] in "ZX" else fields[START]

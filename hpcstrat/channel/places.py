@@ -48,26 +48,32 @@ _SMALLEST_PLACE_BYTES = 32 << 10
 class Places:
     """The rings of a worker's ranks, in the topology's segment."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, kernel: Any = None) -> None:
         segment, comm = topology.segment, topology.worker_comm
         parts = np.frombuffer(segment.buffer, np.uint8, offset=segment.common_bytes)
         parts = parts.reshape(comm.size, segment.room_bytes)
         # Size of the largest place, and of a ring.
         self.slot_bytes = topology.slot_bytes
         self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        if 1 < comm.size <= topology.num_cores:
+        self._kernel = kernel
+        # The kernel's copies may go past the cache, and need no large ring.
+        if kernel is None and 1 < comm.size <= topology.num_cores:
             apart = _are_apart(parts[:, : self.slot_bytes], comm)
             if max(comm.allgather(apart)) and segment.grow():
                 self.ring_bytes = segment.part_bytes
         self._bytes = parts[:, : self.ring_bytes]
-        # Where the next place may begin; the same on all ranks of a worker.
-        self.next = 0
+        self._next = 0
         # Views that callers have made, see `keep`.
         self.kept: dict[Any, Any] = {}
         self._num_kept = 0
         self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
         self._rows: dict[Any, list[Array]] = {}
+
+    @property
+    def next(self) -> int:
+        """Where the next place may begin; the same on all ranks of a worker."""
+        return self._next if self._kernel is None else int(self._kernel.next)
 
     def place_bytes(self, nbytes: int) -> int:
         """Return the size of a place for some bytes: a power of two.
@@ -83,10 +89,12 @@ class Places:
         Logically collective over ``topology.worker_comm``. ``place_bytes`` comes from
         the method of that name; the place begins at a multiple of it.
         """
-        start = (self.next + place_bytes - 1) // place_bytes * place_bytes
+        if self._kernel is not None:
+            return int(self._kernel.take(place_bytes))
+        start = (self._next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
             start = 0
-        self.next = start + place_bytes
+        self._next = start + place_bytes
         return start
 
     def restart(self) -> None:
@@ -95,7 +103,9 @@ class Places:
         Logically collective over ``topology.worker_comm``: after calls that differed
         between ranks.
         """
-        self.next = 0
+        self._next = 0
+        if self._kernel is not None:
+            self._kernel.restart()
 
     def keep(self, key: Any, views: Any, count: int) -> None:
         """Keep views under a key of ``kept``, as long as there are not too many in all.

@@ -104,14 +104,13 @@ class Section:
         self._channel = channel
         self._what = what
         self._timeout_seconds = timeout_seconds
-        self._steps = (0, 0)
+        self._steps = (0, 0, 0)
 
     def __enter__(self) -> None:
         """Go into the section; not collective."""
         channel = self._channel
         channel.sections.depth += 1
-        position = channel.position
-        self._steps = position.run_index, position.next_index
+        self._steps = channel.position.steps
 
     def __exit__(
         self,
@@ -134,7 +133,7 @@ class Section:
         if failure is not None and failure.level > sections.depth:
             sections.failure = None
             # Steps made within count no longer: ranks leave from different points.
-            channel.position.set_steps(*self._steps)
+            channel.position.steps = self._steps
             # A call that was refused meanwhile may have taken a place.
             channel.places.restart()
         if not tells:
@@ -144,12 +143,12 @@ class Section:
             try:
                 channel.agree(call, self._timeout_seconds)
             except CollectiveError:
-                channel.position.set_steps(*self._steps)
+                channel.position.steps = self._steps
                 raise
             return
         if failure is None:
             assert error is not None
-            channel.position.set_steps(*self._steps)
+            channel.position.steps = self._steps
             failure = channel.fail(self._what, error, leaves=True)
         if failure is None:
             return

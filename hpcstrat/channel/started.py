@@ -123,7 +123,7 @@ class Started:
     def advance(self, waits: bool) -> bool:
         """Take the reduction further, and say whether it has ended; for the channel.
 
-        Collective over the strategy's replicas.
+        Collective over the strategy's replicas. For the library's own modules.
         """
         try:
             while not self._done:
@@ -149,7 +149,10 @@ class Started:
             channel.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
-        """Let `wait` raise an error, for there will be no result; for the channel."""
+        """Let `wait` raise an error, for there will be no result; for the channel.
+
+        For the library's own modules.
+        """
         if not self._done:
             self._error = error
             self._done = True

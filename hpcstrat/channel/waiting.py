@@ -25,6 +25,9 @@ __all__ = ["Spin", "Waiter", "Waiting"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
+# Of the kernel, which take some 25 ns each.
+_KERNEL_LOOKS_PER_SECOND = 4e7
+_MOST_KERNEL_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
@@ -129,6 +132,15 @@ class Waiter:
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # How often a caller may look before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
+        # How often the compiled kernel may look before it comes back.
+        self.kernel_looks = self._looks_of_kernel()
+
+    def _looks_of_kernel(self) -> int:
+        """Return as many as a spin takes, which is short where others want the core."""
+        if self._shares_cores:
+            return self.quick_looks
+        looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)
+        return min(looks, _MOST_KERNEL_LOOKS)
 
     def wait(
         self, awaited: Awaited, call: Call, timeout_seconds: float | None = None
@@ -156,6 +168,7 @@ class Waiter:
         finally:
             self.waiting = outer
             self._spin.learn(time.monotonic() - start - traveling)
+            self.kernel_looks = self._looks_of_kernel()
 
     def _nap(self, awaited: Awaited, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""

@@ -326,7 +326,8 @@ class CheckpointManager:
             Default: the newest checkpoint that can be read; damaged ones are passed
             over with a warning.
         allow_cast : bool
-            Whether a saved value may have another dtype.
+            Whether a saved value may have another dtype. Replica 0 warns of values that
+            the variable's does not hold, by the variable's name.
         expect_partial : bool
             Whether saved values that no object takes are left alone.
         per_replica : str

@@ -41,14 +41,19 @@ main.add_command(torch)
 @click.option("--workers", type=click.IntRange(1), help="Default: as launched.")
 @click.option("--ranks-per-worker", type=click.IntRange(1), help="Default: likewise.")
 def info(workers: int | None, ranks_per_worker: int | None) -> None:
-    """Show versions, what the launcher says of this process, and how sums go."""
+    """Show versions, what the launcher says of this process, and how sums go.
+
+    Of the processes that a launcher has started the first one shows it.
+    """
+    launch = launch_from_environment()
+    if launch.rank:
+        return
     table = Table(show_header=False)
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
     # Of the mask that a launcher has set, not of the machine.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
-    launch = launch_from_environment()
     each = ranks_per_worker or launch.local_size or 1
     count = workers or max(1, launch.size // each)
     if each * count > 1:

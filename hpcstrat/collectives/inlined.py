@@ -81,6 +81,8 @@ class InlineReduction:
         # instead.
         self._totals: list[Array] = []
         self._into: Array | None = None
+        # All values are laid out before the first result is written.
+        self.whole = True
         # Whether there is one array, whose sum is added up in the result itself; and
         # where it is laid.
         self.single, self._own = False, np.empty(0, np.uint8)

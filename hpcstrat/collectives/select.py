@@ -82,8 +82,9 @@ class Choice:
     small: bool = False
     # Whether it can be started, and awaited later.
     starts: bool = True
-    # Whether `reduce_in_areas` may take its place.
-    in_areas: bool = False
+    # Whether it moves all in one worker's memory, so that the kernel, or
+    # `reduce_in_areas`, may take its place.
+    in_worker: bool = False
     # In words, for timelines and `hpcstrat info`.
     how: str = ""
 
@@ -156,10 +157,10 @@ def shared_memory(
     piece = _fitting(options.bytes_per_pack or default, topology)
     if ranks == 2:
         small = nbytes <= piece // 2
-        return Choice(reduce_directly, piece, small, in_areas=True, how=_MEMORY)
+        return Choice(reduce_directly, piece, small, in_worker=True, how=_MEMORY)
     most = min(SMALL_BYTES // ranks, piece // 2)
     small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
-    return Choice(reduce_scattered, piece, small, in_areas=True, how=_MEMORY)
+    return Choice(reduce_scattered, piece, small, in_worker=True, how=_MEMORY)
 
 
 def hierarchical(

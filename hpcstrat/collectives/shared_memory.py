@@ -202,6 +202,8 @@ class SmallReduction:
         spread = channel.places.ring_bytes * views // _MOST_VIEWS
         self._place_bytes = channel.places.place_bytes(max(nbytes, spread))
         self._divisor, self._quietly = divisor, make_quiet()
+        # All values are laid out before the first result is written.
+        self.whole = True
         # Whether there is one array, of the type in which it is added.
         [run, *others], [(dtype, _), *more] = piece, signatures
         self.single = not others and not more and dtype == run.dtype

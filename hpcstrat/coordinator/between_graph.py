@@ -77,7 +77,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
 
     @property
     def saves_checkpoints(self) -> bool:  # type: ignore[override]
-        """Whether this is the first worker."""
+        """Whether this is the first worker; for the library's own modules."""
         return self._cluster.coordinates
 
     @property
@@ -94,24 +94,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def told_of(self, variable: ServerVariable) -> Any:
         """Return where the first worker has put a new variable; None on that one.
 
-        Collective over the workers.
-
-        Parameters
-        ----------
-        variable : ServerVariable
-            That is being made.
-
-        Returns
-        -------
-        tuple or None
-            Its number and its shards.
-
-        Raises
-        ------
-        ValueError
-            If the first worker has made another one, or has ended.
-        Exception
-            What the first worker has raised, if it could not make it.
+        Collective over the workers. For the library's own modules.
         """
         if self._cluster.coordinates:
             return None
@@ -143,12 +126,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def not_made(self, error: BaseException) -> None:
         """Tell the other workers why a variable could not be made.
 
-        Not collective; on the first worker.
-
-        Parameters
-        ----------
-        error : BaseException
-            That is raised here.
+        Not collective; on the first worker. For the library's own modules.
         """
         self._tell("failed", error_bytes(error))
 
@@ -157,16 +135,9 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             self.client.mailbox.send(rank, message)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Tell the other workers of a variable; for variables alone.
+        """Tell the other workers of a variable.
 
-        Not collective; on the first worker.
-
-        Parameters
-        ----------
-        number : int
-            The same on every rank.
-        variable : ServerVariable
-            Of this rank.
+        Not collective; on the first worker. For the library's own modules.
         """
         super().known(number, variable)
         self._tell(_described(variable), number, variable._shards)
@@ -174,12 +145,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def forget(self, numbers: Iterable[int]) -> None:
         """Keep what servers have for a variable: other workers may have it.
 
-        Not collective.
-
-        Parameters
-        ----------
-        numbers : iterable of int
-            Not used.
+        Not collective. For the library's own modules.
         """
 
     def close(self) -> None:
@@ -200,7 +166,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         """Wait until all workers have closed the strategy or ended.
 
         Not collective, but for that. Variables of the first worker that this one has
-        not made are logged.
+        not made are logged. For the library's own modules.
         """
         problem = self._not_made_here(self._end(closes=False))
         if problem:

@@ -343,17 +343,7 @@ class ClusterCoordinator:
     def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         """Return an iterator on each worker.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        dataset : PerWorkerDataset
-            Of this coordinator.
-
-        Returns
-        -------
-        PerWorkerIterator
-            An argument for functions.
+        Not collective; on the coordinator. For the library's own modules.
         """
         return PerWorkerIterator(self._on_each_worker(iter, dataset))
 
@@ -626,19 +616,9 @@ class ClusterCoordinator:
             )
 
     def wait_for(self, value: RemoteValue) -> None:
-        """Wait until a function has ended; for its value.
+        """Wait until a function has ended.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        value : RemoteValue
-            Of this coordinator.
-
-        Raises
-        ------
-        UnavailableError
-            If a parameter server is lost.
+        Not collective; on the coordinator. For the library's own modules.
         """
         if value._state == WAITING:
             self._require_open()
@@ -650,17 +630,7 @@ class ClusterCoordinator:
     def load(self, value: RemoteValue) -> Any:
         """Return a result, which is asked for where its worker has it.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        value : RemoteValue
-            Whose function has ended well.
-
-        Returns
-        -------
-        object
-            A copy.
+        Not collective; on the coordinator. For the library's own modules.
         """
         if value._state == KEPT:
             self._require_open()
@@ -673,14 +643,7 @@ class ClusterCoordinator:
     def drop(self, worker: int, number: int) -> None:
         """Let a worker forget a value, with the next message.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        worker : int
-            Rank of the worker.
-        number : int
-            Of the value.
+        Not collective; on the coordinator. For the library's own modules.
         """
         # Called by the garbage collector: no message now.
         self._dropped.append((worker, number))

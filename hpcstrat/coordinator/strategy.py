@@ -125,10 +125,6 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         As given.
     coordinator : ClusterCoordinator or None
         Of this strategy, once it was made.
-    client : Client
-        For the library's own modules.
-    slots : ServerSlots
-        For the library's own modules.
 
     Raises
     ------
@@ -182,7 +178,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     @property
     def roles(self) -> Roles:
-        """Which rank does what."""
+        """Which rank does what; for the library's own modules."""
         return self._cluster.roles
 
     @property
@@ -192,28 +188,16 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     @property
     def warn_seconds(self) -> float:
-        """How long to wait before a late worker is named."""
+        """How long to wait before a late worker is named.
+
+        For the library's own modules.
+        """
         return float(self.settings.warn_seconds or 0)
 
     def variable_class(self, synchronization: VariableSynchronization) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        synchronization : VariableSynchronization
-            Not used: there is one copy.
-
-        Returns
-        -------
-        type
-            A subclass of `Variable`.
-
-        Raises
-        ------
-        ValueError
-            On a worker.
+        Not collective; on the coordinator. For the library's own modules.
         """
         self._require_coordinator("a variable")
         return ServerVariable if self.variable_partitioner is None else ShardedVariable
@@ -229,45 +213,20 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def told_of(self, variable: ServerVariable) -> Any:
         """Return where another rank has put a new variable; None: this one does.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        variable : ServerVariable
-            That is being made.
-
-        Returns
-        -------
-        tuple or None
-            Its number and its shards.
+        Not collective; on the coordinator. For the library's own modules.
         """
         return None
 
     def not_made(self, error: BaseException) -> None:
-        """Take note of why a variable could not be made; for variables alone.
+        """Take note of why a variable could not be made.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        error : BaseException
-            That is raised here.
+        Not collective; on the coordinator. For the library's own modules.
         """
 
     def next_server(self) -> int:
         """Return the rank that holds the next variable or shard: all in turn.
 
-        Not collective; on the coordinator.
-
-        Returns
-        -------
-        int
-            A rank.
-
-        Raises
-        ------
-        UnavailableError
-            If all are lost.
+        Not collective; on the coordinator. For the library's own modules.
         """
         servers = self.client.alive()
         if not servers:
@@ -284,19 +243,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     ) -> bool:
         """Let the servers make an optimizer's step.
 
-        Not collective.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            Its state is beside the variables.
-        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
-            Those whose gradient is None are left out.
-
-        Returns
-        -------
-        bool
-            Whether the variables were updated.
+        Not collective. For the library's own modules.
         """
         policy = self.settings.non_finite or "off"
         with self.client.lock:
@@ -373,16 +320,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Take note of a variable; for variables alone.
+        """Take note of a variable.
 
-        Not collective.
-
-        Parameters
-        ----------
-        number : int
-            The same on every rank.
-        variable : ServerVariable
-            Of this rank.
+        Not collective. For the library's own modules.
         """
         self._variables[number] = variable
         self.slots.give(variable)
@@ -390,29 +330,14 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def replace(self, lost: int) -> int | None:
         """Give the place of a lost rank to a spare one.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        lost : int
-            The rank.
-
-        Returns
-        -------
-        int or None
-            The spare rank; None where none is left.
+        Not collective; on the coordinator. For the library's own modules.
         """
         return self._cluster.replace(lost)
 
     def take_roles(self, roles: Roles) -> None:
         """Take note of who does what from now on.
 
-        Not collective; on a worker.
-
-        Parameters
-        ----------
-        roles : Roles
-            As the coordinator has them.
+        Not collective; on a worker. For the library's own modules.
         """
         self._cluster.take(roles)
 
@@ -420,7 +345,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         """Put what lost servers held on others, as zeros; optimizers begin anew.
 
         Not collective; on the coordinator, while no function is under way. The others
-        are spare ranks, or the servers that are left.
+        are spare ranks, or the servers that are left. For the library's own modules.
         """
         lost = self.client.mailbox.lost
         places = {
@@ -436,7 +361,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def renew(self) -> None:
         """Forget what handles have stood for so far.
 
-        Not collective; on a worker.
+        Not collective; on a worker. For the library's own modules.
         """
         self._variables.clear()
         self._optimizers.clear()
@@ -444,21 +369,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
         """Return what a handle from another rank stands for.
 
-        Not collective.
-
-        Parameters
-        ----------
-        kind : str
-            What it is.
-        number : int
-            The same on every rank.
-        parts : object
-            What it is made of.
-
-        Returns
-        -------
-        object
-            The same for the same handle.
+        Not collective. For the library's own modules.
         """
         if kind == "variable":
             variable = self._variables.get(number)
@@ -485,12 +396,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def forget(self, numbers: Iterable[int]) -> None:
         """Let servers free what they keep for a variable, at the next call.
 
-        Not collective; on the coordinator.
-
-        Parameters
-        ----------
-        numbers : iterable of int
-            Of the variable, which may count the steps of an optimizer, and its shards.
+        Not collective; on the coordinator. For the library's own modules.
         """
         # Called by the garbage collector: no message now.
         self._forgotten.extend(numbers)
@@ -498,7 +404,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def forget_now(self) -> None:
         """Tell the servers what to free.
 
-        Not collective; on the coordinator.
+        Not collective; on the coordinator. For the library's own modules.
         """
         numbers = []
         while self._forgotten:
@@ -518,7 +424,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def leave(self) -> None:
         """Let all other ranks end with this program.
 
-        Not collective; on the coordinator. Waits as `close` does.
+        Not collective; on the coordinator. Waits as `close` does. For the library's own
+        modules.
         """
         self._end(closes=False)
 

@@ -185,9 +185,10 @@ def _column(leaf: Any) -> Any:
     """Return a leaf as a column: an array, a sequence, or items of a structure."""
     if not (hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")):
         return as_array(leaf)
-    if hasattr(leaf, "dtype") or not len(leaf) or is_leaf(leaf[0]):
+    # What has a dtype or a shape is an array, even if its first row cannot be read.
+    if hasattr(leaf, "dtype") or hasattr(leaf, "shape"):
         return leaf
-    return _Items(leaf)
+    return leaf if not len(leaf) or is_leaf(leaf[0]) else _Items(leaf)
 
 
 def _datasets(group: Any) -> dict[str, Any]:

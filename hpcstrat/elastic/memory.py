@@ -47,14 +47,7 @@ class Memory:
     def begin(self, strategy: Replicas, generation: int) -> None:
         """Belong to a strategy from now on; for `hpcstrat.elastic.run`.
 
-        Not collective.
-
-        Parameters
-        ----------
-        strategy : Strategy
-            Of the ranks that are active.
-        generation : int
-            Larger than that of the strategy before.
+        Not collective. For the library's own modules.
         """
         if self._joined is None:
             self._joined = generation
@@ -83,7 +76,10 @@ class Memory:
 
     @property
     def collectives(self) -> Any:
-        """Those of the strategy it belongs to; of nobody, before there is one."""
+        """Those of the strategy it belongs to; of nobody, before there is one.
+
+        For the library's own modules.
+        """
         strategy = self._strategy
         return Collectives(None) if strategy is None else strategy.collectives
 

@@ -182,7 +182,7 @@ class SyncGroups:
 
     @property
     def collectives(self) -> Collectives:
-        """The calls between all replicas."""
+        """The calls between all replicas; for the library's own modules."""
         return self.everyone.collectives
 
     @property

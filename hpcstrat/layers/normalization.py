@@ -15,7 +15,7 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_host,
 )
-from hpcstrat.context import MadeTogether
+from hpcstrat.context import MadeTogether, second_strategy
 from hpcstrat.layers.moments import (
     checked,
     others,
@@ -277,8 +277,8 @@ class SyncBatchNormalization(MadeTogether):
         # Moments of other replicas than those that hold the layer would differ.
         if own is not None and own is not strategy:
             raise RuntimeError(
-                f"expected {what} inside the function that run of {own!r} runs, found "
-                f"it with {strategy!r}; call it there"
+                f"expected {what} in the scope of the strategy that the layer was made "
+                f"in, {own!r}, {second_strategy(strategy)}"
             )
         return strategy
 

@@ -71,7 +71,10 @@ class Metric(MadeTogether):
 
     @property
     def collectives(self) -> Any:
-        """The calls between replicas that reading the totals makes here."""
+        """The calls between replicas that reading the totals makes here.
+
+        For the library's own modules.
+        """
         # By this name `channel.entries` finds what an entry of any object calls.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)

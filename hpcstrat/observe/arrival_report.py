@@ -86,12 +86,7 @@ class ReplicaArrivals:
     def packed(self) -> bytes:
         """Return these numbers in a fixed size, with a checksum.
 
-        Not collective.
-
-        Returns
-        -------
-        bytes
-            ROW_BYTES of them; texts are shortened.
+        Not collective. For the library's own modules.
         """
         some = [*self.awaited, *[(-1, 0.0)] * _MOST_AWAITED][:_MOST_AWAITED]
         numbers = _NUMBERS.pack(
@@ -108,17 +103,7 @@ class ReplicaArrivals:
     def unpacked(cls, data: bytes) -> ReplicaArrivals | None:
         """Return what was packed.
 
-        Not collective.
-
-        Parameters
-        ----------
-        data : bytes
-            ROW_BYTES, or more.
-
-        Returns
-        -------
-        ReplicaArrivals or None
-            None where the checksum differs: nothing was written yet, or is being so.
+        Not collective. For the library's own modules.
         """
         numbers = data[_CHECK.size : ROW_BYTES]
         if _CHECK.unpack_from(data)[0] != zlib.crc32(numbers):

@@ -19,6 +19,7 @@ from hpcstrat.arrays.kinds import (
     to_reducible,
 )
 from hpcstrat.arrays.row_updates import summed_rows
+from hpcstrat.context import second_strategy
 from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
 from hpcstrat.gpu.optimizer_steps.update_kernels import prepare
 from hpcstrat.gpu.optimizer_steps.updates import Spans, real_view
@@ -247,6 +248,12 @@ def _require_owner(variables: Iterable[Variable]) -> None:
                 f"expected a variable made in the scope of {strategy!r}, found the "
                 f"plain variable {variable.name!r}, of which each rank has its own; "
                 "create it in the strategy's scope"
+            )
+        if not strategy.is_default:
+            raise RuntimeError(
+                f"expected apply_gradients of variable {variable.name!r} in the scope "
+                f"of the strategy that it was made in, {owner!r}, "
+                f"{second_strategy(strategy)}"
             )
         raise RuntimeError(
             f"expected apply_gradients of variable {variable.name!r} inside the "

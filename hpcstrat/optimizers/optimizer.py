@@ -172,7 +172,10 @@ class Optimizer(MadeTogether, ABC):
 
     @property
     def key(self) -> int:
-        """Number that this optimizer and its copies on other ranks have alone."""
+        """Number that this optimizer and its copies on other ranks have alone.
+
+        For the library's own modules.
+        """
         return int(self._iterations_elsewhere.number)
 
     def _handle(self) -> tuple[str, int, Any]:
@@ -189,12 +192,7 @@ class Optimizer(MadeTogether, ABC):
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """Return what makes updates elsewhere: class and options, and no state.
 
-        Not collective.
-
-        Returns
-        -------
-        tuple of type and dict
-            For `from_rule`; can be pickled.
+        Not collective. For the library's own modules.
         """
         own = vars(self).items()
         return type(self), {k: v for k, v in own if k not in _STATEFUL}
@@ -207,21 +205,7 @@ class Optimizer(MadeTogether, ABC):
     ) -> Optimizer:
         """Return a copy of an optimizer, without its state.
 
-        Not collective.
-
-        Parameters
-        ----------
-        rule : tuple of type and dict
-            From `rule`.
-        learning_rate : float or callable
-            Of the optimizer.
-        iterations : Variable, optional
-            Of the optimizer.
-
-        Returns
-        -------
-        Optimizer
-            Makes updates; for variables on parameter servers.
+        Not collective. For the library's own modules.
         """
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
@@ -241,19 +225,7 @@ class Optimizer(MadeTogether, ABC):
     ) -> None:
         """Refuse options that need state on this rank.
 
-        Not collective.
-
-        Parameters
-        ----------
-        where : str
-            Who has no such state, for the message.
-        advice : str
-            What to do instead.
-
-        Raises
-        ------
-        ValueError
-            With ``accumulate_steps`` above 1.
+        Not collective. For the library's own modules.
         """
         accumulation = vars(self).get("_accumulation")
         if accumulation is not None and accumulation.steps > 1:
@@ -264,7 +236,10 @@ class Optimizer(MadeTogether, ABC):
 
     @property
     def collectives(self) -> Collectives:
-        """The calls between the replicas of the current strategy."""
+        """The calls between the replicas of the current strategy.
+
+        For the library's own modules.
+        """
         return get_strategy().collectives
 
     @traced("apply_gradients", "optimizer")
@@ -626,17 +601,7 @@ class Optimizer(MadeTogether, ABC):
     def checkpoint_spellings(self, name: str) -> list[str]:
         """Return all names that saved state may have.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-
-        Returns
-        -------
-        list of str
-            That one and others.
+        Not collective. For the library's own modules.
         """
         return spellings(unescaped(name))
 
@@ -650,18 +615,8 @@ class Optimizer(MadeTogether, ABC):
     ) -> None:
         """Keep a saved value until its variable comes, at the first step.
 
-        Not collective, but all replicas do it in the same order.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-        value : ndarray
-            The saved value.
-        strategy : Strategy, optional
-            Whose replicas restore; default: this process alone.
-        is_part : bool
-            Whether it is this replica's part, where each has one, not their total.
+        Not collective, but all replicas do it in the same order. For the library's own
+        modules.
         """
         elsewhere = self.iterations.lies_elsewhere
         # It goes to servers: what waits for that is of this process alone.
@@ -674,17 +629,7 @@ class Optimizer(MadeTogether, ABC):
     def checkpoint_target(self, name: str) -> Variable | None:
         """Return where saved state can go at once, though no step has made it.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            As in `checkpoint_variables`.
-
-        Returns
-        -------
-        Variable or None
-            State on servers; None where a value has to wait, by `checkpoint_defer`.
+        Not collective. For the library's own modules.
         """
         if not self.iterations.lies_elsewhere:
             return None
@@ -694,17 +639,7 @@ class Optimizer(MadeTogether, ABC):
     def take_restored(self, name: str) -> Array | None:
         """Return restored state, which waits no longer; None if there is none.
 
-        Not collective.
-
-        Parameters
-        ----------
-        name : str
-            ``<kind>/<variable>``.
-
-        Returns
-        -------
-        ndarray or None
-            For those who keep state beside variables that lie elsewhere.
+        Not collective. For the library's own modules.
         """
         return self._slots.take(name)
 
@@ -721,14 +656,7 @@ class Optimizer(MadeTogether, ABC):
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Go on from what has been restored.
 
-        Not collective.
-
-        Parameters
-        ----------
-        num_replicas : int
-            How many had parts in what was saved.
-        now : int
-            How many have restored it.
+        Not collective. For the library's own modules.
         """
         if self.iterations.lies_elsewhere:
             self._strategy_elsewhere.slots.restored(self)

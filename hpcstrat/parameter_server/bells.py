@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,9 +52,8 @@ class Bells:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        self._poll = select.poll()
-        if self._read >= 0:
-            self._poll.register(self._read, select.POLLIN)
+        # How many threads sleep: the one that is woken may not be the one meant.
+        self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)
             for pid, number in comm.allgather((os.getpid(), self._write))
@@ -99,7 +99,6 @@ class Bells:
         try:
             return self._sleep(ready, busy, look, start)
         finally:
-            self._asleep[self._own] = 0
             self._spin.learn(time.monotonic() - start)
 
     def _sleep(
@@ -109,20 +108,31 @@ class Bells:
         look: Callable[[float], None],
         start: float,
     ) -> Any:
+        # Each thread has its own: one such object cannot be waited for by two.
+        poll = select.poll()
+        if self._read >= 0:
+            poll.register(self._read, select.POLLIN)
         while True:
-            self._asleep[self._own] = 1
-            # Open MPI's probes look first, and then see what has come.
-            found = ready() or ready()
-            if found:
-                return found
-            calm = self._alone and not busy()
-            if self._poll.poll(
-                _SLEEP_MILLISECONDS if calm else _SHORT_SLEEP_MILLISECONDS
-            ):
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._read, 4096)
-            self._asleep[self._own] = 0
+            self._count_asleep(1)
+            try:
+                # Open MPI's probes look first, and then see what has come.
+                found = ready() or ready()
+                if found:
+                    return found
+                calm = self._alone and self._num_asleep == 1 and not busy()
+                if poll.poll(
+                    _SLEEP_MILLISECONDS if calm else _SHORT_SLEEP_MILLISECONDS
+                ):
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._read, 4096)
+            finally:
+                self._count_asleep(-1)
             look(time.monotonic() - start)
+
+    def _count_asleep(self, change: int) -> None:
+        with self._lock:
+            self._num_asleep += change
+            self._asleep[self._own] = self._num_asleep > 0
 
     def close(self) -> None:
         """Let go of pipes and memory."""

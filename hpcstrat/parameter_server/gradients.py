@@ -96,9 +96,11 @@ def apply_at_servers(
         for server, number, part in variable.gradient_parts(gradient):
             by_server.setdefault(server, []).append((number, part))
     for server, steps in by_server.items():
-        if not client.knows_rule(server, key, rule):
-            client.post(server, "rule", key, pickled(rule))
-        client.post(server, "steps", key, float(rate), steps)
+        # Another thread's rule must not come between.
+        with client.lock:
+            if not client.knows_rule(server, key, rule):
+                client.post(server, "rule", key, pickled(rule))
+            client.post(server, "steps", key, float(rate), steps)
     optimizer.iterations.assign_add(np.ones((), np.int64), read_value=False)
     client.done()
     return True

@@ -69,7 +69,10 @@ class VariableServer:
         )
         self._memory = Memory()
         self._shards: dict[int, _Shard] = {}
-        self._rules: dict[int, Any] = {}
+        # By who makes steps with it, and the optimizer: options are each client's own.
+        self._rules: dict[tuple[int, int], Any] = {}
+        # Whose update is being made.
+        self._client = -1
         # Of optimizers, the steps made before what was restored.
         self._begun: dict[int, int] = {}
         # By client: the numbers of updates that have failed, and their errors.
@@ -124,6 +127,7 @@ class VariableServer:
         return closes
 
     def _apply(self, client: int, kind: str, rest: Any) -> None:
+        self._client = client
         try:
             self._updates[kind](kind, *rest)
         except Exception as error:
@@ -216,11 +220,11 @@ class VariableServer:
         shard.update(change)
 
     def _rule(self, kind: str, key: int, rule: bytes) -> None:
-        self._rules[key] = Optimizer.from_rule(pickle.loads(rule))
+        self._rules[self._client, key] = Optimizer.from_rule(pickle.loads(rule))
 
     def _take_steps(self, kind: str, key: int, rate: float, steps: Any) -> None:
         """Make an optimizer's step on each shard that there is a gradient for."""
-        rule = self._rules[key]
+        rule = self._rules[self._client, key]
         for number, gradient in steps:
             shard = self._shards[number]
             values = gradient[1] if isinstance(gradient, tuple) else gradient
@@ -284,8 +288,10 @@ class VariableServer:
     def _delete(self, kind: str, numbers: Iterable[int]) -> None:
         """Free shards, and the state of optimizers that count steps by a variable."""
         for number in numbers:
-            for known in (self._shards, self._rules, self._begun):
-                known.pop(number, None)
+            self._shards.pop(number, None)
+            self._begun.pop(number, None)
+            for owner in [owner for owner in self._rules if owner[1] == number]:
+                del self._rules[owner]
             for shard in self._shards.values():
                 shard.steps.pop(number, None)
                 for key in [key for key in shard.slots if key[0] == number]:

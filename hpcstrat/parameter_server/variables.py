@@ -163,20 +163,8 @@ class ServerVariable(Variable):
     def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
         """Put the shards of lost servers on others; they are zero there.
 
-        Not collective; on the coordinator, while no function is under way.
-
-        Parameters
-        ----------
-        lost : collection of int
-            Ranks.
-        places : mapping of int to int
-            Which rank has taken the place of a lost one; what those have held whose
-            place is empty goes to all servers in turn.
-
-        Returns
-        -------
-        bool
-            Whether there were any; then it has another number, by which others know it.
+        Not collective; on the coordinator, while no function is under way. For the
+        library's own modules.
         """
         if not any(shard.server in lost for shard in self._shards):
             return False
@@ -220,7 +208,10 @@ class ServerVariable(Variable):
 
     @property
     def number(self) -> int:
-        """The same on every rank, and of no other variable."""
+        """The same on every rank, and of no other variable.
+
+        For the library's own modules.
+        """
         return self._number
 
     @property
@@ -250,18 +241,7 @@ class ServerVariable(Variable):
     def pieces(self, slot: tuple[int, str, float] | None = None) -> Pieces:
         """Return what reads and writes the value's bytes piece by piece.
 
-        Not collective.
-
-        Parameters
-        ----------
-        slot : tuple of int, str and float, optional
-            Key and kind of an optimizer's state beside the variable, and what it
-            begins with; default: the value itself.
-
-        Returns
-        -------
-        Pieces
-            For checkpoints.
+        Not collective. For the library's own modules.
         """
         parts = [
             (each.server, each.number, each.start, each.stop, each.reader)
@@ -375,23 +355,20 @@ class ServerVariable(Variable):
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield server, number of the shard and its part of a gradient.
 
-        Not collective.
-
-        Parameters
-        ----------
-        gradient : ndarray or IndexedSlices
-            Of the variable's shape and type.
-
-        Yields
-        ------
-        tuple of int, int and object
-            The part is an array, or a tuple of indices and rows.
+        Not collective. For the library's own modules. A shard that has none of a sparse
+        gradient's rows has a part as well: in a step all of an optimizer's state moves,
+        and the result must not depend on the number of shards.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
                 yield shard.server, shard.number, part
             return
-        for shard, chosen in self._by_shard(gradient.indices):
+        chosen_of = {
+            shard.number: chosen for shard, chosen in self._by_shard(gradient.indices)
+        }
+        nothing = np.empty(0, np.int64)
+        for shard in self._shards:
+            chosen = chosen_of.get(shard.number, nothing)
             rows = gradient.indices[chosen] - shard.start
             yield shard.server, shard.number, (rows, gradient.values[chosen])
 

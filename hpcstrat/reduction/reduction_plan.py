@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hpcstrat.channel.call import Call, describe_call, signature_text
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.areas import LEAST_AREA_BYTES
 from hpcstrat.collectives.inlined import INLINE, InlineReduction, fits_header
+from hpcstrat.collectives.kernel_sum import KernelSum, reduce_by_kernel, serves
 from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.shared_memory import SmallReduction
 from hpcstrat.options import (
@@ -50,8 +51,8 @@ class ReductionPlan:
     choice: Choice | None = None
     # What to reduce, where it is little enough to be kept.
     pieces: tuple[Piece, ...] | None = None
-    # What reduces a single small piece.
-    small: SmallReduction | InlineReduction | None = None
+    # What reduces a single small piece, or any number of pieces in the kernel.
+    small: SmallReduction | InlineReduction | KernelSum | None = None
     # Whether it is of one array, which may lie in areas.
     in_areas: bool = False
     # Whether the arrays are on GPUs; else all are in host memory.
@@ -138,17 +139,13 @@ def plan_reduction(
     # Of huge arrays the pieces are cut anew in each call, which costs little then.
     some = tuple(itertools.islice(cuts, _MOST_KEPT_PIECES + 1))
     pieces = some if len(some) <= _MOST_KEPT_PIECES else None
-    small: SmallReduction | InlineReduction | None = None
-    if choice.small and len(some) == 1:
-        if topology.num_workers == 1:
-            small = SmallReduction(some[0], signatures, divisor, channel)
-        elif fits_header(some[0], channel):
-            small = InlineReduction(some[0], signatures, divisor, channel)
-            call = replace(call, how=INLINE)
+    choice, small = _at_once(choice, some, signatures, divisor, channel)
+    if isinstance(small, InlineReduction):
+        call = replace(call, how=INLINE)
     in_areas = (
         len(arrays) == 1
         and topology.num_workers == 1
-        and choice.in_areas
+        and choice.in_worker
         and nbytes >= LEAST_AREA_BYTES
         and wire_dtype(arrays[0].dtype, means)[0] == arrays[0].dtype
     )
@@ -156,6 +153,33 @@ def plan_reduction(
         *(call, signatures, results, divisor, choice, pieces, small, in_areas),
         on_gpu=on_gpu,
     )
+
+
+def _at_once(
+    choice: Choice,
+    pieces: Sequence[Piece],
+    signatures: Sequence[Signature],
+    divisor: int,
+    channel: Channel,
+) -> tuple[Choice, SmallReduction | InlineReduction | KernelSum | None]:
+    """Return what makes the whole call at once, if anything does; and the choice.
+
+    The kernel also takes the place of the algorithm, in calls that are started.
+    """
+    whole, topology = len(pieces) == 1, channel.topology
+    if choice.in_worker and serves([dtype for dtype, _ in signatures], channel):
+        scattered = topology.num_replicas > 2 and not (choice.small and whole)
+        algorithm = functools.partial(reduce_by_kernel, scattered=scattered)
+        made = signatures, divisor, choice.piece_bytes, channel
+        choice = replace(choice, algorithm=algorithm)
+        return choice, KernelSum(*made, scattered=scattered)
+    if not (choice.small and whole):
+        return choice, None
+    if topology.num_workers == 1:
+        return choice, SmallReduction(pieces[0], signatures, divisor, channel)
+    if fits_header(pieces[0], channel):
+        return choice, InlineReduction(pieces[0], signatures, divisor, channel)
+    return choice, None
 
 
 def _result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:

@@ -18,6 +18,7 @@ from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
 from hpcstrat.collectives.areas import Areas, reduce_in_areas
 from hpcstrat.collectives.inlined import InlineReduction
+from hpcstrat.collectives.kernel_sum import KernelSum
 from hpcstrat.collectives.work import Work
 from hpcstrat.observe.timeline import active
 from hpcstrat.options import CommunicationOptions, ReduceOp
@@ -73,6 +74,8 @@ class Reductions:
         # Of single small arrays, by call, operation, type and shape, for who calls as
         # nearly all do.
         self.ones: dict[Any, OneArray] = {}
+        # Of lists of arrays, by call, operation and length: the plan used last.
+        self._lists: dict[Any, ReductionPlan] = {}
         # Where arrays may lie that the ranks of a worker have all mapped; if there are
         # any, on all ranks.
         self.areas: Areas | None = None
@@ -83,6 +86,7 @@ class Reductions:
         """Forget the plans, which hold shared memory."""
         self._plans.clear()
         self.ones.clear()
+        self._lists.clear()
         self._device_recycler.clear()
 
     def reduce_inside(
@@ -117,9 +121,10 @@ class Reductions:
         if plain and type(trees) is np.ndarray and trees.dtype.isnative:
             outs = None if out is None else [out]
             return self._reduce((op, what, None), [trees], options, outs)[0]
-        if type(trees) is list and out is None and all_plain(trees):
-            request = op, what, list_structure(len(trees))
-            return self._reduce(request, trees, options, None)
+        if type(trees) is list and (out is None or type(out) is list):
+            results = self._reduce_list(op, trees, what, options, out)
+            if results is not None:
+                return results
         leaves, structure = flatten(trees)
         sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
         arrays = [
@@ -138,6 +143,29 @@ class Reductions:
             for index, array in zip(dense, reduced, strict=True):
                 leaves[index] = array
         return unflatten(structure, leaves) if out is None else out
+
+    def _reduce_list(
+        self,
+        op: ReduceOp,
+        arrays: list[Any],
+        what: str,
+        options: CommunicationOptions,
+        out: list[Any] | None,
+    ) -> list[Array] | None:
+        """Reduce a list of plain arrays, which needs no tree; None for other values."""
+        planned = self._lists.get((what, op, len(arrays)))
+        if planned is not None and options is self._options:
+            # By the kernel, and of the same kinds as in the call before.
+            small: Any = planned.small
+            seconds = options.timeout_seconds
+            results = small.reduce_list(arrays, out, planned.call, seconds)
+            if results is not None:
+                return cast("list[Array]", results)
+        if out is not None or not all_plain(arrays):
+            return None
+        return self._reduce(
+            (op, what, list_structure(len(arrays))), arrays, options, None
+        )
 
     batch_reduce = collective(reduce_inside)
 
@@ -247,6 +275,13 @@ class Reductions:
             planned = self._plans[key] = self._plan(request, arrays, options)
             if request[2] is None and options is self._options:
                 self._keep_one(planned, request)
+        small = planned.small
+        if isinstance(small, KernelSum) and small.repeats and options is self._options:
+            op, what, structure = request
+            listed = what, op, len(arrays)
+            known = self._lists.get(listed) is planned
+            if not known and structure == list_structure(len(arrays)):
+                self._lists[listed] = planned
         # Memory runs out here, if it does, and not between the header and the data.
         if outs is None and not on_gpu:
             outs = self._recycler.arrays(planned.results)
@@ -261,7 +296,7 @@ class Reductions:
         channel: Any = self.collectives.channel
         small, (op, what, _) = planned.small, request
         # None in several workers of several replicas.
-        if small is None or not small.single:
+        if small is None or not small.single or planned.in_areas:
             return
         seconds = self._options.timeout_seconds
         one = OneArray(what, planned, channel, self._recycler, seconds)
@@ -350,9 +385,12 @@ class Reductions:
             # Their headers came first, and their data use the same places.
             channel.started.drain()
         call, timeout_seconds = planned.call, options.timeout_seconds
-        if planned.small is not None:
+        small = planned.small
+        if small is not None and not (planned.in_areas and self.areas is not None):
+            if outs is not None and not small.whole:
+                arrays = copied_where_overwritten(arrays, outs)
             apart = outs is None or len(arrays) == 1
-            planned.small(arrays, results, planned, timeout_seconds, apart, flat=flat)
+            small(arrays, results, planned, timeout_seconds, apart, flat=flat)
             if (recorder := active.recorder) is not None:
                 recorder.leave_data(call.text, pushed=False)
             return results
@@ -444,6 +482,7 @@ class Reductions:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self.ones.clear()
+            self._lists.clear()
         return plan_reduction(
             arrays,
             cast("Channel | None", self.collectives.channel),

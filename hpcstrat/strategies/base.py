@@ -17,7 +17,7 @@ import numpy as np
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
-from hpcstrat.context import ContextEntry, current, pop, push
+from hpcstrat.context import ContextEntry, current, pop, push, second_strategy
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
@@ -66,11 +66,6 @@ class ReplicaContext:
         The strategy that runs the function.
     replica_id_in_sync_group : int
         Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
-
-    Attributes
-    ----------
-    collectives : Collectives
-        For the library's own modules.
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
@@ -333,6 +328,8 @@ class ReplicaContext:
 class Strategy:
     """Base class: everything that strategies share.
 
+    Programs make one of its subclasses.
+
     Parameters
     ----------
     collectives : Collectives
@@ -350,32 +347,22 @@ class Strategy:
 
     Attributes
     ----------
-    collectives : Collectives
-        For the library's own modules.
     extended : StrategyExtended
         Further methods.
-    puts_on_gpu : bool
-        Whether variables and batches are put on this replica's GPU, wherever their
-        first values come from.
-    is_central : bool
-        Whether a variable lies once in each worker, for all its replicas.
-    applies_elsewhere : bool
-        Whether optimizers make their steps where the variables are, not here.
-    saves_checkpoints : bool
-        Whether this rank may have a CheckpointManager.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
-    run_ends : list of callable
-        Called once with whether the ``run`` under way failed, on any replica.
-    split : Split, optional
-        How the replicas form groups; None where they are in sync.
     """
 
     is_default = False
     distributes = True
+    # Whether variables and batches are put on this replica's GPU, wherever their first
+    # values come from.
     puts_on_gpu = False
+    # Whether a variable lies once in each worker, for all its replicas.
     is_central = False
+    # Whether optimizers make their steps where the variables are, not here.
     applies_elsewhere = False
+    # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
 
     def __init__(
@@ -396,7 +383,9 @@ class Strategy:
         self.update_entry = ContextEntry(self, updating=True)
         self.replica_entry = ContextEntry(self, ReplicaContext(self, replica_id))
         self.raises_together = on_error == "raise"
+        # Called once with whether the `run` under way failed, on any replica.
         self.run_ends: list[Callable[[bool], None]] = []
+        # How the replicas form groups; None where they are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
@@ -407,11 +396,21 @@ class Strategy:
 
     @property
     def topology(self) -> Topology:
-        """The communicators of the replicas."""
+        """The communicators of the replicas; freed by `close`."""
         raise RuntimeError(
             f"expected a strategy on MPI, found {self!r}, which has no communicators; "
             "use MirroredStrategy or MultiWorkerMirroredStrategy"
         )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices of this worker's replicas."""
+        return (self.device,)
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...] | None:
+        """The replicas that are known to have died; None while no loss was noticed."""
+        return None
 
     @property
     def cluster_resolver(self) -> Any:
@@ -428,37 +427,16 @@ class Strategy:
         return self._settings
 
     def register(self, variable: MirroredVariable) -> None:
-        """Take a variable among those whose copies are compared; for variables alone.
+        """Take a variable among those whose copies are compared.
 
-        Logically collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        variable : MirroredVariable
-            New.
+        Logically collective over the strategy's replicas. For the library's own
+        modules.
         """
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
         """Make an optimizer's step where the variables are.
 
-        Not collective.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            Its rule and options.
-        grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
-            As for ``Optimizer.apply_gradients``.
-
-        Returns
-        -------
-        bool
-            Whether the variables were updated.
-
-        Raises
-        ------
-        RuntimeError
-            Unless the strategy keeps variables elsewhere.
+        Not collective. For the library's own modules.
         """
         raise RuntimeError(
             f"expected a strategy that keeps variables on servers, found {self!r}; "
@@ -468,17 +446,7 @@ class Strategy:
     def variable_class(self, synchronization: VariableSynchronization) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective.
-
-        Parameters
-        ----------
-        synchronization : VariableSynchronization
-            What was asked for.
-
-        Returns
-        -------
-        type
-            A subclass of `Variable`.
+        Not collective. For the library's own modules.
         """
         if not self.distributes:
             return Variable
@@ -528,8 +496,8 @@ class Strategy:
             return
         if entry.strategy is not self:
             raise RuntimeError(
-                f"expected {what} of {self!r} in its own scope, found that of "
-                f"{entry.strategy!r}; do not mix strategies"
+                f"expected {what} of {self!r} in its own scope, "
+                f"{second_strategy(entry.strategy)}"
             )
         raise RuntimeError(
             f"expected {what} in cross-replica context, found it inside a replica "
@@ -623,34 +591,28 @@ class Strategy:
         """Return what surrounds a part of the program that runs on every replica.
 
         Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
-        an error of one replica is raised on all; else not collective.
-
-        Parameters
-        ----------
-        what : str
-            The part, for messages.
-
-        Returns
-        -------
-        context manager
-            See `hpcstrat.channel.sections`.
+        an error of one replica is raised on all; else not collective. For the library's
+        own modules.
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
-        """Let the others wait longer for this replica; here there are none.
+        """Let the others wait longer for this replica, without a warning.
 
-        Not collective.
+        Not collective: any replica may call it, alone or with others, in any context.
+        ``timeout_seconds`` of a call holds nevertheless.
 
         Parameters
         ----------
         seconds : float
-            How long the block may take.
+            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of those
+            that wait for this replica, and of its own waits, begin to count at the end
+            of the block, or when this is over, whichever comes first.
 
         Returns
         -------
         context manager
-            For compilations, long evaluations, and the like.
+            They nest: the one that lasts longest counts.
 
         Raises
         ------
@@ -669,19 +631,8 @@ class Strategy:
         """Surround a change of this replica's component of a variable.
 
         Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
-        if it fails on any of them, the component is as before on all.
-
-        Parameters
-        ----------
-        variable : Variable
-            Of this strategy.
-        what : str
-            How it is changed, for messages.
-
-        Yields
-        ------
-        None
-            Nothing.
+        if it fails on any of them, the component is as before on all. For the library's
+        own modules.
         """
         if not self.raises_together:
             yield
@@ -698,17 +649,7 @@ class Strategy:
     def distributed(self, tree: Tree) -> Tree:
         """Wrap what a replica function returned.
 
-        Not collective.
-
-        Parameters
-        ----------
-        tree : tree
-            This replica's result.
-
-        Returns
-        -------
-        tree
-            With PerReplica leaves, where there are several replicas.
+        Not collective. For the library's own modules.
         """
         return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
 
@@ -977,7 +918,8 @@ class Strategy:
     def check_divergence(self) -> None:
         """Compare all copies of all mirrored variables now.
 
-        Collective over the strategy's replicas. One replica has nothing to compare.
+        Collective over the strategy's replicas. The variables are those of all open
+        strategies over the same ranks.
 
         Raises
         ------
@@ -1134,9 +1076,15 @@ class Strategy:
         return trace(name, **args)
 
     def close(self) -> None:
-        """Free the communicators.
+        """Free the communicators, when this is the last strategy that uses them.
 
-        Collective over the strategy's replicas. A second call does nothing.
+        Collective over the strategy's replicas; not collective after a loss was
+        noticed. A second call does nothing.
+
+        Raises
+        ------
+        CollectiveError
+            If another rank does something else. On every rank.
         """
 
     def __enter__(self) -> Self:

@@ -55,8 +55,6 @@ class CentralStorageStrategy(MpiStrategy):
     ----------
     parameter_devices : tuple of str
         Where variables lie.
-    pool : Pool
-        For the library's own modules.
 
     Raises
     ------
@@ -127,17 +125,7 @@ class CentralStorageStrategy(MpiStrategy):
     def variable_class(self, synchronization: VariableSynchronization) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective.
-
-        Parameters
-        ----------
-        synchronization : VariableSynchronization
-            Whatever was asked for: there is one kind.
-
-        Returns
-        -------
-        type
-            `CentralVariable`.
+        Not collective. For the library's own modules.
         """
         return CentralVariable
 

@@ -124,7 +124,9 @@ class Connection:
         self.topology = topology
         self.settings = settings
         self.devices = Devices(topology, settings, replicas_per_worker)
-        self.channel = Channel(topology) if topology.num_replicas > 1 else None
+        self.channel: Channel | None = None
+        if topology.num_replicas > 1:
+            self.channel = Channel(topology, native=bool(settings.native))
         self._record()
         self.copies: Copies | None = None
         self.users = 0

@@ -162,7 +162,7 @@ class StrategyExtended:
         Parameters
         ----------
         tensor : array_like of any shape
-            Python numbers are returned as they are.
+            Python numbers are returned as they are; those of NumPy are arrays.
         destinations : variable, distributed value or str, optional
             Where the value is wanted; default: on all replicas.
 
@@ -173,7 +173,8 @@ class StrategyExtended:
         """
         del destinations
         # Constants of the program are the same everywhere, and stay what they are.
-        if isinstance(tensor, (bool, int, float, complex)):
+        # Numbers of NumPy, of which some are Python's floats as well, were computed.
+        if type(tensor) in (bool, int, float, complex):
             return tensor
         strategy = self._strategy
         own = strategy.local_value(tensor)
@@ -255,8 +256,9 @@ class StrategyExtended:
         owner = var._strategy if isinstance(var, Variable) else self
         if owner is not (strategy if strategy.distributes else None):
             raise ValueError(
-                f"expected a variable of {strategy!r} to update, found {var!r:.80}; "
-                "create it in the strategy's scope"
+                f"expected a variable of {strategy!r} to update, found {var!r:.80}, "
+                "of another strategy object or of none; create it in the strategy's "
+                "scope"
             )
         if not isinstance(var, MirroredVariable) or strategy.num_replicas_in_sync == 1:
             return

@@ -116,59 +116,21 @@ class MpiStrategy(Strategy):
         return self._connection.settings
 
     def register(self, variable: MirroredVariable) -> None:
-        """Take a variable among those whose copies are compared; for variables alone.
+        """Take a variable among those whose copies are compared.
 
-        Logically collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        variable : MirroredVariable
-            New.
+        Logically collective over the strategy's replicas. For the library's own
+        modules.
         """
         if self._connection.copies is not None:
             self._connection.copies.add(variable)
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
-        """Let the others wait longer for this replica, without a warning.
-
-        Not collective: any replica may call it, alone or with others, in any context.
-        ``timeout_seconds`` of a call holds nevertheless.
-
-        Parameters
-        ----------
-        seconds : float
-            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of those
-            that wait for this replica, and of its own waits, begin to count at the end
-            of the block, or when this is over, whichever comes first.
-
-        Returns
-        -------
-        context manager
-            They nest: the one that lasts longest counts.
-
-        Raises
-        ------
-        ValueError
-            If ``seconds`` is not positive and finite.
-        """
         # Checks the argument.
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
 
     @collective
     def check_divergence(self) -> None:
-        """Compare all copies of all mirrored variables now.
-
-        Collective over the strategy's replicas. The variables are those of all open
-        strategies over the same ranks.
-
-        Raises
-        ------
-        DivergenceError
-            If copies of a variable differ. On every replica.
-        RuntimeError
-            In replica context.
-        """
         self._require_cross("check_divergence")
         if self._connection.copies is not None:
             self._connection.copies.check()
@@ -188,25 +150,15 @@ class MpiStrategy(Strategy):
     def abandon(self) -> None:
         """Let go of everything but the communicators, also where ranks have died.
 
-        Not collective. All strategies over these ranks can make no call afterwards,
-        and ranks that are in one raise RankLostError where the loss of ranks is
-        survived.
+        Not collective. All strategies over these ranks can make no call afterwards, and
+        ranks that are in one raise RankLostError where the loss of ranks is survived.
+        For the library's own modules.
         """
         self._closed = True
         self._connection.abandon(self._key)
 
     @collective
     def close(self) -> None:
-        """Free the communicators, when this is the last strategy that uses them.
-
-        Collective over the strategy's replicas; not collective after a loss was
-        noticed. A second call does nothing.
-
-        Raises
-        ------
-        CollectiveError
-            If another rank does something else. On every rank.
-        """
         # Nothing collective ends any more once a rank is lost.
         if not self._closed and self.lost_ranks is not None:
             self.abandon()

@@ -45,7 +45,7 @@ SLOTS_IN_RING = 4
 # Many containers have a /dev/shm of 64 MiB: half of it.
 _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
-_LARGEST_SLOT_BYTES = 512 << 10
+_LARGEST_SLOT_BYTES = 256 << 10
 _LARGEST_SENT_SLOT_BYTES = 2 << 20
 # Larger than the caches of processors: see channel.places.
 _GROWN_SEGMENT_BYTES = 128 << 20
@@ -85,24 +85,10 @@ class Topology:
         Replicas of this worker, in the order of ``worker_comm``.
     smallest_worker : int
         Number of replicas of the smallest worker.
-    segment : Segment
-        Memory shared by the worker's replicas.
     num_cores : int
         Number of processor cores on which the worker's replicas may run.
     cores_each : int
         Number of cores for this replica, where all of the node share theirs evenly.
-    slot_bytes : int
-        Size of the largest piece that a replica lays out in its part of the segment, a
-        power of two, the same on every worker.
-    moves : int
-        How often this rank has got on with an exchange of data; what takes long, but
-        moves, is not stuck.
-    gpu : Gpu, optional
-        This rank's GPU; None where it computes on the CPU. Set by the strategy.
-    shares_gpu : bool
-        Whether another rank of this host has the same one.
-    mpi_reads_gpu, nccl : str, bool
-        The settings; likewise.
 
     Raises
     ------
@@ -120,8 +106,13 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
+    # How often this rank has got on with an exchange of data; what takes long, but
+    # moves, is not stuck.
     moves = 0
+    # This rank's GPU; None where it computes on the CPU. The strategy sets it, and the
+    # next three.
     gpu: Gpu | None = None
+    # Whether another rank of this host has the same one.
     shares_gpu: bool = False
     mpi_reads_gpu: str = "auto"
     nccl: bool = True
@@ -176,13 +167,15 @@ class Topology:
             abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in sizes
         )
         self.smallest_worker: int = smallest
+        # Memory shared by the worker's replicas.
         self.segment = Segment(
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
             SLOTS_IN_RING * slot_bytes(largest, self.num_workers),
             room_bytes=_room_bytes(self.worker_comm.size),
         )
-        # A worker whose memory file system is small decides for all.
+        # Size of the largest piece that a replica lays out in its part of the segment,
+        # a power of two. A worker whose memory file system is small decides for all.
         self.slot_bytes: int = self.replica_comm.allreduce(
             self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
@@ -278,17 +271,7 @@ class Topology:
     def status(self, index: int) -> memoryview:
         """Return the memory in which a rank tells its worker how it is doing.
 
-        Not collective.
-
-        Parameters
-        ----------
-        index : int
-            A rank of ``worker_comm``; only that rank writes there.
-
-        Returns
-        -------
-        memoryview of STATUS_BYTES bytes
-            Zeros at first; to be released before `close`.
+        Not collective. For the library's own modules.
         """
         start = 2 * RECORD_BYTES * self.worker_comm.size + index * STATUS_BYTES
         return self.segment.buffer[start : start + STATUS_BYTES]
@@ -308,19 +291,15 @@ class Topology:
     def duplicate(self) -> Any:
         """Return a duplicate of ``replica_comm``, which `revoke` wakes, too.
 
-        Collective over ``replica_comm``.
-
-        Returns
-        -------
-        mpi4py.MPI.Intracomm
-            To be freed by the caller before `close`.
+        Collective over ``replica_comm``. For the library's own modules.
         """
         return self._made(self.replica_comm, self.replica_comm.Dup)
 
     def revoke(self) -> None:
         """Wake all ranks that wait in a communicator of this topology.
 
-        Not collective. Does nothing unless the loss of ranks is survived.
+        Not collective. Does nothing unless the loss of ranks is survived. For the
+        library's own modules.
         """
         if self.survives and not self.closed:
             revoke(self._comms)
@@ -328,7 +307,7 @@ class Topology:
     def abandon(self) -> None:
         """Let go of the segment, and leave the communicators: ranks have died.
 
-        Not collective. A second call does nothing.
+        Not collective. A second call does nothing. For the library's own modules.
         """
         if not self.closed:
             self.revoke()

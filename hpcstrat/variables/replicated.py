@@ -11,7 +11,7 @@ from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_half
 from hpcstrat.channel.entries import collective
-from hpcstrat.context import current
+from hpcstrat.context import current, second_strategy
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.typing import Array
@@ -83,7 +83,10 @@ class DistributedVariable(Variable, DistributedValues):
 
     @property
     def collectives(self) -> ObjectCollectives:
-        """The calls between replicas that a use of the variable makes here."""
+        """The calls between replicas that a use of the variable makes here.
+
+        For the library's own modules.
+        """
         # By this name `channel.entries` finds what an entry of any object calls.
         return self._strategy.collectives if self._communicates() else _ALONE
 
@@ -116,9 +119,7 @@ class DistributedVariable(Variable, DistributedValues):
                 return _CROSS
             raise RuntimeError(
                 f"expected variable {self.name!r} in the scope of the strategy that "
-                f"it was made in, {self._strategy!r}, found it in that of a second "
-                f"strategy object, {entry.strategy!r}; each call of a strategy's class "
-                "makes another one: make it once, and pass it on"
+                f"it was made in, {self._strategy!r}, {second_strategy(entry.strategy)}"
             )
         if entry.replica_context is not None:
             return _REPLICA

@@ -144,35 +144,7 @@ class Variable(MadeTogether, ArrayOperators):
         all. Elsewhere it makes a plain variable, and writes nothing. The variable is
         saved, restored in place, compared between replicas and updated like any other;
         what the owner writes is its value at once. That all replicas write the same is
-        the owner's task.
-
-        Parameters
-        ----------
-        array : numpy.ndarray or cupy.ndarray, of any shape, contiguous, writable
-            A view of the memory, in native byte order. It must stay where it is for as
-            long as the variable is used; the variable keeps the array alive.
-        name, trainable, aggregation : optional
-            As for `Variable`.
-
-        Returns
-        -------
-        Variable
-            A `MirroredVariable` in the scope of a strategy that distributes.
-
-        Raises
-        ------
-        ValueError
-            For what is no array, is not contiguous, cannot be written, or has another
-            byte order; on every replica, if one of them has such an array.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> weights = np.zeros(3, np.float32)
-        >>> variable = Variable.adopt(weights, name="weights")
-        >>> weights[0] = 5
-        >>> variable.numpy()
-        array([5., 0., 0.], dtype=float32)
+        the owner's task. For the library's own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
 
@@ -287,6 +259,14 @@ class Variable(MadeTogether, ArrayOperators):
         """
         value = self.value()
         return to_host(value) if is_device(value) else value.copy()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Refuse to write elements, which other replicas would not see."""
+        raise TypeError(
+            f"expected a method to write to variable {self.name!r}, found an "
+            "assignment to its elements; use assign, assign_add or assign_sub, or "
+            "scatter_update for rows"
+        )
 
     def assign(self, value: Any, read_value: bool = True) -> Any:
         """Replace the value.

@@ -27,6 +27,8 @@ _CHECKS = {
     *("SS01", "SS02", "SS03", "SS04", "SS06"),
     *("PR01", "PR03", "PR04", "PR06", "PR07", "RT03", "YD01"),
 }
+# Says of a member that the reference leaves it out.
+_INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
 # Its text documents the parameters of what it makes.
 _OTHERWISE = "hpcstrat.Variable"
 
@@ -67,9 +69,13 @@ def _members(shown: type) -> Iterator[Any]:
     for name in sorted({name for base in shown.__mro__ for name in vars(base)}):
         owner = next(base for base in shown.__mro__ if name in vars(base))
         if not name.startswith("_") and owner.__module__.startswith("hpcstrat"):
-            found = inspect.unwrap(
-                getattr(vars(owner)[name], "__func__", vars(owner)[name])
-            )
+            held = getattr(vars(owner)[name], "__func__", vars(owner)[name])
+            found = inspect.unwrap(held)
+            text = inspect.getdoc(held) or ""
+            # One that has the text of what it overrides is described there.
+            is_described = bool(text) and not held.__doc__
+            if is_described or _INTERNAL.search(text):
+                continue
             yield getattr(found, "fget", None) or getattr(found, "func", found)
 
 

@@ -24,6 +24,7 @@ from hpcstrat import testing
 from hpcstrat.testing.launcher import clean_environment
 from tests.docs.one_process import ONE_PROCESS
 from tests.docs.page import EXTRAS, ULFM_SIZE, WORDS, blocks, runnable
+from tests.docs.public import public_definitions
 from tests.mpi.programs.started import IS_OPEN_MPI, ulfm
 
 ROOT = Path(__file__).parents[2]
@@ -364,3 +365,45 @@ def test_every_public_name_is_in_the_reference() -> None:
     # The page "others" shows the keys that have no page.
     assert set(keys) - {"others"} <= set(hs._NAMES) | set(hs._MODULES)
     assert "others" in keys
+
+
+def _conf() -> Any:
+    """Return the module that configures the documentation."""
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    return conf
+
+
+def test_the_reference_shows_base_classes_first_and_inherited_methods_once() -> None:
+    conf = _conf()
+    names = conf._in_order(conf._names("strategies", hs._NAMES))
+    assert names[0] == "hpcstrat.Strategy"
+    assert names.index("hpcstrat.get_strategy") > names.index(
+        "hpcstrat.OneDeviceStrategy"
+    )
+    assert conf._options(hs.Strategy) == []
+    inheritance, left_out = conf._options(hs.MultiWorkerMirroredStrategy)
+    assert inheritance.strip() == ":show-inheritance:"
+    assert {"run,", "reduce,", "close,"} <= set(left_out.split())
+    # It says more about this one than its base does.
+    assert "cluster_resolver," not in left_out.split()
+
+
+def test_the_reference_leaves_out_what_is_for_the_library_alone() -> None:
+    shown = {name for _, name in public_definitions()}
+    assert {"Strategy.run", "Optimizer.apply_gradients"} <= shown
+    assert (
+        shown
+        & {
+            "Strategy.all_or_none",
+            "Strategy.register",
+            "MpiStrategy.abandon",
+            "ParameterServerStrategy.take_roles",
+            "Optimizer.from_rule",
+        }
+        == set()
+    )

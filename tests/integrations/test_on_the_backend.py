@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hpcstrat import testing
+from hpcstrat.testing.launcher import clean_environment
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "on_the_backend.py"
 
 
@@ -50,3 +53,24 @@ def test_it_trains_as_one_process(how: str, tmp_path: Path) -> None:
     assert finished.returncode == 0
     weights = [float(word) for word in told.read_text().split()]
     assert weights == pytest.approx(_alone(2), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.framework("torch", "lightning")
+def test_lightning_takes_devices_at_their_word(tmp_path: Path) -> None:
+    """The page about Lightning says so: it is not compared with what MPI says."""
+    told = tmp_path / "weights"
+    words = [sys.executable, str(PROGRAM), "lightning_trainer", str(told)]
+    alone = subprocess.run(
+        words,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=clean_environment({"PYTHONPATH": str(ROOT), "DEVICES": "2"}),
+    )
+    assert alone.returncode == 0, alone.stderr
+    weights = [float(word) for word in told.read_text().split()]
+    assert weights == pytest.approx(_alone(1), rel=1e-5, abs=1e-6)
+    three = testing.launch(3, words, timeout=180, env={"DEVICES": "2"})
+    assert three.returncode
+    assert "IndexError" in three.stderr

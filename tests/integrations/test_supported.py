@@ -84,6 +84,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "PREMUL_SUM": [(GROUP, "what_cannot_be_says_so")],
     "DDP's built-in hooks": [(BUILT, "ddp_hooks_of_torch_itself")],
     "`monitored_barrier`": [(BUILT, "torch_has_for_its_own_backends")],
+    "`global_mean` in and": [(EXCHANGES, "global_mean_of_ragged_batches")],
     "`all_reduce`, `all_gather`, `broadcast`": [
         (EXCHANGES, "sums_of_all_types"),
         (EXCHANGES, "means_gathers_and_broadcasts"),

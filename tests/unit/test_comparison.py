@@ -58,14 +58,14 @@ def test_places_and_replicas_as_text() -> None:
 
 def test_variables_are_suspected_only_in_the_same_call() -> None:
     def announced(**differing: int) -> bool:
-        one = Announcement(0, 0, "reduce", run_index=3, digest=5, run_mark=7)
-        other = {"run_index": 3, "digest": 5, "run_mark": 8} | differing
+        one = Announcement(0, 0, "reduce", steps=(3, 0, 0), digest=5, run_mark=7)
+        other = {"steps": (3, 0, 0), "digest": 5, "run_mark": 8} | differing
         return only_marks_differ([one, Announcement(1, 0, "reduce", **other)])
 
     assert announced()
     assert not announced(run_mark=7)
-    assert not announced(run_index=4)
-    assert not announced(next_index=1)
+    assert not announced(steps=(4, 0, 0))
+    assert not announced(steps=(3, 1, 0))
     assert not announced(digest=6)
     failed = [Announcement(r, FAILED, "reduce", run_mark=r) for r in range(2)]
     assert not only_marks_differ(failed)

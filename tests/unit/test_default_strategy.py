@@ -117,7 +117,7 @@ def test_scope_of_one_device_is_cross_replica_context() -> None:
         assert hs.has_strategy()
         assert hs.in_cross_replica_context()
         assert hs.get_replica_context() is None
-        with pytest.raises(RuntimeError, match="strategies"):
+        with pytest.raises(RuntimeError, match="a second strategy object"):
             hs.OneDeviceStrategy().scope().__enter__()
     assert hs.get_replica_context() is not None
 

@@ -155,7 +155,11 @@ def test_plain_state_comes_back_from_a_file(state: Any, tmp_path: Path) -> None:
 def test_what_would_change_is_refused_by_its_place(
     state: Any, words: str, tmp_path: Path
 ) -> None:
-    manager = hs.CheckpointManager(tmp_path, counter=State(state))
+    with pytest.raises(ValueError, match=f"state of 'counter'.*{words}"):
+        hs.CheckpointManager(tmp_path, counter=State(state))
+    counter = State()
+    manager = hs.CheckpointManager(tmp_path, counter=counter)
+    counter.state = state
     with pytest.raises(ValueError, match=f"state of 'counter'.*{words}"):
         manager.save(1)
     assert manager.checkpoints == []

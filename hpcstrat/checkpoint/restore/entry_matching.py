@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.casting import assign, is_half, quietly, rounded
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.schema import Entry, Header, section_of
 from hpcstrat.checkpoint.objects import Objects, is_of_group
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
+from hpcstrat.logs import get_logger
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
@@ -59,13 +61,15 @@ class Match:
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
             return
+        if value.dtype != variable.dtype and strategy.replica_id == 0:
+            _tell_losses(self.entry.path, value, variable.dtype)
         if self._is_total:
             # Before it is divided: shares of an integer add up in its own type only.
-            cast = value.astype(variable.dtype, copy=False)
+            cast = rounded(value, variable.dtype)
             count = strategy.num_replicas_in_sync
             value = share_of(cast, count, strategy.replica_id)
         if variable.lies_elsewhere:
-            variable.assign(value.astype(variable.dtype, copy=False))
+            variable.assign(rounded(value, variable.dtype))
         else:
             _store(variable.component, value)
 
@@ -94,12 +98,29 @@ class Match:
         return {"first": 0, "cycle": own % saved, "init": None}[self.per_replica]
 
 
+def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
+    """Warn of values that another type does not hold; rounding is no loss."""
+    cast = rounded(value, dtype)
+    if is_half(dtype) or dtype.kind in "fc":
+        lost = np.isfinite(value) & ~np.isfinite(cast)
+    else:
+        # By the type of the value: a number that has come back is the same.
+        lost = rounded(cast, value.dtype) != value
+    if lost.any():
+        first = value[lost][0]
+        get_logger("checkpoint").warning(
+            "restored %s as %s, which does not hold %d of its %d saved values, such as "
+            "%s; restore it into a variable of %s, or look at what became of them",
+            *(path, dtype, np.count_nonzero(lost), value.size, first, value.dtype),
+        )
+
+
 def _store(component: Array, value: Array) -> None:
     # In place: a program may hold views of the component.
     if is_device(component):
         store(component, value)
     else:
-        np.copyto(component, value, casting="unsafe")
+        quietly(assign, component, ..., value)
 
 
 def match_entries(

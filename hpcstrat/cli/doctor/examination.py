@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpcstrat
+from hpcstrat import native
 from hpcstrat.cli.doctor.findings import Findings, rank_words
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.gpu import library
@@ -76,9 +77,16 @@ def _version(package: str) -> str:
 def software() -> list[tuple[str, str]]:
     """Return names and versions of the packages that matter."""
     rows = [("hpcstrat", hpcstrat.__version__), ("Python", platform.python_version())]
+    rows.append(("sums in shared memory", _kernel_words()))
     rows += [(name, _version(name) or "not installed") for name in _PACKAGES]
     installed = [(name, _version(name)) for name in _CUPY if _version(name)]
     return rows + (installed or [("CuPy", "not installed")])
+
+
+def _kernel_words() -> str:
+    if native.load() is None:
+        return "NumPy: hpcstrat was installed without a C compiler"
+    return f"compiled kernel {native.VERSION}"
 
 
 def _child(arguments: Sequence[str]) -> tuple[str, str]:

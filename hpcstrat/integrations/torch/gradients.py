@@ -56,8 +56,10 @@ def replicate(
     optimizer applies them. Several backwards before a step add up as in one process.
     Parameters that a backward does not reach, on some replicas or on all, are no error;
     each replica's backward must reach one. Parameters may be frozen and thawed later;
-    for parameters that are added later call this again. ``torch.autograd.grad`` gives
-    this replica's gradients alone.
+    after parameters were added or replaced call this again, which the module's next
+    forward demands by ValueError. ``torch.autograd.grad`` gives this replica's
+    gradients alone. A parameter in two replicated modules is combined once. Steps of an
+    optimizer belong behind ``backward()``, not into hooks.
 
     Parameters
     ----------
@@ -86,11 +88,13 @@ def replicate(
     Raises
     ------
     ValueError
-        For an unknown ``op`` or ``buffers``, or a negative size; the other replicas
-        raise ReplicaError.
+        For an unknown ``op`` or ``buffers``, a negative size, or another ``op`` than
+        that of a replicated module that shares parameters; the other replicas raise
+        ReplicaError.
     CollectiveError
         If the replicas' modules differ. On every replica. Later, ``backward()`` raises
-        it where replicas do different things.
+        it where replicas do different things, or have begun different numbers of
+        backwards: one that failed on a replica is never taken for the next one.
 
     Examples
     --------
@@ -124,6 +128,13 @@ def _replicate(
             "reduction at the end"
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in tensors.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"expected parameters with values, found {name!r} of a lazy module, "
+                "which has none before its first forward; call the module once with a "
+                "batch, of the same shape on every replica, before replicate"
+            )
     sizes = f"buffers={buffers}, bucket_bytes={bucket_bytes}"
     what = f"replicate(op={op.name}, {sizes})"
     broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)

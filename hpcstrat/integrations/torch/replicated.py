@@ -21,8 +21,11 @@ import numpy as np
 import torch
 
 from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.channel.closed import ClosedChannel
+from hpcstrat.channel.position import Position
 from hpcstrat.channel.started import Started
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.logs import get_logger
 from hpcstrat.options import ReduceOp
 from hpcstrat.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.strategies import Strategy
@@ -32,6 +35,8 @@ from hpcstrat.typing import Array
 __all__ = ["Replicated", "broadcast"]
 
 _WHAT = "gradients"
+# The attribute of a parameter that names what combines its gradients.
+_OWNER = "_hpcstrat_replicated"
 # What each replica tells of its parameters: those it has dense and sparse gradients of,
 # those that it has added to once more since their bucket ended, and, of replica 0, the
 # order in which it reached them.
@@ -54,19 +59,23 @@ class Replicated:
         self.op = op
         self._buffers = buffers
         self.syncs = True
-        # Integers have no gradients.
+        # Counts the steps of a single replica, which nobody compares.
+        self._alone = Position()
+        # Those of another replicated module are combined by that one.
         named = [
             (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.is_floating_point() or parameter.is_complex()
+            for name, parameter in _differentiable(module)
+            if not _is_combined_by_another(name, parameter, strategy, op)
         ]
+        self._layout = _layout_of(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         # One for each module that has some: batch normalization counts its batches, and
         # writes running means without torch noting it.
         self._owners = [m._buffers for m in module.modules() if m._buffers]
-        # What a backward has reached and no reduction has combined, in that order.
-        self._touched: dict[int, None] = {}
+        # What a backward has reached and no reduction has combined, in that order, and
+        # the version that the parameter had.
+        self._touched: dict[int, int] = {}
         # Equal on all replicas, since nothing has been added to them.
         self._combined: set[int] = set()
         # The dense ones of the last reduction, which all replicas know.
@@ -93,10 +102,13 @@ class Replicated:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._parameters:
+            if getattr(parameter, _OWNER, None) is self:
+                delattr(parameter, _OWNER)
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
         # The garbage collector sees attributes, but not what hooks of tensors hold.
-        parameter._hpcstrat_replicated = self
+        setattr(parameter, _OWNER, self)
         myself = weakref.ref(self)
 
         def touch(_: Any) -> None:
@@ -119,15 +131,32 @@ class Replicated:
         """Leave nothing of itself in files that have a parameter."""
         return type(None), ()
 
-    def watch(self, output: Any) -> None:
-        """Find the outermost backward; reentrant checkpoints begin others inside."""
+    def watch(self, module: torch.nn.Module, output: Any) -> None:
+        """Find the outermost backward; reentrant checkpoints begin others inside.
+
+        Raises ValueError where the module has got parameters that are not combined.
+        """
         watches = self.syncs and torch.is_grad_enabled()
         # In compiled code, the hooks of the parameters find the end by themselves.
         if torch.compiler.is_compiling() or not watches:
             return
+        if not _is_laid_out_as(self._layout):
+            # A call, so that the other replicas learn of it.
+            self.strategy.collectives.call(_WHAT, self._require_known, module)
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._await_end)
+
+    def _require_known(self, module: torch.nn.Module) -> None:
+        for name, parameter in _differentiable(module):
+            if parameter.requires_grad and not hasattr(parameter, _OWNER):
+                raise ValueError(
+                    f"expected the parameters that replicate has seen, found another "
+                    f"{name!r} in the module, which would train on this replica alone; "
+                    "call replicate again after modules or parameters were changed, or "
+                    "use no_sync where that is meant"
+                )
+        self._layout = _layout_of(module)
 
     def prepare(self, index: int) -> None:
         """Make a gradient ready for what a backward is about to add to it."""
@@ -154,7 +183,7 @@ class Replicated:
 
     def touch(self, index: int) -> None:
         """Take note that a backward has added to a gradient."""
-        self._touched.setdefault(index)
+        self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
         # Asked here once more: of hundreds of parameters, all but the first find one.
         end = self._end
@@ -172,7 +201,13 @@ class Replicated:
         self._taken.clear()
         if not self.syncs:
             return
-        if self._plan and not self._is_beside_another():
+        first = not self._is_beside_another()
+        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        if first and any(map(self._adds, trained)):
+            # A rank on which it fails, and which goes on with the next one, is told
+            # apart by that. One of several modules counts it, whichever comes first.
+            self._position().enter_backward()
+        if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)
 
         def end() -> None:
@@ -184,6 +219,10 @@ class Replicated:
 
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _position(self) -> Position:
+        channel = self.strategy.collectives.channel
+        return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
         """Whether a backward is, whose end is awaited."""
@@ -217,6 +256,14 @@ class Replicated:
     @torch.no_grad()
     def _combine(self) -> None:
         """Combine the gradients of all replicas; one reduction, as a rule."""
+        for index, version in self._touched.items():
+            if self._parameters[index]._version != version:
+                self._touched.clear()
+                raise ValueError(
+                    f"expected parameters that keep their values until backward() has "
+                    f"combined the gradients, found {self._names[index]!r} changed "
+                    "during it; step the optimizer after backward(), and not in hooks"
+                )
         pairs = zip(self._versions, self._buffer_versions(), strict=True)
         changed = [old != new for old, new in pairs]
         marks = np.concatenate([self._marks().ravel(), np.array(changed, np.int32)])
@@ -397,9 +444,11 @@ class Replicated:
             memory_of(gradient.values()), memory_of(gradient.indices()[0]), tuple(shape)
         )
         rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
+        # Cloned: another backward enlarges what coalesce has left as it was, such as no
+        # rows at all, and memory of NumPy cannot be enlarged.
         parameter.grad = _sparse(
-            as_tensor(rows.indices).to(parameter.device)[None],
-            as_tensor(rows.values).to(parameter.device),
+            as_tensor(rows.indices).to(parameter.device)[None].clone(),
+            as_tensor(rows.values).to(parameter.device).clone(),
             shape,
         ).coalesce()
 
@@ -428,6 +477,56 @@ class Replicated:
         self._versions = self._buffer_versions()
 
 
+# Of a module and all inside it: the identities of their parameters and modules.
+_Layout = list[tuple[weakref.ref[torch.nn.Module], tuple[int, ...]]]
+
+
+def _layout_of(module: torch.nn.Module) -> _Layout:
+    return [(weakref.ref(one), _identities(one)) for one in module.modules()]
+
+
+def _is_laid_out_as(layout: _Layout) -> bool:
+    """Whether a module still has the parameters and modules that it had."""
+    for found, identities in layout:
+        one = found()
+        if one is None or _identities(one) != identities:
+            return False
+    return True
+
+
+def _identities(module: torch.nn.Module) -> tuple[int, ...]:
+    parameters, modules = module._parameters, module._modules
+    return (*map(id, parameters.values()), len(parameters), *map(id, modules.values()))
+
+
+def _differentiable(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return the parameters that can have gradients: integers have none."""
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
+
+
+def _is_combined_by_another(
+    name: str, parameter: Any, strategy: Strategy, op: ReduceOp
+) -> bool:
+    """Whether a parameter is in another replicated module, which combines it.
+
+    Raises ValueError where that does it on another strategy, or by another operation.
+    """
+    owner = getattr(parameter, _OWNER, None)
+    if owner is None or isinstance(owner.strategy.collectives.channel, ClosedChannel):
+        return False
+    if owner.strategy is not strategy or owner.op is not op:
+        raise ValueError(
+            f"expected op={owner.op.name} and the strategy of the replicated module "
+            f"that has {name!r}, too, found {op.name} on {strategy!r}; give both the "
+            "same"
+        )
+    return True
+
+
 _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
@@ -436,10 +535,18 @@ class _OutputHook:
 
     def __init__(self, replicated: Replicated | None) -> None:
         self._replicated = replicated
+        self._said = False
 
-    def __call__(self, _module: Any, _inputs: Any, output: Any) -> None:
+    def __call__(self, module: Any, _inputs: Any, output: Any) -> None:
         if self._replicated is not None:
-            self._replicated.watch(output)
+            self._replicated.watch(module, output)
+        elif not self._said and module.training and torch.is_grad_enabled():
+            self._said = True
+            get_logger("integrations.torch").warning(
+                "a copy of a replicated %s trains on this replica alone; give it to "
+                "replicate, too, or compute with it under torch.no_grad()",
+                type(module).__name__,
+            )
 
     def __reduce__(self) -> Any:
         """Forget what belongs to one module in copies, and in files."""

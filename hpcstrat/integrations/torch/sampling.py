@@ -171,12 +171,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self.ended()
 
     def took(self) -> None:
-        """Count a batch that the program gets; not collective. For loaders alone."""
+        """Count a batch that the program gets; for the library's own modules."""
         self._position = min(self._position + self._rows.batch_size, self._end())
         self._is_begun = True
 
     def ended(self) -> None:
-        """Go on to the next epoch; not collective. For loaders alone."""
+        """Go on to the next epoch; for the library's own modules."""
         self._epoch, self._position, self._is_begun = self._epoch + 1, 0, False
 
     def loader(

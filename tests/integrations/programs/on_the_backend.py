@@ -37,9 +37,15 @@ def loss_of(module: Any, x: Any, y: Any) -> Any:
     return torch.nn.functional.mse_loss(module(x).squeeze(1), y)
 
 
+def _of_launcher(name: str, default: int) -> int:
+    """Return what Open MPI says of this rank, or the default without it."""
+    return int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default))
+
+
 def lightning_trainer() -> Any:
     """Fit a LightningModule by a Trainer."""
     import lightning
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.environments import MPIEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -47,34 +53,44 @@ def lightning_trainer() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.line = line()
+            self.unused = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: Any, number: int) -> Any:
             loss = loss_of(self.line, *batch)
             self.log("loss", loss, sync_dist=True)
+            assert len(self.all_gather(loss)) == self.trainer.world_size
             return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
     strategy = DDPStrategy(
-        process_group_backend="hpcstrat", cluster_environment=MPIEnvironment()
+        process_group_backend="hpcstrat",
+        cluster_environment=MPIEnvironment(),
+        find_unused_parameters=True,
     )
+    folder = Path(sys.argv[2]).parent
     net = Net()
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        devices=int(os.environ.get("DEVICES") or _of_launcher("LOCAL_SIZE", 1)),
         strategy=strategy,
         # Its own would shuffle the rows.
         use_distributed_sampler=False,
         max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
+        logger=CSVLogger(folder, name="logged"),
+        log_every_n_steps=1,
+        default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    ranks = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("SIZE", "RANK"))
+    ranks = _of_launcher("SIZE", 1), _of_launcher("RANK", 0)
     sampler = DistributedSampler(data(), *ranks, shuffle=False)
     trainer.fit(net, DataLoader(data(), 16, sampler=sampler))
+    assert trainer.world_size == ranks[0]
+    # Replica 0 has written both.
+    trainer.strategy.barrier()
+    assert len([*folder.rglob("*.ckpt")]) == len([*folder.rglob("metrics.csv")]) == 1
     return net.line
 
 
@@ -95,6 +111,13 @@ def lightning_fabric() -> Any:
     net = line()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     loader = fabric.setup_dataloaders(DataLoader(data(), 16))
+    fabric.barrier()
+    ones = fabric.all_gather(torch.ones(1)).sum()
+    assert (
+        ones
+        == fabric.all_reduce(torch.ones(()), reduce_op="sum")
+        == dist.get_world_size()
+    )
     for _ in range(EPOCHS):
         for x, y in loader:
             optimizer.zero_grad()

@@ -405,3 +405,159 @@ def test_a_module_can_be_copied_and_let_go_of(strategy: Any) -> None:
     assert seen() is None
     loss = again(torch.ones(2, 4).double())
     assert loss.requires_grad
+
+
+def test_a_backward_that_fails_on_one_replica_is_not_mixed_with_the_next(
+    job: Any,
+) -> None:
+    """A program that skips a bad batch would add one step's gradients to another's."""
+    faulty, fails = job.size - 1, [False]
+    if job.size == 1:
+        pytest.skip("alone")
+
+    def refuse(_: Any) -> None:
+        if fails[0]:
+            raise ZeroDivisionError
+
+    with hs.MultiWorkerMirroredStrategy(comm=job) as strategy:
+        module = hst.replicate(_net(0), strategy)
+        module[2].weight.register_hook(refuse)
+        errors: list[Any] = []
+        for step in range(3):
+            fails[0] = step == 1 and job.rank == faulty
+            module.zero_grad()
+            backward = module(torch.ones(2, 4).double()).sum().backward
+            errors.append(outcome(backward))
+            if isinstance(errors[-1], hs.CollectiveError):
+                break
+        assert errors[0] is None
+        assert isinstance(errors[1], ZeroDivisionError) == (job.rank == faulty)
+        assert isinstance(errors[-1], hs.CollectiveError)
+        told = f"rank {faulty}: 0 of run, 0 of next(), 3 of backward()"
+        assert told in str(errors[-1])
+
+
+def _assigned(module: Any) -> None:
+    module.load_state_dict(_net(1).state_dict(), assign=True)
+
+
+def _normed(module: Any) -> None:
+    nn.utils.parametrizations.weight_norm(module[0])
+
+
+def _replaced(module: Any) -> None:
+    module[2].weight = nn.Parameter(torch.ones(1, 8).double())
+
+
+def _appended(module: Any) -> None:
+    module.append(nn.Linear(1, 1).double())
+
+
+@pytest.mark.parametrize("change", [_assigned, _normed, _replaced, _appended])
+def test_parameters_that_come_later_are_named(
+    strategy: Any, job: Any, change: Any
+) -> None:
+    module, x = hst.replicate(_net(0), strategy), torch.ones(2, 4).double()
+    module(x).sum().backward()
+    change(module)
+    error = outcome(module, x)
+    assert isinstance(error, ValueError), error
+    assert "another '" in str(error)
+    with torch.no_grad(), hst.no_sync(module):
+        module(x)
+    hst.replicate(module, strategy)
+    module.zero_grad()
+    module(x * (1 + strategy.replica_id)).sum().backward()
+    found = job.allgather([g.tolist() for g in _gradients(module)])
+    assert found == found[:1] * job.size
+    assert_usable(strategy, job)
+
+
+def test_tensors_in_place_of_parameters_are_named(strategy: Any) -> None:
+    module, x = hst.replicate(_net(0), strategy), torch.ones(2, 4).double()
+    own = {k: v.detach().requires_grad_() for k, v in module.named_parameters()}
+    error = outcome(torch.func.functional_call, module, own, x)
+    assert isinstance(error, ValueError), error
+    with hst.no_sync(module):
+        torch.func.functional_call(module, own, x)
+    module(x).sum().backward()
+
+
+def test_steps_inside_hooks_are_refused(strategy: Any, job: Any) -> None:
+    module = hst.replicate(_net(0), strategy)
+    weight = module[2].weight
+
+    def step(parameter: Any) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+
+    handle = weight.register_post_accumulate_grad_hook(step)
+    error = outcome(module(torch.ones(2, 4).double()).sum().backward)
+    assert isinstance(error, ValueError), error
+    assert "'2.weight' changed" in str(error)
+    handle.remove()
+    module.zero_grad()
+    module(torch.ones(2, 4).double()).sum().backward()
+    assert_usable(strategy, job)
+
+
+def test_a_copy_that_trains_alone_says_so(
+    strategy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = hst.replicate(_net(0), strategy), torch.ones(2, 4).double()
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin(x)
+    twin.eval()(x)
+    assert "copy" not in caplog.text
+    twin.train()
+    for _ in range(2):
+        twin(x).sum().backward()
+    assert caplog.text.count("a copy of a replicated Sequential") == 1
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_parameters_of_two_replicated_modules_are_combined_once(
+    strategy: Any, job: Any, op: str
+) -> None:
+    whole = hst.replicate(_net(0), strategy, op=op)
+    other = nn.Sequential(whole[0], nn.Linear(8, 1).double())
+    for module in (hst.replicate(whole[0], strategy, op=op), other):
+        hst.replicate(module, strategy, op=op)
+    x = torch.ones(2, 4).double()
+    count = strategy.num_replicas_in_sync
+    scale = count * (count + 1) / 2 / (1 if op == "sum" else count)
+    for module in (whole, other):
+        alone = copy.deepcopy(module)
+        module.zero_grad()
+        (module(x).sum() * (1 + strategy.replica_id)).backward()
+        (alone(x).sum() * scale).backward()
+        for one, right in zip(_gradients(module), _gradients(alone), strict=True):
+            torch.testing.assert_close(one, right)
+    error = outcome(hst.replicate, other, strategy, op="mean" if op == "sum" else "sum")
+    assert isinstance(error, ValueError)
+    assert_usable(strategy, job)
+
+
+def test_lazy_modules_are_replicated_after_a_forward(strategy: Any, job: Any) -> None:
+    module = nn.LazyLinear(3)
+    error = outcome(hst.replicate, module, strategy)
+    assert isinstance(error, ValueError), error
+    assert "'weight' of a lazy module" in str(error)
+    module(torch.ones(2, 4))
+    hst.replicate(module, strategy)
+    module(torch.ones(2, 4)).sum().backward()
+    assert_usable(strategy, job)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sparse_gradients_without_rows_are_added_to(
+    strategy: Any, op: str, job: Any
+) -> None:
+    module = hst.replicate(nn.Embedding(5, 2, sparse=True), strategy, op=op)
+    for row in ([], [3], [3], []):
+        module(torch.tensor(row, dtype=torch.int64)).sum().backward()
+    wanted = torch.zeros(5, 2)
+    wanted[3] = 2.0 * (strategy.num_replicas_in_sync if op == "sum" else 1)
+    torch.testing.assert_close(module.weight.grad.to_dense(), wanted)
+    assert_usable(strategy, job)

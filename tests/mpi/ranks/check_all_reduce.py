@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.channel import headers, places
-from hpcstrat.collectives import select, shared_memory
+from hpcstrat.collectives import kernel_sum, select, shared_memory
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.topology import segment
 from hpcstrat.topology import topology as topology_module
@@ -356,15 +356,17 @@ def test_an_interrupted_started_reduction_gives_no_result(
         strategy.abandon()
 
 
+@pytest.mark.parametrize("native", [True, False])
 def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
-    make_strategy: Any, job: Any, monkeypatch: Any
+    make_strategy: Any, job: Any, monkeypatch: Any, native: bool
 ) -> None:
     faulty = job.size - 1
 
     def no_memory(*_: Any) -> Any:
         raise MemoryError("no room for the pieces")
 
-    with make_strategy(comm=job) as strategy:
+    settings = hs.Settings(native=native)
+    with make_strategy(comm=job, settings=settings) as strategy:
         start = strategy.collectives.start_reduce
 
         def reduce() -> None:
@@ -373,6 +375,7 @@ def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
         with monkeypatch.context() as patch:
             if job.rank == faulty:
                 patch.setattr(shared_memory, "_lay_out", no_memory)
+                patch.setattr(kernel_sum, "_kernel_sum", no_memory)
             error = outcome(reduce)
         if job.size > 1 and strategy.topology.num_workers == 1:
             assert_only_one_failed(error, MemoryError, faulty, job)
@@ -669,7 +672,7 @@ def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
 
     monkeypatch.setattr(places, "_are_apart", lambda *_: True)
     monkeypatch.setattr(segment.os, "posix_fallocate", reserve)
-    with make_strategy(comm=job) as strategy:
+    with make_strategy(comm=job, settings=hs.Settings(native=False)) as strategy:
         topology = strategy.topology
         if strategy.collectives.channel is None:
             return

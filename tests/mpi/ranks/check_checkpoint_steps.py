@@ -13,7 +13,10 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError, ReplicaError
-from tests.mpi.ranks.saved import Counter, warnings_of_checkpoints
+from tests.mpi.ranks.saved import (
+    Counter,
+    warnings_of_checkpoints,
+)
 
 pytestmark = pytest.mark.files
 
@@ -163,6 +166,31 @@ def test_values_of_another_dtype_are_cast_when_allowed(
     hs.CheckpointManager(folder, x=x).save(1)
     hs.CheckpointManager(folder, x=y).restore(allow_cast=True)
     np.testing.assert_array_equal(y.component, np.arange(3, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "lost"),
+    [
+        ([1e300, np.nan, 0.1], "f4", "does not hold 1 of its 3 saved values"),
+        ([1e300, 0.5, -2.0], "i1", "does not hold 2 of its 3 saved values"),
+        ([1 / 3, np.inf, 2.0], "f4", ""),
+        ([3.0, 0.0, -2.0], "i8", ""),
+    ],
+)
+def test_values_that_a_cast_loses_are_told(
+    strategy: Any, folder: Path, job: Any, values: Any, dtype: str, lost: str
+) -> None:
+    with strategy.scope():
+        x = hs.Variable(np.array(values), name="x")
+        y = hs.Variable(np.zeros(3, dtype), name="x")
+    hs.CheckpointManager(folder, x=x).save(1)
+    with warnings_of_checkpoints() as said:
+        hs.CheckpointManager(folder, x=y).restore(allow_cast=True)
+    if job.rank or not lost:
+        assert said == []
+    else:
+        assert "variables/x" in said[0]
+        assert lost in said[0]
 
 
 def test_values_that_nothing_takes_must_be_expected(

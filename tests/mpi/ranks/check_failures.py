@@ -9,7 +9,9 @@ need the others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import metrics, optimizers
+from hpcstrat.channel import headers
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 
@@ -628,3 +631,17 @@ def test_what_one_rank_cannot_assign_none_assigns(make_strategy: Any, job: Any) 
             assert mirrored.numpy().tolist() == [1.0, 2.0], number
             assert float(parts.component) == 0.0, number
         assert_usable(strategy, job)
+
+
+def test_a_process_that_cannot_be_looked_up_is_not_taken_for_dead(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = strategy.collectives.channel
+    if channel is None:
+        return
+
+    def no_descriptor(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(headers, "process_stat", no_descriptor)
+    assert channel.steps.dead() == []

@@ -183,3 +183,27 @@ def test_gradients(strategy: Any, job: Any) -> None:
     error = outcome(strategy.run, lambda: hs.compute_average_loss(losses.mean()))
     assert "leave out the mean over the batch" in str(error)
     np.testing.assert_allclose(strategy.reduce("sum", mean), losses.mean())
+
+
+def test_two_strategies_are_told_apart(strategy: Any, make_strategy: Any) -> None:
+    """Their reprs may be equal; the message must say that they are two."""
+    with make_strategy() as second:
+        w = variable(strategy)
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(1.0)
+        gradient = np.zeros(3)
+
+        def step() -> None:
+            optimizer.apply_gradients([(gradient, w)])
+
+        def mixed_scopes() -> None:
+            with second.scope():
+                strategy.reduce("sum", 1.0)
+
+        for mixed in (
+            lambda: second.run(step),
+            lambda: second.run(w.read_value),
+            mixed_scopes,
+        ):
+            with pytest.raises(RuntimeError, match="a second strategy object"):
+                mixed()

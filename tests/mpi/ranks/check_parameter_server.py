@@ -901,6 +901,52 @@ def test_changed_options_reach_workers_and_servers(job: Any) -> None:
     Cluster(job).run(body, job.size - 2)
 
 
+@pytest.mark.parametrize("make", ["SGD", "Adam"])
+def test_sparse_steps_do_not_depend_on_the_number_of_shards(
+    job: Any, make: str
+) -> None:
+    found: list[Any] = []
+
+    def body(strategy: Any, coordinator: Any) -> None:
+        options = {"momentum": 0.5} if make == "SGD" else {}
+        with strategy.scope():
+            optimizer = getattr(hs.optimizers, make)(0.5, **options)
+        table = made(strategy, np.zeros((8, 2)))
+        for rows in ([0, 7], [1], [7, 7, 2]):
+            gradient = hs.IndexedSlices(np.ones((len(rows), 2)), rows, (8, 2))
+            strategy.apply_gradients(optimizer, [(gradient, table)])
+        found.append(table.numpy())
+
+    for count in (1, 2, 4):
+        partitioner = hs.partitioners.FixedShardsPartitioner(count)
+        Cluster(job).run(body, job.size - 2, variable_partitioner=partitioner)
+    for table in found[1:]:
+        np.testing.assert_array_equal(table, found[0])
+    if found and make == "SGD":
+        # The velocity of row 0 has moved in the steps without it.
+        np.testing.assert_array_equal(found[0][0], [-0.875] * 2)
+
+
+def test_options_that_are_changed_back_are_those_of_each_step(job: Any) -> None:
+    def body(strategy: Any, coordinator: Any) -> None:
+        variable = made(strategy, np.zeros(3))
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+
+        def step(own: Any) -> None:
+            own.apply_gradients([(np.ones(3), variable)])
+
+        coordinator.schedule(step, (optimizer,)).fetch()
+        # By another client of the server than before and after.
+        optimizer.momentum = 0.0
+        strategy.apply_gradients(optimizer, [(np.ones(3), variable)])
+        optimizer.momentum = 0.5
+        coordinator.schedule(step, (optimizer,)).fetch()
+        np.testing.assert_array_equal(variable.numpy(), np.full(3, -3.5))
+
+    Cluster(job).run(body, job.size - 2)
+
+
 def test_servers_keep_nothing_of_what_is_gone(job: Any) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         variable, other = made(strategy, np.zeros(3)), made(strategy, 0.0)

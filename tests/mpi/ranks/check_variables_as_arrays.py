@@ -85,3 +85,11 @@ def test_attributes_of_arrays_name_value(
         getattr(variable, "nothing_known")  # noqa: B009 - to look for it
     assert "value()" not in str(raised.value)
     assert not hasattr(variable, "__array_interface__")
+
+
+def test_writes_to_elements_name_the_methods(variable: Any) -> None:
+    with pytest.raises(TypeError, match="use assign, assign_add or assign_sub, or sca"):
+        variable[0, 0] = 7.0
+    # A copy: the variable does not change.
+    variable[0:1][...] = 7.0
+    np.testing.assert_array_equal(variable, START)

@@ -1,0 +1,159 @@
+"""Sums of several ranks by kernels in one process, in a random order, beside NumPy's.
+
+Run as a program, with the path of a module and a number of sums, it checks a kernel
+that was compiled in another way, such as with sanitizers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hpcstrat.arrays.packing import wire_dtype
+from hpcstrat.collectives.work import divide
+from hpcstrat.native import type_codes
+
+TYPES = [np.dtype(code) for code in "fdFDebBhHiIlL"]
+TYPES.append(np.dtype(ml_dtypes.bfloat16))
+DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS = range(5)
+
+
+class Worker:
+    """The kernels of all ranks of a worker, over memory of this process."""
+
+    def __init__(self, module: Any, ranks: int, ring_bytes: int = 256 << 10) -> None:
+        common = mmap.PAGESIZE
+        memory = mmap.mmap(-1, common + ranks * ring_bytes)
+        sizes = common, ring_bytes, ring_bytes
+        self.module = module
+        self.kernels = [
+            module.Kernel(memory, *sizes, rank, ranks) for rank in range(ranks)
+        ]
+
+    def sums(
+        self,
+        arrays: Sequence[Sequence[Any]],
+        piece_bytes: int,
+        divisor: int,
+        scattered: bool,
+    ) -> list[Any]:
+        """Return each rank's object for a sum of such arrays."""
+        codes = type_codes([array.dtype for array in arrays[0]])
+        counts = [array.size for array in arrays[0]]
+        options = codes, counts, piece_bytes, divisor, scattered
+        return [self.module.Sum(kernel, *options) for kernel in self.kernels]
+
+
+def as_bytes(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays as the kernel reads them."""
+    return [a.view(np.uint16) if a.dtype.num >= 256 else a for a in arrays]
+
+
+def drawn(draw: random.Random, dtype: np.dtype[Any], size: int) -> Any:
+    """Return an array with numbers of all magnitudes, and some that are none."""
+    rng = np.random.default_rng(draw.getrandbits(32))
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, size, dtype, endpoint=True)
+    values = rng.standard_normal(size) * 10.0 ** rng.integers(-9, 9, size)
+    if size and draw.random() < 0.3:
+        values[rng.random(size) < 0.1] = np.inf
+        values[rng.random(size) < 0.1] = np.nan
+        values[rng.random(size) < 0.1] = -0.0
+    with np.errstate(all="ignore"):
+        if dtype.kind == "c":
+            return (values + 1j * rng.standard_normal(size)).astype(dtype)
+        return values.astype(dtype)
+
+
+def wanted(terms: Sequence[Any], divisor: int) -> Any:
+    """Return the sum of arrays in their order, as NumPy makes it."""
+    wire, narrows = wire_dtype(terms[0].dtype, bool(divisor))
+    with np.errstate(all="ignore"):
+        total = terms[0].astype(wire)
+        for term in terms[1:]:
+            total = total + term.astype(wire)
+        divide(total, divisor)
+        return total.astype(terms[0].dtype) if narrows else total
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether arrays are equal bit for bit, but for what a NaN holds."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    nans = [np.zeros(one.shape, bool)] * 2
+    if one.dtype.kind not in "iu":
+        wide = np.complex128 if one.dtype.kind == "c" else np.float64
+        nans = [np.isnan(array.astype(wide)) for array in (one, other)]
+    zero = one.dtype.type(0)
+    cleaned = [
+        np.where(nan, zero, a) for nan, a in zip(nans, (one, other), strict=True)
+    ]
+    return np.array_equal(*nans) and cleaned[0].tobytes() == cleaned[1].tobytes()
+
+
+def finish(sums: Sequence[Any], digest: int, draw: random.Random) -> None:
+    """Take the sums of all ranks to their ends, in a random order."""
+    open_ = list(range(len(sums)))
+    for _ in range(1_000_000):
+        if not open_:
+            return
+        rank = draw.choice(open_)
+        found = sums[rank].go_on(digest, draw.randrange(3))
+        assert found in (DONE, HEADER_AWAITED, STEP_AWAITED), found
+        if found == DONE:
+            open_.remove(rank)
+    raise AssertionError("the ranks do not come to an end")
+
+
+def check(worker: Worker, draw: random.Random) -> None:
+    """Make a random sum by all ranks of a worker, and compare it."""
+    ranks, divisor = len(worker.kernels), 0
+    if draw.random() < 0.4:
+        divisor = ranks
+    kinds = [(draw.choice(TYPES), _size(draw)) for _ in range(draw.randint(1, 6))]
+    arrays = [[drawn(draw, *kind) for kind in kinds] for _ in range(ranks)]
+    expected = [wanted(terms, divisor) for terms in zip(*arrays, strict=True)]
+    results = [[np.empty_like(array) for array in expected] for _ in range(ranks)]
+    if not divisor and draw.random() < 0.3:
+        # In place, where all values are in one piece.
+        results = arrays
+    piece = draw.choice([64, 192, 4096, 65536])
+    sums = worker.sums(arrays, piece, divisor, ranks > 2 and draw.random() < 0.5)
+    for rank in draw.sample(range(ranks), ranks):
+        near = draw.random() < 0.5
+        sums[rank].start(as_bytes(arrays[rank]), as_bytes(results[rank]), near)
+        worker.kernels[rank].post(7, 11 ^ worker.kernels[rank].next, 0)
+    finish(sums, 11, draw)
+    for rank in range(ranks):
+        for result, right in zip(results[rank], expected, strict=True):
+            assert same_bits(result, right), (rank, kinds, piece, divisor)
+
+
+def _size(draw: random.Random) -> int:
+    return draw.choice([0, 1, 7, draw.randrange(300), draw.randrange(40_000)])
+
+
+def main(path: str, count: int) -> None:
+    """Check a kernel, which lies at a path."""
+    spec = importlib.util.spec_from_file_location("kernel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for seed in range(count):
+        draw = random.Random(seed)
+        worker = Worker(module, draw.randint(2, 5))
+        for _ in range(4):
+            check(worker, draw)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
