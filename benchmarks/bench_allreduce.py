@@ -8,7 +8,9 @@ Compared are hpcstrat's ``all_reduce`` (in place, into ``out=``, and with a resu
 the next one replaces, as in a training loop), mpi4py's ``Allreduce`` (whole, and in its
 best piece size, which a short trial finds for each size), torch's gloo where torch is
 installed and all ranks are on one machine, and a copy of the buffer by all ranks at
-once. Each sum is checked before it is timed; ``timing.py`` says how times are taken.
+once. Each sum is checked before it is timed, and the inputs are written anew before
+each call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of
+each.
 With ``--device`` the buffers are on GPUs: see ``device_allreduce.py``.
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 import click
 import numpy as np
 from buffers import fill, in_pieces, require_sum
+from cores import LATENCY, CoreWatch, by_state, describe_cores
 from device_allreduce import SECONDS as DEVICE_SECONDS
 from device_allreduce import SIZES as DEVICE_SIZES
 from device_allreduce import measure_device
@@ -89,27 +92,37 @@ class Case:
         Size of a buffer.
     options : Options
         The command line.
+    watch : CoreWatch
+        Looks where the cores lie.
     """
 
     def __init__(
-        self, strategy: hs.MultiWorkerMirroredStrategy, nbytes: int, options: Options
+        self,
+        strategy: hs.MultiWorkerMirroredStrategy,
+        nbytes: int,
+        options: Options,
+        watch: CoreWatch,
     ):
-        self.options = options
+        self.options, self.watch = options, watch
         dtype = np.dtype(options.dtype)
         self.comm = strategy.topology.replica_comm
         self.mpi = strategy.topology.mpi
         length = max(nbytes // dtype.itemsize, 1)
-        self.own, self.total, self.inplace = (np.empty(length, dtype) for _ in range(3))
+        self.own, self.total, self.inplace, self.numbers = (
+            np.empty(length, dtype) for _ in range(4)
+        )
         self.kept: Any = None
-        self.clear()
+        fill(self.numbers, self.comm.rank)
+        self.total.fill(0)
+        self.rewrite()
 
-    def clear(self) -> None:
-        """Write zeros, which touches all pages, and can be summed in place for ever.
+    def rewrite(self) -> None:
+        """Write this rank's numbers into the inputs, as a step of training does.
 
         Not collective.
         """
-        for array in (self.own, self.total, self.inplace):
-            array.fill(0)
+        np.copyto(self.own, self.numbers)
+        np.copyto(self.inplace, self.numbers)
 
     def by_hpcstrat(self) -> dict[str, Alternative]:
         """Return hpcstrat's ways to sum.
@@ -167,8 +180,16 @@ class Case:
 
         Collective over all replicas.
         """
-        seconds, hot = self.options.seconds * share, self.options.hot
-        return measure_for(self.comm, self.mpi, calls, seconds, least=least, hot=hot)
+        return measure_for(
+            self.comm,
+            self.mpi,
+            calls,
+            self.options.seconds * share,
+            least=least,
+            hot=self.options.hot,
+            rewrite=self.rewrite,
+            watch=self.watch,
+        )
 
     def best_pieces(self) -> tuple[str, dict[str, Alternative]]:
         """Try mpi4py's ``Allreduce`` in pieces; return which are best, and the calls.
@@ -184,6 +205,7 @@ class Case:
         ):
             calls = {p: in_pieces(self.comm, send, receive, p) for p in pieces}
             times = self.measure(calls, 1 / 8, least=5)
+            self.watch.take()
             # All ranks choose the same, because they have the same times.
             piece = min(pieces, key=lambda p, times=times: float(np.median(times[p])))
             best.append("whole" if piece == nbytes else size_text(piece))
@@ -196,14 +218,12 @@ class Case:
         Collective over all replicas.
         """
         for name, way in ways.items():
-            fill(self.own, self.comm.rank)
-            fill(self.inplace, self.comm.rank)
+            self.rewrite()
             self.total.fill(0)
             way.call()
             require_sum(name, way.result(), self.comm.size)
-        self.clear()
 
-    def run(self, gloo: Any) -> tuple[str, dict[str, Any]]:
+    def run(self, gloo: Any) -> tuple[str, dict[str, dict[str, Any]]]:
         """Check and time everything.
 
         Collective over all replicas.
@@ -217,21 +237,23 @@ class Case:
         -------
         pieces : str
             What mpi4py's best pieces are.
-        times : dict of str to ndarray of shape (rounds,)
-            From `timing.measure`.
+        times : dict of str to dict of str to ndarray of shape (rounds,)
+            For each state of the cores, from `cores.by_state`.
         """
         pieces, best = self.best_pieces()
         ways = {**self.by_hpcstrat(), **self.by_mpi4py(), **best}
         self.check(ways)
         calls = {name: way.call for name, way in ways.items()}
         calls[FLOOR] = lambda: np.copyto(self.total, self.own)
-        times = self.measure(calls, 1)
+        times = by_state(self.measure(calls, 1), self.watch)
         # In rounds of its own: right after it, others were seen to take longer.
         slow = self.by_gloo(gloo)
         self.check(slow)
         calls = {name: way.call for name, way in slow.items()}
         if calls:
-            times |= self.measure(calls, 1 / 4)
+            its_times = by_state(self.measure(calls, 1 / 4), self.watch)
+            for state in times.keys() & its_times.keys():
+                times[state] = its_times[state] | times[state]
         return pieces, times
 
 
@@ -250,14 +272,14 @@ def same_place(name: str) -> str:
     str
         The other's name; none for gloo, which has rounds of its own.
     """
-    if name.startswith("torch"):
+    if name.startswith(("torch", LATENCY)):
         return ""
     return BEST_IN_PLACE if name.endswith("in place") else BEST
 
 
 def measure_sizes(
     strategy: hs.MultiWorkerMirroredStrategy, options: Options
-) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+) -> tuple[dict[int, dict[str, dict[str, Any]]], dict[int, str]]:
     """Measure and print one size after the other.
 
     Collective over all replicas; in replica context.
@@ -271,22 +293,23 @@ def measure_sizes(
 
     Returns
     -------
-    times : dict of int to dict of str to ndarray of shape (rounds,)
-        For each size.
+    times : dict of int to dict of str to dict of str to ndarray of shape (rounds,)
+        For each size and state of the cores.
     pieces : dict of int to str
         For each size, mpi4py's best pieces.
     """
-    gloo = start_gloo(strategy)
+    gloo, watch = start_gloo(strategy), CoreWatch(strategy.topology.replica_comm)
     times, pieces = {}, {}
     for size in options.sizes:
-        case = Case(strategy, size, options)
+        case = Case(strategy, size, options, watch)
         nbytes = case.own.nbytes
         pieces[nbytes], times[nbytes] = case.run(gloo)
-        rounds = len(times[nbytes][FLOOR])
-        hs.print_once(
-            f"\n{size_text(nbytes)}, {rounds} rounds; mpi4py's best pieces: "
-            f"{pieces[nbytes]}\n{table(times[nbytes], WHOLE, FLOOR, same_place)}"
-        )
+        for state, by_name in times[nbytes].items():
+            where = describe_cores(state, by_name)
+            hs.print_once(
+                f"\n{size_text(nbytes)}, {where}; mpi4py's best pieces: "
+                f"{pieces[nbytes]}\n" + table(by_name, WHOLE, FLOOR, same_place)
+            )
     if gloo is not None:
         gloo.destroy_process_group()
     return times, pieces
@@ -301,7 +324,9 @@ def _on_gpus(bench: Any, words: dict[str, Any]) -> None:
     seconds = words["seconds"] if given("seconds") else DEVICE_SECONDS
     times = measure_device(bench, sizes, seconds)
     if bench.rank == 0 and words["picture"]:
-        draw_sizes(words["picture"], times, f"all-reduce\n{bench.where()}", BY_HAND)
+        title = f"all-reduce\n{bench.where()}"
+        in_states = {size: {"": by_name} for size, by_name in times.items()}
+        draw_sizes(words["picture"], in_states, title, BY_HAND)
 
 
 @click.command(context_settings={"show_default": True})
@@ -335,12 +360,17 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
     times, pieces = strategy.local_value(
         strategy.run(measure_sizes, args=(strategy, options))
     )
-    if strategy.topology.replica_id:
+    if strategy.replica_id:
         return
     if options.json_path:
+        found = [
+            (nbytes, state, by_name)
+            for nbytes, by_state in times.items()
+            for state, by_name in by_state.items()
+        ]
         rows = [
-            row(what, name, mpi.COMM_WORLD.size, nbytes, values)
-            for nbytes, by_name in times.items()
+            row(what, name, mpi.COMM_WORLD.size, nbytes, values, cores=state)
+            for nbytes, state, by_name in found
             for name, values in by_name.items()
         ]
         write_json(
@@ -348,14 +378,17 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
             mpi,
             rows,
             best_pieces={size_text(size): name for size, name in pieces.items()},
-            rounds={size_text(size): len(t[FLOOR]) for size, t in times.items()},
+            rounds={
+                f"{size_text(size)}, {state}": len(by_name[FLOOR])
+                for size, state, by_name in found
+            },
             median_seconds_above_best_pieces={
-                size_text(size): {
+                f"{size_text(size)}, {state}": {
                     name: float(np.median(values - by_name[same_place(name)]))
                     for name, values in by_name.items()
                     if same_place(name)
                 }
-                for size, by_name in times.items()
+                for size, state, by_name in found
             },
         )
     if options.picture:

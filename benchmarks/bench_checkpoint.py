@@ -429,7 +429,7 @@ def main(device: bool, smoke: bool, results: str | None, **given: Any) -> None:
         return
     rounds = options.rounds
     strategy = hs.MultiWorkerMirroredStrategy()
-    mpi, rank = strategy.topology.mpi, strategy.topology.replica_id
+    mpi, rank = strategy.topology.mpi, strategy.replica_id
     where = describe(mpi)
     with tempfile.TemporaryDirectory(dir=options.folder if rank == 0 else None) as own:
         shared = Path(strategy.broadcast_object(own))

@@ -1,4 +1,6 @@
-"""The gradients of ResNet-50 in one call: 161 arrays, 25.6 million float32.
+"""Lists of arrays in one call: 20 and 200 small ones, and the gradients of ResNet-50.
+
+ResNet-50 has 161 arrays with 25.6 million float32 in all.
 
 Run it on two ranks of a quiet machine with two cores::
 
@@ -7,20 +9,23 @@ Run it on two ranks of a quiet machine with two cores::
 Compared are hpcstrat's ``all_reduce`` of the list of arrays (in place, into ``out=``,
 and with a result that the next one replaces, as in a training loop), mpi4py's
 ``Allreduce`` of each array, the same of one buffer that the arrays are copied into and
-out of, whole and in pieces of 1 MiB, and a copy of as many bytes by all ranks at once.
-Each sum is checked before it is timed; ``timing.py`` says how times are taken. With
-``--device`` the arrays are on GPUs: see ``device_fused.py``.
+out of, whole and in pieces of 1 MiB, the same without the copies out of it, and a copy
+of as many bytes by all ranks at once.
+Each sum is checked before it is timed, and the inputs are written anew before each
+call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of each.
+With ``--device`` the arrays are on GPUs: see ``device_fused.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 import numpy as np
 from buffers import fill, in_pieces, require_sum
+from cores import LATENCY, CoreWatch, by_state, describe_cores
 from device_fused import SECONDS as DEVICE_SECONDS
 from device_fused import measure_device
 from device_ways import FLOOR as FLOOR_ON_DEVICE
@@ -33,7 +38,14 @@ from hpcstrat.bench.shapes import resnet50_shapes
 
 PIECE = 1 << 20
 PACKED = "mpi4py, packed"
+LEFT = "mpi4py, packed in place, left there"
 FLOOR = "memcpy"
+LISTS = {
+    "20 x 64": [(64,)] * 20,
+    "200 x 64": [(64,)] * 200,
+    "20 x 4,096": [(4096,)] * 20,
+    "gradients of ResNet-50": resnet50_shapes(),
+}
 
 Call = Callable[[], object]
 
@@ -45,18 +57,26 @@ class Case:
     ----------
     strategy : hpcstrat strategy
         Over which replicas; the case is used in its replica context.
+    shapes : sequence of tuple of int
+        Of the arrays.
+    watch : CoreWatch
+        Looks where the cores lie.
     """
 
-    def __init__(self, strategy: hs.MultiWorkerMirroredStrategy):
-        self.comm = strategy.topology.replica_comm
+    def __init__(
+        self,
+        strategy: hs.MultiWorkerMirroredStrategy,
+        shapes: Sequence[tuple[int, ...]],
+        watch: CoreWatch,
+    ):
+        self.comm, self.watch = strategy.topology.replica_comm, watch
         self.mpi = strategy.topology.mpi
-        shapes = resnet50_shapes()
-        self.own, self.total, self.inplace = (
-            [np.empty(shape, np.float32) for shape in shapes] for _ in range(3)
+        self.own, self.total, self.inplace, self.numbers = (
+            [np.zeros(shape, np.float32) for shape in shapes] for _ in range(4)
         )
         self.kept: list[Any] = []
         self.packed, self.packed_total = (
-            np.empty(sum(map(math.prod, shapes)), np.float32) for _ in range(2)
+            np.zeros(sum(map(math.prod, shapes)), np.float32) for _ in range(2)
         )
         ends = np.cumsum([array.size for array in self.own])[:-1]
         self.views, self.total_views = (
@@ -66,22 +86,25 @@ class Case:
             ]
             for flat in (self.packed, self.packed_total)
         )
-        self.clear()
+        for array in self.numbers:
+            fill(array, self.comm.rank)
+        self.rewrite()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
         return int(self.packed.nbytes)
 
-    def clear(self) -> None:
-        """Write zeros, which touches all pages, and can be summed in place for ever.
+    def rewrite(self) -> None:
+        """Write this rank's numbers into the inputs, as a step of training does.
 
         Not collective.
         """
-        for array in [*self.own, *self.total, *self.inplace]:
-            array.fill(0)
-        self.packed.fill(0)
-        self.packed_total.fill(0)
+        for own, inplace, numbers in zip(
+            self.own, self.inplace, self.numbers, strict=True
+        ):
+            np.copyto(own, numbers)
+            np.copyto(inplace, numbers)
 
     def by_hpcstrat(self) -> dict[str, tuple[Call, Call]]:
         """Return hpcstrat's ways to sum: how, and where the sums are then.
@@ -118,10 +141,6 @@ class Case:
             for own, total in zip(self.own, self.total, strict=True):
                 comm.Allreduce(own, total)
 
-        def each_in_place() -> None:
-            for array in self.inplace:
-                comm.Allreduce(in_place, array)
-
         def by_way_of(all_reduce: Call, views: list[Any]) -> Call:
             def pack_and_unpack() -> None:
                 for own, view in zip(self.own, self.views, strict=True):
@@ -143,13 +162,19 @@ class Case:
                 in_pieces(comm, in_place, packed, PIECE), self.views
             ),
         }
+
+        def pack() -> None:
+            for own, view in zip(self.own, self.views, strict=True):
+                np.copyto(view, own)
+            comm.Allreduce(in_place, packed)
+
         return {
+            LEFT: (pack, lambda: self.views),
             "mpi4py, each array": (each, lambda: self.total),
-            "mpi4py, each array in place": (each_in_place, lambda: self.inplace),
             **{name: (call, lambda: self.total) for name, call in packings.items()},
         }
 
-    def run(self, seconds: float) -> dict[str, Any]:
+    def run(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Check and time everything.
 
         Collective over all replicas; in replica context.
@@ -161,26 +186,62 @@ class Case:
 
         Returns
         -------
-        dict of str to ndarray of shape (rounds,)
-            From `timing.measure`.
+        dict of str to dict of str to ndarray of shape (rounds,)
+            For each state of the cores, from `cores.by_state`.
         """
         ways = {**self.by_hpcstrat(), **self.by_mpi4py()}
         for name, (call, result) in ways.items():
-            for array in [*self.own, *self.inplace]:
-                fill(array, self.comm.rank)
+            self.rewrite()
             for array in self.total:
                 array.fill(0)
             call()
             for index, array in enumerate(result()):
                 require_sum(f"{name}, array {index}", array, self.comm.size)
-        self.clear()
         calls = {name: call for name, (call, _) in ways.items()}
         calls[FLOOR] = lambda: np.copyto(self.packed_total, self.packed)
-        return measure_for(self.comm, self.mpi, calls, seconds)
+        times = measure_for(
+            *(self.comm, self.mpi, calls, seconds),
+            rewrite=self.rewrite,
+            watch=self.watch,
+        )
+        return by_state(times, self.watch)
+
+
+def measure_lists(
+    strategy: hs.MultiWorkerMirroredStrategy, seconds: float
+) -> dict[str, tuple[int, dict[str, dict[str, Any]]]]:
+    """Measure and print one list after the other.
+
+    Collective over all replicas; in replica context.
+
+    Parameters
+    ----------
+    strategy : hpcstrat strategy
+        Over which replicas.
+    seconds : float
+        For how long, each.
+
+    Returns
+    -------
+    dict of str to tuple of int and dict
+        For each list its size in bytes, and its times, from `Case.run`.
+    """
+    watch, found = CoreWatch(strategy.topology.replica_comm), {}
+    for what, shapes in LISTS.items():
+        case = Case(strategy, shapes, watch)
+        times = case.run(seconds)
+        found[what] = case.nbytes, times
+        for state, by_name in times.items():
+            hs.print_once(
+                f"\n{what}: {len(shapes)} arrays, {case.nbytes:,} bytes; "
+                f"{describe_cores(state, by_name)}; faster: than {PACKED}\n"
+                + table(by_name, PACKED, FLOOR)
+            )
+    return found
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--seconds", default=30.0, help="How long to measure.")
+@click.option("--seconds", default=20.0, help="How long to measure each list.")
 @device_options
 @output_options
 def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
@@ -194,25 +255,32 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
         return
     strategy = hs.MultiWorkerMirroredStrategy()
     mpi = strategy.topology.mpi
-    case = Case(strategy)
-    what = "gradients of ResNet-50"
     where = describe(mpi)
-    times = strategy.local_value(strategy.run(case.run, args=(seconds,)))
-    if strategy.topology.replica_id:
+    hs.print_once(where)
+    found = strategy.local_value(strategy.run(measure_lists, args=(strategy, seconds)))
+    if strategy.replica_id:
         return
-    print(
-        f"{what}: {len(case.own)} arrays, {case.nbytes:,} bytes; {where}\n"
-        f"{len(times[FLOOR])} rounds; faster: than {PACKED}\n"
-        + table(times, PACKED, FLOOR)
-    )
     if words["json_path"]:
         size = mpi.COMM_WORLD.size
         rows = [
-            row(what, name, size, case.nbytes, values) for name, values in times.items()
+            row(what, name, size, nbytes, values, cores=state)
+            for what, (nbytes, times) in found.items()
+            for state, by_name in times.items()
+            for name, values in by_name.items()
         ]
-        write_json(words["json_path"], mpi, rows, rounds=len(times[FLOOR]))
+        rounds = {
+            f"{what}, {state}": len(by_name[FLOOR])
+            for what, (_, times) in found.items()
+            for state, by_name in times.items()
+        }
+        write_json(words["json_path"], mpi, rows, rounds=rounds)
     if picture:
-        draw_bars(picture, times, FLOOR, f"{what}\n{where}")
+        what, (_, times) = list(found.items())[-1]
+        # The state of most rounds.
+        state = max(times, key=lambda one: len(times[one][FLOOR]))
+        del times[state][LATENCY]
+        title = f"{what}, cores {state}\n{where}"
+        draw_bars(picture, times[state], FLOOR, title)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def main(
             f"than {PACKED}\n{table(by_name, PACKED, FASTEST)}\n"
             + describe_differences(differences(by_name))
         )
-    if strategy.topology.replica_id:
+    if strategy.replica_id:
         return
     if options.json_path:
         rows = [

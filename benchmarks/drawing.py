@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from cores import LATENCY
 from report import byte_ticks, styles
 
 __all__ = ["draw_sizes", "save_figure"]
 
 
 def draw_sizes(
-    path: str, times: dict[int, dict[str, Any]], title: str, base: str
+    path: str,
+    times: dict[int, dict[str, dict[str, Any]]],
+    title: str,
+    base: str,
 ) -> None:
-    """Draw times, and their ratios to those of one way.
+    """Draw times, and their ratios to those of one way, for each state of the cores.
 
     Not collective.
 
@@ -21,8 +25,8 @@ def draw_sizes(
     ----------
     path : str
         The picture; its suffix names the format.
-    times : dict of int to dict of str to ndarray of shape (rounds,)
-        For each size in bytes, from `timing.measure`.
+    times : dict of int to dict of str to dict of str to ndarray of shape (rounds,)
+        For each size in bytes and each state, from `cores.by_state`.
     title : str
         What was measured where.
     base : str
@@ -30,29 +34,33 @@ def draw_sizes(
     """
     from matplotlib.figure import Figure
 
-    sizes = list(times)
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    seconds, ratio = figure.subplots(2, 1, sharex=True)
-    names = list(times[sizes[0]])
-    for name, style in styles(names).items():
-        medians = np.array([np.median(times[size][name]) for size in sizes])
-        whole = np.array([np.median(times[size][base]) for size in sizes])
-        seconds.plot(sizes, medians * 1e6, **style)
-        # Slower than this is off the picture, which would else show little of the rest.
-        shown = medians / whole < 30
-        ratio.plot(np.array(sizes)[shown], (medians / whole)[shown], **style)
-    seconds.set(yscale="log", ylabel="time of an all-reduce in us")
-    ratio.set(
-        yscale="log",
-        xlabel="size of each rank's buffer",
-        ylabel=f"time relative to {base}",
-    )
+    found = [state for by_state in times.values() for state in by_state]
+    states = list(dict.fromkeys(found))
+    figure = Figure(figsize=(2 + 7 * len(states), 9), layout="constrained")
+    columns = figure.subplots(2, len(states), sharex=True, sharey="row", squeeze=False)
+    for column, state in enumerate(states):
+        seconds, ratio = columns[:, column]
+        sizes = [size for size, by_state in times.items() if state in by_state]
+        here = {size: times[size][state] for size in sizes}
+        names = [name for name in here[sizes[0]] if name != LATENCY]
+        for name, style in styles(names).items():
+            known = [size for size in sizes if name in here[size]]
+            medians = np.array([np.median(here[size][name]) for size in known])
+            whole = np.array([np.median(here[size][base]) for size in known])
+            seconds.plot(known, medians * 1e6, **style)
+            # Slower than this is off the picture, which would else show little else.
+            shown = medians / whole < 30
+            ratio.plot(np.array(known)[shown], (medians / whole)[shown], **style)
+        seconds.set(yscale="log", title=f"cores {state}" if state else "")
+        ratio.set(yscale="log", xlabel="size of each rank's buffer")
+        ratio.axhline(1, color="gray", linewidth=0.8, zorder=0)
+        byte_ticks(ratio, sizes)
     ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
-    low, high = ratio.get_ylim()
+    low, high = columns[1, 0].get_ylim()
     ticks = [tick for tick in ticks if low <= tick <= high]
-    ratio.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    ratio.axhline(1, color="gray", linewidth=0.8, zorder=0)
-    byte_ticks(ratio, sizes)
+    columns[1, 0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    columns[0, 0].set_ylabel("time of an all-reduce in us")
+    columns[1, 0].set_ylabel(f"time relative to {base}")
     save_figure(path, figure, title, ncols=3)
 
 

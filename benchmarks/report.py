@@ -46,7 +46,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def row(
-    what: str, impl: str, ranks: int, nbytes: int, seconds: Sequence[float]
+    what: str,
+    impl: str,
+    ranks: int,
+    nbytes: int,
+    seconds: Sequence[float],
+    **more: Any,
 ) -> dict[str, Any]:
     """Summarize the repeats of one measurement.
 
@@ -64,6 +69,8 @@ def row(
         Size of the buffer in bytes.
     seconds : sequence of float
         Time of each repeat.
+    **more : object
+        Further words, such as where the cores lay.
 
     Returns
     -------
@@ -75,6 +82,7 @@ def row(
         "impl": impl,
         "ranks": ranks,
         "nbytes": nbytes,
+        **more,
         "seconds": {
             "min": float(np.min(seconds)),
             "median": float(np.median(seconds)),

@@ -18,19 +18,22 @@ from typing import Any
 import click
 from report import byte_ticks, styles
 
-# Of what is measured: what one would write first.
-_SHOWN = (
-    ("hpcstrat, in place", "mpi4py, whole in place", "torch gloo, in place"),
-    ("hpcstrat", "mpi4py, packed"),
-)
-_TITLES = "all-reduce of one float32 array", "training step, by size of the gradients"
-_UNITS = ("us", 1e6), ("ms", 1e3)
+# Of what is measured: what one would write first, and MPI at its best.
+_SHOWN = "hpcstrat, in place", "mpi4py, pieces in place", "torch gloo, in place"
+_SHOWN_STEPS = "hpcstrat", "mpi4py, packed"
+# Where the cores lay, and in words.
+_STATES = {"together": "cores with one cache", "apart": "cores with no cache in common"}
 
 
-def medians(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
-    """Return the median seconds of an alternative, by size in bytes."""
+def medians(rows: list[dict[str, Any]], name: str, cores: str = "") -> dict[int, float]:
+    """Return the median seconds of an alternative, by size in bytes.
+
+    ``cores`` says where they lay, in rows that tell states apart.
+    """
     return {
-        row["nbytes"]: row["seconds"]["median"] for row in rows if row["impl"] == name
+        row["nbytes"]: row["seconds"]["median"]
+        for row in rows
+        if row["impl"] == name and row.get("cores", cores) == cores
     }
 
 
@@ -42,17 +45,25 @@ def main(allreduce: Any, step: Any, picture: str) -> None:
     """Draw what two JSON files say side by side."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
     found = [json.load(allreduce), json.load(step)]
-    for axes, measured, shown, title, (unit, scale) in zip(
-        figure.subplots(1, 2), found, _SHOWN, _TITLES, _UNITS, strict=True
-    ):
-        for name, style in styles(shown).items():
-            times = medians(measured["rows"], name)
-            values = [seconds * scale for seconds in times.values()]
-            axes.plot(list(times), values, **style)
-        axes.set(yscale="log", title=title, ylabel=f"median time in {unit}")
-        byte_ticks(axes, list(medians(measured["rows"], shown[0])))
+    states = {row["cores"] for row in found[0]["rows"]}
+    shown = [state for state in _STATES if state in states]
+    figure = Figure(figsize=(5 + 5 * len(shown), 4.2), layout="constrained")
+    *parts, steps = figure.subplots(1, len(shown) + 1)
+    for axes, state in zip(parts, shown, strict=True):
+        for name, style in styles(_SHOWN).items():
+            times = medians(found[0]["rows"], name, state)
+            axes.plot(list(times), [1e6 * value for value in times.values()], **style)
+        axes.set(yscale="log", title=f"all-reduce, {_STATES[state]}")
+        axes.set_ylabel("median time in us")
+        byte_ticks(axes, list(medians(found[0]["rows"], _SHOWN[0], state)))
+    for name, style in styles(_SHOWN_STEPS).items():
+        times = medians(found[1]["rows"], name)
+        steps.plot(list(times), [1e3 * value for value in times.values()], **style)
+    steps.set(yscale="log", title="training step, by size of the gradients")
+    steps.set_ylabel("median time in ms")
+    byte_ticks(steps, list(medians(found[1]["rows"], _SHOWN_STEPS[0])))
+    for axes in (*parts, steps):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     environment = found[0]["environment"]

@@ -4,7 +4,8 @@ The time of a call is the longest of the ranks', as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/). Each round times every alternative
 once, after a barrier, so that a machine that slows down slows all of them. The order
 is drawn anew for each round: no alternative always finds what the same other one has
-left in the caches.
+left in the caches. Inputs can be written anew before each call, as training does: what
+another rank has read, and nobody has written since, is faster than any real step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from cores import CoreWatch
 
 __all__ = ["measure", "measure_for"]
 
@@ -33,6 +35,8 @@ def measure(
     *,
     hot: bool = False,
     seed: int = 0,
+    rewrite: Callable[[], object] | None = None,
+    watch: CoreWatch | None = None,
 ) -> Times:
     """Time each call once a round, in a new order in each round.
 
@@ -57,6 +61,10 @@ def measure(
         it finds what another one has left, which is nearer to a training step.
     seed : int
         For the order; the same on all ranks, without which they would hang.
+    rewrite : callable, optional
+        Writes the inputs of all calls; called before each of them.
+    watch : CoreWatch, optional
+        Looks where the cores lie before each call, and after the last of a round.
 
     Returns
     -------
@@ -73,14 +81,21 @@ def measure(
     for index, places in enumerate(order.tolist(), -warm_up):
         for place in places:
             call = functions[place]
+            if rewrite is not None:
+                rewrite()
             if hot:
                 call()
+            if watch is not None:
+                watch.look()
             comm.Barrier()
             start = time.perf_counter()
             call()
             seconds = time.perf_counter() - start
             if index >= 0:
                 times[place, index] = seconds
+        if watch is not None:
+            watch.look()
+            watch.end_round(counted=index >= 0)
     gc.enable()
     comm.Allreduce(mpi.IN_PLACE, times, op=mpi.MAX)
     return dict(zip(calls, times, strict=True))
@@ -94,6 +109,8 @@ def measure_for(
     *,
     least: int = 7,
     hot: bool = False,
+    rewrite: Callable[[], object] | None = None,
+    watch: CoreWatch | None = None,
 ) -> Times:
     """Do what `measure` does, in as many rounds as fit in a time.
 
@@ -113,13 +130,18 @@ def measure_for(
         Timed rounds, also where they take longer.
     hot : bool
         See `measure`.
+    rewrite : callable, optional
+        See `measure`.
+    watch : CoreWatch, optional
+        See `measure`.
 
     Returns
     -------
     dict of str to ndarray of shape (rounds,)
         See `measure`.
     """
-    chunks = [measure(comm, mpi, calls, least, 2, hot=hot)]
+    options: dict[str, Any] = {"hot": hot, "rewrite": rewrite, "watch": watch}
+    chunks = [measure(comm, mpi, calls, least, 2, **options)]
     rounds = least
     # The times are the longest of all ranks, so all of them decide alike. The rounds
     # at most double, because the first ones may have been held up by something.
@@ -131,6 +153,6 @@ def measure_for(
         more = int(min((seconds / spent - 1) * rounds, rounds, MOST_ROUNDS - rounds))
         if more < 1:
             break
-        chunks.append(measure(comm, mpi, calls, more, 0, hot=hot, seed=rounds))
+        chunks.append(measure(comm, mpi, calls, more, 0, seed=rounds, **options))
         rounds += more
     return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in calls}

@@ -85,7 +85,7 @@ class Trainer:
     def __init__(self, strategy: hs.MultiWorkerMirroredStrategy, options: Options):
         self.strategy = strategy
         self.options = options
-        self.is_first = strategy.topology.replica_id == 0
+        self.is_first = strategy.replica_id == 0
         # Without locks, which some parallel file systems lack: nobody writes this file.
         file = h5py.File(options.data, "r", locking=False)
         batch = options.global_batch
@@ -329,7 +329,7 @@ def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
 
     Collective over all replicas. Raises click.ClickException on all, if at all.
     """
-    is_first = strategy.topology.replica_id == 0
+    is_first = strategy.replica_id == 0
     problem = strategy.broadcast_object(find_problem(options) if is_first else None)
     if problem is not None:
         raise click.ClickException(problem)

@@ -54,9 +54,14 @@ def compile_kernel(source: Path, made: Path) -> str:
     headers = sysconfig.get_path("include")
     if not Path(headers, "Python.h").exists():
         return f"there is no Python.h in {headers}"
+    try:
+        import numpy as np
+    except ImportError as error:
+        return f"NumPy's headers are missing: {error}"
     # Beside its place first: another process may have loaded what is there.
     beside = made.with_name(f"{made.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, f"-I{headers}", str(source), "-o", str(beside)]
+    includes = f"-I{headers}", "-isystem", np.get_include()
+    command = [*compiler, *FLAGS, *includes, str(source), "-o", str(beside)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         beside.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ import numpy as np
 
 from hpcstrat.bench.expectation import Expectation
 from hpcstrat.bench.run_file import BenchError, Part, Run, read_run
+from hpcstrat.bench.verdicts import slow_parts, verdicts
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 
 __all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
@@ -82,11 +83,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a page shows; ``notes`` are what a reader must know of the figures."""
+    """All that a page shows.
+
+    ``notes`` are what a reader must know of the figures, ``verdicts`` what to do.
+    """
 
     runs: tuple[Run, ...]
     series: tuple[Series, ...]
     notes: tuple[str, ...] = field(default=())
+    verdicts: tuple[str, ...] = field(default=())
 
     def of(self, name: str) -> list[Series]:
         """Return the series of a part."""
@@ -160,7 +165,8 @@ def analyze(runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()) -> Report
         f"What {source} expects is of no part of these runs: it is not shown."
         for source in expectation.unused()
     ]
-    return Report(tuple(runs), series, (*_notes(runs, series), *notes))
+    notes = [*_notes(runs, series), *slow_parts(series), *notes]
+    return Report(tuple(runs), series, tuple(notes), tuple(verdicts(series)))
 
 
 def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from hpcstrat.bench.analysis import Point, Report, Series
 from hpcstrat.bench.run_file import BenchError
+from hpcstrat.bench.shapes import size_text
 
-__all__ = ["draw", "rate", "require_matplotlib", "save", "size_text"]
+__all__ = ["draw", "rate", "require_matplotlib", "save"]
 
 # Okabe and Ito's palette, which the color-blind can tell apart.
 _BLUE, _ORANGE, _GREEN, _PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
@@ -26,7 +27,6 @@ _SHARES = (
     ("communication", _BLUE),
     ("waiting for late replicas", _ORANGE),
 )
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _STYLE = {
     "axes.edgecolor": "#bbbbbb",
     "axes.grid": True,
@@ -302,14 +302,6 @@ def _draw_sums(sums: Sequence[Series]) -> Any:
     axes.set(xlabel="size of each replica's array", ylabel="seconds")
     axes.legend(loc="upper left")
     return figure
-
-
-def size_text(nbytes: float) -> str:
-    """Return a size for people, such as ``64 KiB``."""
-    unit, name = next(
-        ((unit, name) for unit, name in _UNITS if nbytes >= unit), (1, "B")
-    )
-    return f"{nbytes / unit:.3g} {name}"
 
 
 def _draw_rates(files: Sequence[Series]) -> Any:

@@ -41,7 +41,7 @@ bytes, times in seconds::
       "input_seconds": [...],          in next() of a data set
       "num_calls": 2,                  that replica 0 makes in one step
       "reduced_bytes": 102228132,      that it gives to them
-      "algorithm": "reduce_scattered", of sums of the parameter "nbytes" bytes; empty
+      "algorithm": "reduce_in_memory", of sums of the parameter "nbytes" bytes; empty
       "piece_bytes": 262144,           for a single replica
       "others_share": [0.01, 0.02],    of each worker's host, busy with other programs
       "replicas": {                    sums over the repeats, in the replicas' order

@@ -1,11 +1,19 @@
-"""The arrays of two networks whose gradients are usual sizes to sum."""
+"""Sizes: of two networks whose gradients are usual sizes to sum, and in words."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-__all__ = ["MODELS", "gradient_bytes", "resnet50_shapes", "transformer_shapes"]
+__all__ = [
+    "MODELS",
+    "gradient_bytes",
+    "resnet50_shapes",
+    "size_text",
+    "transformer_shapes",
+]
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 Shapes = list[tuple[int, ...]]
 
@@ -79,3 +87,11 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 def gradient_bytes(model: str) -> int:
     """Return the size of a model's gradients in float32."""
     return 4 * sum(map(math.prod, MODELS[model]()))
+
+
+def size_text(nbytes: float) -> str:
+    """Return a size for people, such as ``64 KiB``."""
+    unit, name = next(
+        ((unit, name) for unit, name in _UNITS if nbytes >= unit), (1, "B")
+    )
+    return f"{nbytes / unit:.3g} {name}"

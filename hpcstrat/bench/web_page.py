@@ -8,8 +8,9 @@ from html import escape
 from typing import Any
 
 from hpcstrat.bench.analysis import RESAMPLES, Point, Report, Series
-from hpcstrat.bench.pictures import rate, size_text
+from hpcstrat.bench.pictures import rate
 from hpcstrat.bench.run_file import Run
+from hpcstrat.bench.shapes import size_text
 
 __all__ = ["page"]
 
@@ -26,6 +27,7 @@ h1 { font-size: 27px; margin: 0 0 2px; }
 h2 { font-size: 19px; margin: 36px 0 8px; }
 h3 { font-size: 15px; margin: 20px 0 6px; }
 p { margin: 6px 0; }
+p.verdict { font-size: 17px; font-weight: 600; }
 .under { color: #5b6775; }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0; }
 .card { background: #fff; border: 1px solid #dfe3e8; border-radius: 8px;
@@ -101,6 +103,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
         f'<p class="under">{escape(sizes)} replicas on {len(hosts)} '
         f"host{'s' * (len(hosts) > 1)}; measured {escape(started[0])} to "
         f"{escape(started[-1])} with hpcstrat {escape(version)}</p>",
+        *[f'<p class="verdict">{escape(words)}</p>' for words in report.verdicts],
         *_cards(report),
         *_notes(report),
         *_steps(report, pictures),

@@ -172,12 +172,6 @@ class Channel:
     ) -> None:
         """Do as `agree`, and let values travel in the header between workers."""
         wire: Any = self.wire
-        if wire.alone and self.is_plain():
-            if self.swap(values, call):
-                values.finish()
-            else:
-                self.end_swap(values, call, timeout_seconds)
-            return
         wire.carried = values
         try:
             self.agree(call, timeout_seconds)
@@ -194,59 +188,6 @@ class Channel:
             or self.sections.failure is not None
             or active.recorder is not None
         )
-
-    def agree_plainly(self, call: Call, timeout_seconds: float | None) -> None:
-        """Do as `agree` in a call that `is_plain`, of a single worker."""
-        steps = self.steps
-        try:
-            self.num_calls += 1
-            steps.post(self.position.run_mark, call.digest ^ self.places.next, 0)
-            looks, agreed = self.waiter.quick_looks, steps.agreed
-            while not (came := agreed()) and looks > 0:
-                looks -= 1
-            if not came:
-                came = self.arrivals.wait(self.waiter, steps, call, timeout_seconds)
-            self.last_call = call
-        except BaseException as error:
-            self.interrupted(call, error)
-            raise
-        if not came:
-            self.settle(call, timeout_seconds)
-
-    def swap(self, values: Carried, call: Call) -> bool:
-        """Announce a call that is `is_plain`, with values, between workers of one rank.
-
-        Whether it has come at once, and so have the values, which are to be added up;
-        otherwise `end_swap` is to be called.
-        """
-        wire: Any = self.wire
-        try:
-            self.num_calls += 1
-            mark, looks = self.position.run_mark, self.waiter.quick_looks
-            came: bool = wire.swap(mark, call.digest, values, looks)
-            self.last_call = call
-            return came
-        except BaseException as error:
-            self.interrupted(call, error)
-            raise
-
-    def end_swap(
-        self, values: Carried, call: Call, timeout_seconds: float | None
-    ) -> None:
-        """Wait for the end of a `swap`, which adds the values up."""
-        wire: Any = self.wire
-        wire.carried = values
-        try:
-            try:
-                wire.take_up(values)
-                came = self.arrivals.wait(self.waiter, wire, call, timeout_seconds)
-            except BaseException as error:
-                self.interrupted(call, error)
-                raise
-            if not came:
-                self.settle(call, timeout_seconds)
-        finally:
-            wire.carried = None
 
     def _announce(
         self, run: int, call: Call, flags: int, timeout_seconds: float | None

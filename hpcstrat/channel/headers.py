@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import platform
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.topology.process_stat import START, STATE, process_stat
@@ -89,11 +89,15 @@ class SegmentHeaders:
             self._barrier()
         return True
 
+    def records(self, tick: int) -> Iterator[tuple[int, ...]]:
+        """Return the records of a tick, of all ranks in their order."""
+        return _RECORD.iter_unpack(self._reads[tick & 1]())
+
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not come."""
         late = []
-        records = _RECORD.iter_unpack(self._read())
-        for rank, (tick, run, digest, flags, check) in enumerate(records):
+        records = enumerate(self.records(self.tick))
+        for rank, (tick, run, digest, flags, check) in records:
             complete = check == hash((tick, run, digest, flags))
             if tick != self.tick or not complete:
                 late.append(self._replicas[rank])

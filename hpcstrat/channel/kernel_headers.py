@@ -25,7 +25,7 @@ def make_kernel(topology: Topology) -> Any:
     module, kernel = load(), None
     if module is not None and comm.size > 1:
         ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        sizes = segment.common_bytes, segment.room_bytes, ring_bytes
+        sizes = segment.common_bytes, segment.part_bytes, ring_bytes
         try:
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
         except ValueError:
@@ -54,7 +54,12 @@ class KernelHeaders(SegmentHeaders):
 
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not come."""
-        return [self._replicas[rank] for rank in self._kernel.missing()]
+        tick = self._kernel.tick
+        return [
+            self._replicas[rank]
+            for rank, (seen, *_) in enumerate(self.records(tick))
+            if seen != tick
+        ]
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -188,46 +188,6 @@ class WireHeaders:
         # Each worker has its own rings, whose places its own ranks compare.
         self._segment.post(run, digest ^ self._places.next, flags)
 
-    def swap(self, run: int, digest: int, load: Carried, looks: int) -> bool:
-        """Announce a header with values that are laid out, and look for the others.
-
-        Only between workers of one rank, with no flags. It is all in one place: right
-        after the system has moved a message, each step of Python takes three times as
-        long as in a loop. Whether all have come, with equal headers; then the values
-        are to be added up, else `take_up` goes before `agreed`.
-        """
-        nbytes = load.nbytes
-        steps = self._kept.get(nbytes) or self._messages_of(nbytes)
-        self._sequence = sequence = self._sequence + 1
-        self._own = own = _HEADER.pack(sequence, run, digest, nbytes << _FLAG_BITS)
-        self._header[:] = own
-        self._phase = _ACROSS
-        for step, messages in enumerate(steps):
-            if step:
-                load.take(step - 1)
-            self._step = step
-            sent, received = messages.first, self._receives[step]
-            sent.Start()
-            received.Start()
-            if messages.sends:
-                return False
-            while not received.Test():
-                looks -= 1
-                if looks <= 0:
-                    return False
-            if self._reads[step]() != own or not sent.Test():
-                return False
-        self._phase = _DONE
-        return True
-
-    def take_up(self, load: Carried) -> None:
-        """Go on with a `swap` as with what `post` has announced."""
-        self._load, self._flags, self._same = load, 0, True
-        self._messages, step = self._kept[load.nbytes], self._step
-        self._received, self._looked = self._receives[step], False
-        self._sent = self._messages[step].first
-        _start(self._messages[step].sends, self._behind)
-
     def agreed(self) -> bool:
         """Whether all ranks have announced the same; False while some are missing."""
         return (self._phase == _DONE or self._came()) and self._same

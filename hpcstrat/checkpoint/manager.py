@@ -113,7 +113,7 @@ class CheckpointManager:
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
-        self._objects, self._keep_best = known, keep_best
+        self._objects, self._keep_best, self._folder = known, keep_best, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
         # Shared: a restore may use what a save has got from the system, and knows no
@@ -233,11 +233,14 @@ class CheckpointManager:
         CheckpointError
             On every rank: if the folder cannot be written, the disk is full, or there
             is a checkpoint of the ``step`` given, or of a later one, which would be
-            taken for the newest; or if an earlier save in the background failed.
+            taken for the newest; if another job saves in the folder; or if an earlier
+            save in the background failed.
             Nothing is left behind, and older checkpoints are as before.
         CollectiveError
             On every rank, if ranks save different steps, metrics or variables, or the
             plain state of an object differs between them.
+        RuntimeError
+            On a coordinator, while scheduled functions have not ended.
         DivergenceError
             On every rank, if the copies of a mirrored variable have come to differ. An
             asynchronous save compares up to 16 MiB of them, or an eighth of a replica's
@@ -249,6 +252,7 @@ class CheckpointManager:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
             )
+        self._strategy.require_idle("save")
         numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
@@ -353,7 +357,10 @@ class CheckpointManager:
             it does not fit (CheckpointMismatchError, also a ValueError, which names
             all that does not); if it is damaged (CorruptCheckpointError); if a rank
             has no memory for it, or cannot read it just now.
+        RuntimeError
+            On a coordinator, while scheduled functions have not ended.
         """
+        self._strategy.require_idle("restore")
         self._settle()
         step = self._restore(
             path,
@@ -507,6 +514,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._saver.close()
+            self._folder.release()
 
     def _add_optional(self, name: str, thing: Any) -> None:
         """Save plain state, too, which checkpoints of before need not have."""

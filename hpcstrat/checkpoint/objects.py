@@ -9,7 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.arguments import refuse_torch
 from hpcstrat.checkpoint.file.plain_state import as_text
-from hpcstrat.checkpoint.file.schema import RESERVED, Entry, Header, section_of
+from hpcstrat.checkpoint.file.schema import (
+    RESERVED,
+    Entry,
+    Header,
+    dtype_name,
+    section_of,
+)
 from hpcstrat.options import VariableAggregation
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
@@ -238,7 +244,7 @@ class Objects:
     def describe(self, variables: dict[str, Variable]) -> str:
         """Say what ranks must agree on: names, types, shapes and aggregations."""
         words = [
-            f"{path} {v.dtype}{list(v.shape)} {v.synchronization.name} "
+            f"{path} {dtype_name(v.dtype)}{list(v.shape)} {v.synchronization.name} "
             f"{v.aggregation.name}"
             for path, v in variables.items()
         ]
@@ -281,7 +287,7 @@ class Objects:
             entries[path] = Entry(
                 path,
                 (*rows, *values[path].shape),
-                variable.dtype.name,
+                dtype_name(variable.dtype),
                 "on_read" if on_read else "on_write",
                 variable.aggregation.name.lower(),
                 variable.trainable,

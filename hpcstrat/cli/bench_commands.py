@@ -219,8 +219,8 @@ def report(
     except BenchError as error:
         raise click.ClickException(str(error)) from error
     # Also in the terminal: who looks at a picture alone would not see them.
-    for note in found.notes:
-        click.echo(note, err=True)
+    for words in (*found.verdicts, *found.notes):
+        click.echo(words, err=True)
     figures = draw(found)
     stem = os.path.splitext(output)[0]
     pictures = {f"{stem}-{name}.png": save(f, "png") for name, f in figures.items()}

@@ -22,7 +22,7 @@ from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.exchanged import exchanged_sum, rounded_sum
 from hpcstrat.collectives.pipeline import Pipeline
-from hpcstrat.collectives.shared_memory import reduce_scattered
+from hpcstrat.collectives.shared_memory import reduce_in_memory
 from hpcstrat.collectives.work import Work
 from hpcstrat.typing import Array
 
@@ -38,7 +38,7 @@ def reduce_hierarchically(
     ``bfloat16`` of ml_dtypes, float32 and float64 travel between workers.
     """
     cross = functools.partial(_over_workers, work, channel, wire_dtype)
-    return reduce_scattered(work, channel, cross)
+    return reduce_in_memory(work, channel, cross)
 
 
 def _over_workers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +24,10 @@ from hpcstrat.collectives.exchanged import (
     reduce_by_exchange,
 )
 from hpcstrat.collectives.flat import reduce_by_mpi
+from hpcstrat.collectives.header_sum import IN_HEADER
 from hpcstrat.collectives.hierarchical import reduce_hierarchically
-from hpcstrat.collectives.inlined import INLINE
-from hpcstrat.collectives.shared_memory import reduce_directly, reduce_scattered
-from hpcstrat.collectives.work import Algorithm
+from hpcstrat.collectives.shared_memory import reduce_in_memory
+from hpcstrat.collectives.work import Choice
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.topology.topology import Topology, slot_bytes
 
@@ -70,23 +70,6 @@ _LEAST_PART_BYTES = 16 << 10
 _MEMORY = "shared memory"
 # Sizes that `schedule` looks at.
 _MOST_SHOWN_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How to reduce."""
-
-    algorithm: Algorithm
-    piece_bytes: int
-    # Whether `SmallReduction` does it, or `InlineReduction`, where it fits.
-    small: bool = False
-    # Whether it can be started, and awaited later.
-    starts: bool = True
-    # Whether it moves all in one worker's memory, so that the kernel, or
-    # `reduce_in_areas`, may take its place.
-    in_worker: bool = False
-    # In words, for timelines and `hpcstrat info`.
-    how: str = ""
 
 
 def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
@@ -155,12 +138,9 @@ def shared_memory(
         # A step costs a turn of each.
         default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
-    if ranks == 2:
-        small = nbytes <= piece // 2
-        return Choice(reduce_directly, piece, small, in_worker=True, how=_MEMORY)
-    most = min(SMALL_BYTES // ranks, piece // 2)
+    most = piece // 2 if ranks == 2 else min(SMALL_BYTES // ranks, piece // 2)
     small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
-    return Choice(reduce_scattered, piece, small, in_worker=True, how=_MEMORY)
+    return Choice(reduce_in_memory, piece, small, in_worker=True, how=_MEMORY)
 
 
 def hierarchical(
@@ -214,7 +194,7 @@ def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]
     def how(nbytes: int) -> str:
         choice = select(nbytes, topology, options)
         inline = choice.small and topology.num_workers > 1
-        return INLINE if inline else choice.how
+        return IN_HEADER if inline else choice.how
 
     found, low = [(1, how(1))], 1
     while low < _MOST_SHOWN_BYTES:

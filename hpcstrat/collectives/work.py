@@ -7,8 +7,10 @@ results, which may be the sources themselves.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,15 @@ from hpcstrat.channel.call import Call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.typing import Array
 
-__all__ = ["Algorithm", "Work", "add_in_order", "divide", "drain", "fill"]
+__all__ = [
+    "Algorithm",
+    "Choice",
+    "Work",
+    "add_in_order",
+    "divide",
+    "drain",
+    "fill",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,32 @@ class Work:
 
 
 Algorithm = Callable[[Work, Channel], Awaits]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to reduce."""
+
+    algorithm: Algorithm
+    piece_bytes: int
+    # Whether all values are few: each rank adds them all itself, or they travel in the
+    # header between workers, where they fit.
+    small: bool = False
+    # Whether it can be started, and awaited later.
+    starts: bool = True
+    # Whether it moves all in one worker's memory, so that the kernel, or
+    # `reduce_in_areas`, may take its place.
+    in_worker: bool = False
+    # In words, for timelines and `hpcstrat info`.
+    how: str = ""
+
+    def replaced(self, algorithm: Algorithm) -> Choice:
+        """Return the same choice with another algorithm."""
+        return replace(self, algorithm=algorithm)
+
+    def with_options(self, **options: Any) -> Choice:
+        """Return the same choice, whose algorithm gets more arguments."""
+        return self.replaced(functools.partial(self.algorithm, **options))
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:

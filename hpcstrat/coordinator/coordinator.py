@@ -281,6 +281,26 @@ class ClusterCoordinator:
         self._pump()
         return self._is_idle()
 
+    @one_thread_at_a_time
+    def require_idle(self, what: str) -> None:
+        """Refuse a call while scheduled functions have not ended.
+
+        Not collective; on the coordinator. For the library's own modules.
+
+        Raises
+        ------
+        RuntimeError
+            If there are any.
+        """
+        self._pump()
+        count = len(self._queue) + sum(len(w.under_way) for w in self._workers)
+        if count:
+            raise RuntimeError(
+                f"expected no scheduled function that may write variables during a "
+                f"{what}, found {count} that have not ended; call the coordinator's "
+                "join() first"
+            )
+
     def fetch(self, val: Tree) -> Tree:
         """Replace each RemoteValue of a structure by its result.
 

@@ -413,6 +413,19 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             for server in self.client.alive():
                 self.client.tell(server, "delete", numbers)
 
+    def require_idle(self, what: str) -> None:
+        """Refuse a call while scheduled functions may write variables.
+
+        Not collective; on the coordinator. For the library's own modules.
+
+        Raises
+        ------
+        RuntimeError
+            If there are any.
+        """
+        if self.coordinator is not None:
+            self.coordinator.require_idle(what)
+
     def close(self) -> None:
         """Let all other ranks end, and free what they share.
 

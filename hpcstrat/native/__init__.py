@@ -16,26 +16,15 @@ import numpy as np
 
 __all__ = ["VERSION", "load", "type_codes"]
 
-VERSION = 1
+VERSION = 2
 """Of the kernel that this package knows: one built from another version is not used."""
 
 # By kind and size of a type; as in the table of kernel.c.
-_CODES = {
-    "f4": 0,
-    "f8": 1,
-    "c8": 2,
-    "c16": 3,
-    "f2": 4,
-    "bfloat16": 5,
-    "i1": 6,
-    "u1": 7,
-    "i2": 8,
-    "u2": 9,
-    "i4": 10,
-    "u4": 11,
-    "i8": 12,
-    "u8": 13,
-}
+_CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
+_CODES |= {"i1": 6, "u1": 6, "i2": 7, "u2": 7, "i4": 8, "u4": 8, "i8": 9, "u8": 9}
+# Of means, where they are others: those of integers are float64.
+_MEAN_CODES = {"i1": 10, "u1": 11, "i2": 12, "u2": 13}
+_MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
 
 
 def load() -> ModuleType | None:
@@ -53,13 +42,16 @@ def load() -> ModuleType | None:
     return found
 
 
-def type_codes(dtypes: Sequence[np.dtype[Any]]) -> bytes | None:
-    """Return the kernel's numbers of types; None where it does not know one."""
-    codes = []
+def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:
+    """Return the kernel's numbers of types; None where it does not know one.
+
+    ``means`` says whether sums are divided.
+    """
+    codes, known = [], _CODES | _MEAN_CODES if means else _CODES
     for dtype in dtypes:
         name = f"{dtype.kind}{dtype.itemsize}" if dtype.isnative else ""
         # Types of other libraries have names only.
-        code = _CODES.get(dtype.name if dtype.num >= 256 else name)
+        code = known.get(dtype.name if dtype.num >= 256 else name)
         if code is None:
             return None
         codes.append(code)

@@ -13,7 +13,11 @@
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,18 +27,17 @@
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #define RELAX() _mm_pause()
-#elif defined(__aarch64__)
-#define RELAX() __asm__ volatile("yield")
+#define FENCE() _mm_sfence()
 #else
 #define RELAX() ((void)0)
+#define FENCE() ((void)0)
 #endif
 
 /* Loops over elements: the best instructions that the processor has. An output is one of
  * the inputs, or overlaps with none. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define LOOPS                                                                               \
-    __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
+#define LOOPS __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
 #else
 #define LOOPS
 #endif
@@ -43,8 +46,6 @@
 #else
 #define EACH _Pragma("GCC ivdep") for
 #endif
-
-#define KERNEL_VERSION 1
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
 enum { LINE = 64, CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
@@ -55,15 +56,17 @@ typedef void (*binary)(void *, const void *, const void *, size_t);
 typedef void (*convert)(void *, const void *, size_t);
 typedef void (*scale)(void *, size_t, double);
 
-#define ADDER(name, type)                                                                   \
-    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {         \
-        type *total = out;                                                                  \
-        const type *left = a, *right = b;                                                   \
-        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);           \
+#define ADDER(name, type)                                                                          \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
+        type *total = out;                                                                         \
+        const type *left = a, *right = b;                                                          \
+        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);                  \
     }
 ADDER(add_float, float)
 ADDER(add_double, double)
 /* Signed numbers wrap around as unsigned ones do. */
+ADDER(add_uint8, uint8_t)
+ADDER(add_uint16, uint16_t)
 ADDER(add_uint32, uint32_t)
 ADDER(add_uint64, uint64_t)
 
@@ -76,46 +79,40 @@ static void add_complex128(void *out, const void *a, const void *b, size_t count
 }
 
 /* As NumPy divides: by a power of two a product has the same bits. */
-#define SCALER(name, type)                                                                  \
-    LOOPS static void name(void *values, size_t count, double divisor) {                    \
-        type *sums = values;                                                                \
-        uint64_t whole = (uint64_t)divisor;                                                 \
-        if (whole & (whole - 1)) {                                                          \
-            type by = (type)divisor;                                                        \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                      \
-        } else {                                                                            \
-            type by = (type)(1 / divisor);                                                  \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                      \
-        }                                                                                   \
+#define SCALER(name, type)                                                                         \
+    LOOPS static void name(void *values, size_t count, double divisor) {                           \
+        type *sums = values;                                                                       \
+        uint64_t whole = (uint64_t)divisor;                                                        \
+        if (whole & (whole - 1)) {                                                                 \
+            type by = (type)divisor;                                                               \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                             \
+        } else {                                                                                   \
+            type by = (type)(1 / divisor);                                                         \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                             \
+        }                                                                                          \
     }
 SCALER(scale_float, float)
 SCALER(scale_double, double)
 
 /* As NumPy divides by a complex number whose imaginary part is 0. */
-#define COMPLEX_SCALER(name, type)                                                          \
-    static void name(void *values, size_t count, double divisor) {                          \
-        type *sums = values, ratio = 0, by = 1 / (type)divisor;                             \
-        for (size_t i = 0; i < count; i++) {                                                \
-            type real = sums[2 * i], imaginary = sums[2 * i + 1];                           \
-            sums[2 * i] = (real + imaginary * ratio) * by;                                  \
-            sums[2 * i + 1] = (imaginary - real * ratio) * by;                              \
-        }                                                                                   \
+#define COMPLEX_SCALER(name, type)                                                                 \
+    static void name(void *values, size_t count, double divisor) {                                 \
+        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
+        for (size_t i = 0; i < count; i++) {                                                       \
+            type real = sums[2 * i], imaginary = sums[2 * i + 1];                                  \
+            sums[2 * i] = (real + imaginary * ratio) * by;                                         \
+            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                     \
+        }                                                                                          \
     }
 COMPLEX_SCALER(scale_complex64, float)
 COMPLEX_SCALER(scale_complex128, double)
 
-#define CONVERTER(name, from, to)                                                           \
-    LOOPS static void name(void *out, const void *in, size_t count) {                       \
-        to *result = out;                                                                   \
-        const from *values = in;                                                            \
-        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                       \
+#define CONVERTER(name, from, to)                                                                  \
+    LOOPS static void name(void *out, const void *in, size_t count) {                              \
+        to *result = out;                                                                          \
+        const from *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                              \
     }
-CONVERTER(int8_to_int32, int8_t, int32_t)
-CONVERTER(uint8_to_int32, uint8_t, int32_t)
-CONVERTER(int16_to_int32, int16_t, int32_t)
-CONVERTER(uint16_to_int32, uint16_t, int32_t)
-CONVERTER(int32_to_int8, uint32_t, uint8_t)
-CONVERTER(int32_to_int16, uint32_t, uint16_t)
 CONVERTER(int8_to_double, int8_t, double)
 CONVERTER(uint8_to_double, uint8_t, double)
 CONVERTER(int16_to_double, int16_t, double)
@@ -125,17 +122,12 @@ CONVERTER(uint32_to_double, uint32_t, double)
 CONVERTER(int64_to_double, int64_t, double)
 CONVERTER(uint64_to_double, uint64_t, double)
 
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t bits_of(float value) {
+typedef union {
     uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
+    float value;
+} word;
+#define FLOAT(b) (((word){.bits = (b)}).value)
+#define BITS(v) (((word){.value = (v)}).bits)
 
 LOOPS static void half_to_float(void *out, const void *in, size_t count) {
     uint32_t *result = out;
@@ -145,7 +137,7 @@ LOOPS static void half_to_float(void *out, const void *in, size_t count) {
         uint32_t exponent = bits & (0x7c00u << 13);
         uint32_t wide = bits + (112u << 23);
         uint32_t special = wide + (112u << 23);
-        uint32_t subnormal = bits_of(float_of(wide + (1u << 23)) - float_of(113u << 23));
+        uint32_t subnormal = BITS(FLOAT(wide + (1u << 23)) - FLOAT(113u << 23));
         wide = exponent == (0x7c00u << 13) ? special : exponent ? wide : subnormal;
         result[i] = wide | (uint32_t)(values[i] & 0x8000) << 16;
     }
@@ -160,7 +152,7 @@ LOOPS static void float_to_half(void *out, const void *in, size_t count) {
         uint32_t sign = values[i] & 0x80000000u, bits = values[i] ^ sign;
         uint32_t payload = 0x7c00u + ((bits & 0x7fffffu) >> 13);
         payload += payload == 0x7c00u;
-        uint32_t subnormal = bits_of(float_of(bits) + float_of(magic)) - magic;
+        uint32_t subnormal = BITS(FLOAT(bits) + FLOAT(magic)) - magic;
         uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
         uint32_t half = bits < 113u << 23 ? subnormal : normal;
         half = bits >= 143u << 23 ? 0x7c00u : half;
@@ -195,102 +187,90 @@ typedef struct {
     convert widen, narrow;
 } type;
 
-/* By the code that Python gives, see hpcstrat/native/__init__.py; sums, then means. */
-static const type TYPES[][2] = {
-    {{4, 4, 4, add_float, NULL, NULL, NULL}, {4, 4, 4, add_float, scale_float, NULL, NULL}},
-    {{8, 8, 8, add_double, NULL, NULL, NULL}, {8, 8, 8, add_double, scale_double, NULL, NULL}},
-    {{8, 8, 8, add_complex64, NULL, NULL, NULL},
-     {8, 8, 8, add_complex64, scale_complex64, NULL, NULL}},
-    {{16, 16, 16, add_complex128, NULL, NULL, NULL},
-     {16, 16, 16, add_complex128, scale_complex128, NULL, NULL}},
-    {{2, 4, 2, add_float, NULL, half_to_float, float_to_half},
-     {2, 4, 2, add_float, scale_float, half_to_float, float_to_half}},
-    {{2, 4, 2, add_float, NULL, bfloat16_to_float, float_to_bfloat16},
-     {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16}},
-    {{1, 4, 1, add_uint32, NULL, int8_to_int32, int32_to_int8},
-     {1, 8, 8, add_double, scale_double, int8_to_double, NULL}},
-    {{1, 4, 1, add_uint32, NULL, uint8_to_int32, int32_to_int8},
-     {1, 8, 8, add_double, scale_double, uint8_to_double, NULL}},
-    {{2, 4, 2, add_uint32, NULL, int16_to_int32, int32_to_int16},
-     {2, 8, 8, add_double, scale_double, int16_to_double, NULL}},
-    {{2, 4, 2, add_uint32, NULL, uint16_to_int32, int32_to_int16},
-     {2, 8, 8, add_double, scale_double, uint16_to_double, NULL}},
-    {{4, 4, 4, add_uint32, NULL, NULL, NULL},
-     {4, 8, 8, add_double, scale_double, int32_to_double, NULL}},
-    {{4, 4, 4, add_uint32, NULL, NULL, NULL},
-     {4, 8, 8, add_double, scale_double, uint32_to_double, NULL}},
-    {{8, 8, 8, add_uint64, NULL, NULL, NULL},
-     {8, 8, 8, add_double, scale_double, int64_to_double, NULL}},
-    {{8, 8, 8, add_uint64, NULL, NULL, NULL},
-     {8, 8, 8, add_double, scale_double, uint64_to_double, NULL}},
+/* By the code that Python gives, see hpcstrat/native/__init__.py: floats; sums of integers;
+ * means of integers. */
+static const type TYPES[] = {
+    {4, 4, 4, add_float, scale_float, NULL, NULL},
+    {8, 8, 8, add_double, scale_double, NULL, NULL},
+    {8, 8, 8, add_complex64, scale_complex64, NULL, NULL},
+    {16, 16, 16, add_complex128, scale_complex128, NULL, NULL},
+    {2, 4, 2, add_float, scale_float, half_to_float, float_to_half},
+    {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16},
+    {1, 1, 1, add_uint8, NULL, NULL, NULL},
+    {2, 2, 2, add_uint16, NULL, NULL, NULL},
+    {4, 4, 4, add_uint32, NULL, NULL, NULL},
+    {8, 8, 8, add_uint64, NULL, NULL, NULL},
+    {1, 8, 8, add_double, scale_double, int8_to_double, NULL},
+    {1, 8, 8, add_double, scale_double, uint8_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, int16_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, uint16_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, int32_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
-/* Store past the cache, where a processor can: the caller ends its stores by a `fence`. */
-static void stream(char *to, const char *from, size_t nbytes) {
+/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
+static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);
-    if (head > nbytes) head = nbytes;
-    memcpy(to, from, head);
-    size_t i = head;
-    for (; i + LINE <= nbytes; i += LINE) {
-        for (size_t j = 0; j < LINE; j += sizeof(__m128i)) {
-            __m128i part = _mm_loadu_si128((const __m128i *)(from + i + j));
-            _mm_stream_si128((__m128i *)(to + i + j), part);
+    if (past_cache && head < nbytes) {
+        memcpy(to, from, head);
+        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
+            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
+                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
         }
     }
-    memcpy(to + i, from + i, nbytes - i);
-#else
+#endif
+    (void)past_cache;
     memcpy(to, from, nbytes);
-#endif
-}
-
-static inline void fence(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
 }
 
 /* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie,
- * which may change while a program runs; so each rank tries them now and then, for each
- * size, and takes the one that was fastest. What others see is the same in any case. */
+ * which may change while a program runs. So each rank tries them for each kind of call, and
+ * takes the one that was fastest; again where that has changed, and one of the others now
+ * and then. What other ranks see is the same in any case. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
-enum { NUM_SIZES = 12, CALLS_BETWEEN_TRIALS = 256 };
+enum { FIRST_TRIALS = 4 * NUM_FORMS, BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6 };
 
 typedef struct {
     double seconds[NUM_FORMS];
-    unsigned calls;
+    /* How many calls, and odd ones in a row; how often this has called for new trials. */
+    unsigned calls, odd, patience;
     int last;
 } trials;
-
-static int best_form(const trials *of) {
-    int best = 0;
-    for (int form = 1; form < NUM_FORMS; form++)
-        if (of->seconds[form] < of->seconds[best]) best = form;
-    return best;
-}
 
 /* Each trial takes two calls: the first pays for where the one before has left the lines,
  * and is not counted. */
 static int next_form(trials *of) {
-    unsigned turn = of->calls % CALLS_BETWEEN_TRIALS, round = of->calls / CALLS_BETWEEN_TRIALS;
-    of->calls++;
-    if (!round && turn < 2 * NUM_FORMS) return (int)turn / 2;
-    int best = best_form(of);
-    return turn < 2 ? (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS : best;
+    unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
+    int best = 0;
+    for (int form = 1; form < NUM_FORMS; form++)
+        if (of->seconds[form] < of->seconds[best]) best = form;
+    if (of->calls++ < FIRST_TRIALS) return (int)turn / 2 % NUM_FORMS;
+    int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
+    /* Those that were much slower are seldom tried again. */
+    int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
+    return round && tried && turn < 2 ? other : best;
 }
 
-static void learn(trials *of, int form, double seconds) {
-    double known = of->seconds[form];
-    if (form != of->last) {
-        of->last = form;
-        if (known > 0) return;
-    }
-    /* One slow call may have other reasons; several show a change. */
-    if (known > 0 && seconds > 1.25 * known) seconds = 1.25 * known;
-    of->seconds[form] = seconds;
+/* Take note of how long a call has taken; return whether that has changed for good. */
+static int learn(trials *of, int form, double seconds) {
+    double *known = of->seconds + form;
+    int first = form != of->last;
+    of->last = form;
+    if (*known == 0 || (of->calls <= FIRST_TRIALS && seconds < *known)) *known = seconds;
+    if (first || of->calls <= FIRST_TRIALS) return 0;
+    /* One odd call may have other reasons; several in a row show a change. */
+    int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
+    of->odd = odd ? of->odd + 1 : 0;
+    *known += (seconds - *known) / (odd ? 32 : 8);
+    if (of->odd < ODD_CALLS || of->calls <= (unsigned)BETWEEN_TRIALS << of->patience) return 0;
+    of->patience += of->patience < MOST_PATIENCE;
+    return 1;
 }
 
 static double now(void) {
@@ -305,7 +285,9 @@ typedef struct {
     _Atomic uint64_t tick;
     _Atomic int64_t run;
     _Atomic uint64_t digest, flags;
-    uint64_t unused[4];
+    /* How often this rank wants copies to have been tried; not compared. */
+    _Atomic uint64_t trials;
+    uint64_t unused[3];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
@@ -321,7 +303,8 @@ typedef struct {
     /* What this rank has announced. */
     uint64_t tick, digest, flags;
     int64_t run;
-    trials sizes[NUM_SIZES];
+    /* How often trials have begun anew, on all ranks alike, and how often they should. */
+    uint64_t num_trials, wanted_trials;
 } kernel;
 
 /* Return where the next place begins in each ring; see `Places.take`. */
@@ -343,6 +326,7 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->run, run, memory_order_relaxed);
     atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
     atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
+    atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
     /* All that was stored before is seen by whoever sees the tick. */
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
 }
@@ -359,6 +343,17 @@ static int look(const kernel *k) {
             atomic_load_explicit(&all[rank].flags, memory_order_relaxed) != k->flags)
             return DIFFERS;
     return DONE;
+}
+
+/* Begin to try all copies anew, where any rank wants to: then the cores have moved. */
+static void agree_on_trials(kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    uint64_t most = 0;
+    for (int rank = 0; rank < k->size; rank++) {
+        uint64_t wanted = atomic_load_explicit(&all[rank].trials, memory_order_relaxed);
+        most = wanted > most ? wanted : most;
+    }
+    k->num_trials = k->wanted_trials = most;
 }
 
 static int look_often(const kernel *k, long looks) {
@@ -384,6 +379,14 @@ typedef struct {
     size_t done, left;
 } cursor;
 
+/* An array of a call: which it is, its elements, where they lie, and where its result. */
+typedef struct {
+    int array;
+    size_t count;
+    const char *source;
+    char *target;
+} entry;
+
 /* The arrays of one type. */
 typedef struct {
     const type *type;
@@ -394,21 +397,23 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     kernel *kernel;
-    int num_arrays, num_buckets, scattered, means;
+    int num_arrays, num_buckets, scattered;
     size_t nbytes, piece, place_bytes;
     double divisor;
     bucket *buckets;
-    /* In the order of the types: which array, and its elements. */
-    int *order;
-    size_t *counts;
-    /* Of a call: what it keeps alive, and where the arrays lie, in the same order. */
+    /* The arrays, in the order of the types. */
+    entry *entries;
+    /* Lists of arrays without memory, like those of a call, and like their results. */
+    PyObject *likes, *result_likes;
+    /* What a call keeps alive. */
     PyObject *arrays, *results;
-    const char **sources;
-    char **targets;
     cursor laid, added, copied;
     size_t place, after;
     /* Whether own values are read where they are; which copies stream. */
-    int near, form, follows;
+    int near, form, follows, in_place;
+    /* Of calls into other memory, and in place. */
+    trials kinds[2];
+    uint64_t num_trials;
     enum { IDLE, IN_HEADER, IN_STEP } state;
     double seconds;
     int timed;
@@ -421,8 +426,8 @@ static cursor start_of(const sum *s) {
 
 /* Take the next elements of one array, `most` at most; return how many. */
 static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *first) {
-    while (c->done == s->counts[c->array]) c->array++, c->done = 0;
-    size_t count = s->counts[c->array] - c->done;
+    while (c->done == s->entries[c->array].count) c->array++, c->done = 0;
+    size_t count = s->entries[c->array].count - c->done;
     if (count > most) count = most;
     *array = c->array, *first = c->done;
     c->done += count, c->left -= count;
@@ -453,21 +458,19 @@ static void lay_out(sum *s, size_t place) {
     while ((size = run_of(s, &s->laid, &used, &of))) {
         for (; size; size -= count, used += count * of->wide) {
             count = span(s, &s->laid, size, &array, &first);
-            const char *from = s->sources[array] + first * of->size;
+            const char *from = s->entries[array].source + first * of->size;
             if (of->widen)
                 of->widen(own + used, from, count);
-            else if (!(s->form & STREAM_PLACES))
-                memcpy(own + used, from, count * of->size);
             else
-                stream(own + used, from, count * of->size);
+                copy(own + used, from, count * of->size, s->form & STREAM_PLACES);
         }
     }
-    if (s->form & STREAM_PLACES) fence();
+    if (s->form & STREAM_PLACES) FENCE();
 }
 
 /* Add a span of all ranks' places, `offset` bytes into them, in the order of the ranks. */
-static void add_span(const sum *s, const type *of, const char *near, size_t offset,
-                     char *out, int straight, size_t count) {
+static void add_span(const sum *s, const type *of, const char *near, size_t offset, char *out,
+                     int straight, size_t count) {
     kernel *k = s->kernel;
     _Alignas(LINE) char total[CHUNK];
     const size_t most = CHUNK / of->wide;
@@ -483,14 +486,12 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
         of->add(into, first, second, part);
         for (int rank = 2; rank < k->size; rank++)
             of->add(into, into, at(k, rank, s->place + offset), part);
-        if (of->divide) of->divide(into, part, s->divisor);
+        if (s->divisor > 0) of->divide(into, part, s->divisor);
         if (straight) continue;
         if (of->narrow)
             of->narrow(out + i * of->result, total, part);
-        else if (s->form & STREAM_RESULTS)
-            stream(out + i * of->wide, total, part * of->wide);
         else
-            memcpy(out + i * of->wide, total, part * of->wide);
+            copy(out + i * of->wide, total, part * of->wide, s->form & STREAM_RESULTS);
     }
 }
 
@@ -504,13 +505,13 @@ static void add_piece(sum *s) {
             count = span(s, &s->added, size, &array, &first);
             const char *near = NULL;
             if (s->near && !of->widen && s->kernel->size == 2)
-                near = s->sources[array] + first * of->size;
+                near = s->entries[array].source + first * of->size;
             int straight = !of->narrow && !(s->form & STREAM_RESULTS);
-            add_span(s, of, near, used, s->targets[array] + first * of->result, straight,
+            add_span(s, of, near, used, s->entries[array].target + first * of->result, straight,
                      count);
         }
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Return where a rank's segment of a run begins, in whole cache lines. */
@@ -537,7 +538,7 @@ static void add_segments(sum *s) {
         for (size_t left = size; left; left -= span(s, &s->added, left, &array, &first)) {
         }
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Copy the sums of a piece out of the places of the ranks that have added them. */
@@ -549,7 +550,7 @@ static void copy_out(sum *s) {
         size_t count;
         for (size_t begin = 0; begin < size; begin += count) {
             count = span(s, &s->copied, size - begin, &array, &first);
-            char *out = s->targets[array] + first * of->result;
+            char *out = s->entries[array].target + first * of->result;
             for (int rank = 0; rank < s->kernel->size; rank++) {
                 size_t low = segment(s, of, size, rank), high = segment(s, of, size, rank + 1);
                 if (low < begin) low = begin;
@@ -559,15 +560,13 @@ static void copy_out(sum *s) {
                 char *to = out + (low - begin) * of->result;
                 if (of->narrow)
                     of->narrow(to, from, high - low);
-                else if (s->form & STREAM_RESULTS)
-                    stream(to, from, (high - low) * of->wide);
                 else
-                    memcpy(to, from, (high - low) * of->wide);
+                    copy(to, from, (high - low) * of->wide, s->form & STREAM_RESULTS);
             }
         }
         used += size * of->wide;
     }
-    if (s->form & STREAM_RESULTS) fence();
+    if (s->form & STREAM_RESULTS) FENCE();
 }
 
 /* Whether pieces are left to lay out. */
@@ -578,17 +577,17 @@ static int has_more(const sum *s) {
     return run_of(s, &probe, &used, &of) > 0;
 }
 
-static trials *trials_of(sum *s) {
-    if (s->nbytes < STREAM_FROM) return NULL;
-    int size = 0;
-    while (size + 1 < NUM_SIZES && s->nbytes >> size >= 2 * STREAM_FROM) size++;
-    return s->kernel->sizes + size;
-}
+static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
 
 /* Lay out the first piece: before the header. */
 static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
     trials *of = trials_of(s);
+    if (s->num_trials != s->kernel->num_trials) {
+        for (int i = 0; i < 2; i++)
+            memset(s->kinds[i].seconds, 0, sizeof of->seconds), s->kinds[i].calls = 0;
+        s->num_trials = s->kernel->num_trials;
+    }
     s->form = of ? next_form(of) : PLAIN;
     s->timed = of != NULL;
     double start = of ? now() : 0;
@@ -610,7 +609,10 @@ static int advance(sum *s, uint64_t digest, long looks) {
             return s->state == IN_HEADER ? HEADER_AWAITED : STEP_AWAITED;
         }
         if (found == DIFFERS) return s->state == IN_HEADER ? DIFFERS : STEP_DIFFERS;
-        if (s->state == IN_HEADER && s->timed) start = now();
+        if (s->state == IN_HEADER && trials_of(s)) {
+            agree_on_trials(k);
+            start = now();
+        }
         if (s->state == IN_STEP) {
             if (s->scattered) copy_out(s);
             s->place = s->after;
@@ -632,59 +634,52 @@ static int advance(sum *s, uint64_t digest, long looks) {
         }
     }
     s->state = IDLE;
-    if (s->timed) learn(trials_of(s), s->form, s->seconds + now() - start);
+    if (s->timed && learn(trials_of(s), s->form, s->seconds + now() - start))
+        k->wanted_trials = k->num_trials + 1;
     return DONE;
 }
 
 /* ---- What Python sees ----------------------------------------------------------------- */
 
-/* Find where arrays lie; they are kept by the caller, or by the sum. */
-static int find(sum *s, PyObject *arrays, int writes) {
-    if (!PyList_Check(arrays) || PyList_Size(arrays) != s->num_arrays) {
-        PyErr_Format(PyExc_ValueError, "expected a list of %d arrays", s->num_arrays);
-        return -1;
+static int is_like(PyObject *value, PyObject *expected, int flags) {
+    if (!PyArray_CheckExact(value)) return 0;
+    PyArrayObject *array = (PyArrayObject *)value, *like = (PyArrayObject *)expected;
+    if ((PyArray_FLAGS(array) & flags) != flags || !PyArray_SAMESHAPE(array, like)) return 0;
+    return PyArray_DESCR(array) == PyArray_DESCR(like) ||
+           PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(like));
+}
+
+/* Return an item of a list of arrays, or the only array itself; a borrowed reference. */
+static PyObject *item(PyObject *value, int i) {
+    return PyList_CheckExact(value) ? PyList_GetItem(value, i) : value;
+}
+
+/* Find where arrays lie, if all are of the right kinds, and without gaps. */
+static int find(sum *s, PyObject *values, int writes) {
+    if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
+        return 0;
+    int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    PyObject *likes = writes ? s->result_likes : s->likes;
+    for (int i = 0; i < s->num_arrays; i++) {
+        PyObject *array = item(values, s->entries[i].array);
+        if (!is_like(array, item(likes, s->entries[i].array), flags)) return 0;
+        char *data = PyArray_DATA((PyArrayObject *)array);
+        if (writes)
+            s->entries[i].target = data;
+        else
+            s->entries[i].source = data;
     }
-    for (int b = 0; b < s->num_buckets; b++) {
-        const type *of = s->buckets[b].type;
-        for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
-            Py_buffer view;
-            PyObject *array = PyList_GetItem(arrays, s->order[i]);
-            if (PyObject_GetBuffer(array, &view, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
-                PyErr_Clear();
-                PyErr_SetString(PyExc_BufferError, "expected arrays in C order");
-                return -1;
-            }
-            size_t size = writes ? of->result : of->size;
-            size_t length = (size_t)view.len;
-            if (writes)
-                s->targets[i] = view.buf;
-            else
-                s->sources[i] = view.buf;
-            PyBuffer_Release(&view);
-            size_t part = size < sizeof(double) ? size : sizeof(double);
-            if ((uintptr_t)view.buf % part) {
-                PyErr_SetString(PyExc_BufferError, "expected aligned arrays");
-                return -1;
-            }
-            if (length != s->counts[i] * size) {
-                PyErr_Format(PyExc_ValueError, "expected %zu elements of %zu bytes in array %d",
-                             s->counts[i], size, s->order[i]);
-                return -1;
-            }
-        }
-    }
-    return 0;
+    return 1;
 }
 
 static void let_go(sum *s) {
-    PyObject *arrays = s->arrays, *results = s->results;
-    s->arrays = s->results = NULL;
-    Py_XDECREF(arrays);
-    Py_XDECREF(results);
+    Py_CLEAR(s->arrays);
+    Py_CLEAR(s->results);
 }
 
 typedef struct {
     uintptr_t begin, end;
+    int writes;
 } extent;
 
 static int compare_extents(const void *one, const void *other) {
@@ -700,123 +695,132 @@ static int lie_apart(const sum *s) {
     for (int b = 0; b < s->num_buckets; b++) {
         const type *of = s->buckets[b].type;
         for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
-            uintptr_t source = (uintptr_t)s->sources[i], target = (uintptr_t)s->targets[i];
-            if (!s->counts[i]) continue;
-            extents[found++] = (extent){target, target + s->counts[i] * of->result};
+            uintptr_t source = (uintptr_t)s->entries[i].source,
+                      target = (uintptr_t)s->entries[i].target;
+            if (!s->entries[i].count) continue;
+            extents[found++] = (extent){target, target + s->entries[i].count * of->result, 1};
             if (source == target && of->size == of->result) continue;
-            extents[found++] = (extent){source, source + s->counts[i] * of->size};
+            extents[found++] = (extent){source, source + s->entries[i].count * of->size, 0};
         }
     }
     qsort(extents, found, sizeof *extents, compare_extents);
+    /* Where all before it end, and those of them that are written. */
+    uintptr_t end = 0, written = 0;
     int apart = 1;
-    for (size_t i = 1; i < found; i++) apart &= extents[i - 1].end <= extents[i].begin;
+    for (size_t i = 0; i < found; i++) {
+        apart &= extents[i].begin >= (extents[i].writes ? end : written);
+        if (extents[i].end > end) end = extents[i].end;
+        if (extents[i].writes && extents[i].end > written) written = extents[i].end;
+    }
     PyMem_Free(extents);
     return apart;
 }
 
-static PyObject *dtype_name, *shape_name;
-
-/* Whether an attribute of an array is, or equals, what is expected. */
-static int has(PyObject *array, PyObject *name, PyObject *expected) {
-    PyObject *value = PyObject_GetAttr(array, name);
-    if (!value) return -1;
-    int same = value == expected ? 1 : PyObject_RichCompareBool(value, expected, Py_EQ);
-    Py_DECREF(value);
-    return same;
+/* Return new arrays for the results: a list where `listed`, else one. */
+static PyObject *make_results(const sum *s, int listed) {
+    PyObject *results = listed ? PyList_New(s->num_arrays) : NULL;
+    for (int i = 0; i < s->num_arrays; i++) {
+        PyArrayObject *like = (PyArrayObject *)PyList_GetItem(s->result_likes, i);
+        PyObject *one = PyArray_NewLikeArray(like, NPY_CORDER, NULL, 0);
+        if (!listed) return one;
+        if (results && (!one || PyList_SetItem(results, i, one))) Py_CLEAR(results);
+        if (!results) return NULL;
+    }
+    return results;
 }
 
-/* Whether a list holds arrays of a class, with these dtypes and shapes, two by two. */
-static int holds(PyObject *arrays, PyObject *class, PyObject *kinds) {
-    Py_ssize_t count = PyList_Size(arrays);
-    if (PyTuple_Size(kinds) != 2 * count) return 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *array = PyList_GetItem(arrays, i);
-        if ((PyObject *)Py_TYPE(array) != class) return 0;
-        int same = has(array, dtype_name, PyTuple_GetItem(kinds, 2 * i));
-        if (same == 1) same = has(array, shape_name, PyTuple_GetItem(kinds, 2 * i + 1));
-        if (same != 1) return same;
+/* Lay out the first piece, if the arrays are what is expected, and lie apart unless
+ * `anyhow`. Return whether they do; -1 with an error. */
+static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
+    if (!is_open(s->kernel)) return -1;
+    int listed = PyList_CheckExact(arrays);
+    if (!find(s, arrays, 0)) return 0;
+    if (results != Py_None && PyList_CheckExact(results) != listed) return 0;
+    PyObject *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
+    if (!into) return -1;
+    s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
+    s->in_place = s->entries->source == s->entries->target;
+    if (s->near < !anyhow) {
+        Py_DECREF(into);
+        return 0;
     }
+    let_go(s);
+    s->results = into;
+    /* The arrays themselves: their lists may change meanwhile. */
+    s->arrays = listed ? Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
+                                       PyList_GetSlice(into, 0, s->num_arrays))
+                       : Py_NewRef(arrays);
+    if (!s->arrays) return -1;
+    begin(s);
     return 1;
 }
 
-/* holds(arrays, class, kinds): of a list, see above. */
-static PyObject *kernel_holds(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    if (count != 3 || !PyList_Check(args[0]) || !PyTuple_Check(args[2]))
-        return PyErr_Format(PyExc_TypeError, "expected a list, a class and a tuple");
-    int found = holds(args[0], args[1], args[2]);
-    return found < 0 ? NULL : PyBool_FromLong(found);
+/* start(arrays, results): before the header. Whether the arrays are as expected. */
+static PyObject *sum_start(PyObject *self, PyObject *args) {
+    PyObject *arrays, *results;
+    if (!PyArg_ParseTuple(args, "OO", &arrays, &results)) return NULL;
+    int started = start((sum *)self, arrays, results, 1);
+    return started < 0 ? NULL : PyBool_FromLong(started);
 }
 
-/* start(arrays, results, near): before the header. `near` says that values may be read
- * where they are, as no result lies over another array; 2, that this is to be seen. */
-static PyObject *sum_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    sum *s = (sum *)self;
-    if (count < 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments");
-    if (!is_open(s->kernel)) return NULL;
-    if (find(s, args[0], 0) || find(s, args[1], 1)) return NULL;
-    long near = PyLong_AsLong(args[2]);
-    if (PyErr_Occurred()) return NULL;
-    if (near == 2 && !lie_apart(s)) {
-        PyErr_SetString(PyExc_BufferError, "expected results that lie apart");
-        return NULL;
-    }
-    let_go(s);
-    s->arrays = Py_NewRef(args[0]), s->results = Py_NewRef(args[1]);
-    s->near = near != 0;
-    begin(s);
-    Py_RETURN_NONE;
-}
-
-static PyObject *go_on(sum *s, uint64_t digest, long looks) {
+static int go_on(sum *s, uint64_t digest, long looks) {
     int found = s->nbytes < UNLOCKED_FROM ? advance(s, digest, looks < 100 ? looks : 100) : 0;
     if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
         found = advance(s, digest, looks);
-        Py_END_ALLOW_THREADS
+        PyEval_RestoreThread(thread);
     }
-    if (found == DONE) let_go(s);
-    return PyLong_FromLong(found);
+    return found;
 }
 
 /* go_on(digest, looks): after the header. */
-static PyObject *sum_go_on(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *sum_go_on(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments");
+    unsigned long long digest;
+    long looks;
+    if (!PyArg_ParseTuple(args, "Kl", &digest, &looks)) return NULL;
     if (s->state == IDLE) return PyErr_Format(PyExc_RuntimeError, "no call is under way");
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[0]);
-    long looks = PyLong_AsLong(args[1]);
-    if (PyErr_Occurred()) return NULL;
-    return go_on(s, digest, looks);
+    return PyLong_FromLong(go_on(s, digest, looks));
 }
 
-/* reduce(arrays, results, near, run, digest, looks): start, the header, and go_on. */
+/* Give the results away, and let go of the arrays. */
+static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
+    sum *s = (sum *)self;
+    if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call has been made");
+    PyObject *results = Py_NewRef(s->results);
+    let_go(s);
+    return results;
+}
+
+/* reduce(arrays, results, run, digest, looks): start, the header, and go_on. Return the
+ * results, which are new where None is given; what is awaited, as a number; or None, if
+ * the arrays are not as expected, or do not lie apart: then nothing has been done. */
 static PyObject *sum_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     sum *s = (sum *)self;
-    if (count != 6) return PyErr_Format(PyExc_TypeError, "expected 6 arguments");
-    int64_t run = PyLong_AsLongLong(args[3]);
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[4]);
-    long looks = PyLong_AsLong(args[5]);
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments");
+    int64_t run = PyLong_AsLongLong(args[2]);
+    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[3]);
+    long looks = PyLong_AsLong(args[4]);
     if (PyErr_Occurred()) return NULL;
-    PyObject *started = sum_start(self, args, 3);
-    if (!started) return NULL;
-    Py_DECREF(started);
+    int started = start(s, args[0], args[1], 0);
+    if (started < 0) return NULL;
+    if (!started) Py_RETURN_NONE;
     post(s->kernel, run, digest ^ s->kernel->next, 0);
-    return go_on(s, digest, looks);
-}
-
-static void free_sum(sum *s) {
-    let_go(s);
-    Py_CLEAR(s->kernel);
-    PyMem_Free(s->buckets), PyMem_Free(s->order), PyMem_Free(s->counts);
-    PyMem_Free(s->sources), PyMem_Free(s->targets);
+    int found = go_on(s, digest, looks);
+    return found == DONE ? sum_take_results(self, NULL) : PyLong_FromLong(found);
 }
 
 static void sum_dealloc(PyObject *self) {
-    PyTypeObject *kind = Py_TYPE(self);
-    free_sum((sum *)self);
-    ((freefunc)PyType_GetSlot(kind, Py_tp_free))(self);
-    Py_DECREF(kind);
+    PyTypeObject *class = Py_TYPE(self);
+    sum *s = (sum *)self;
+    let_go(s);
+    Py_XDECREF(s->likes);
+    Py_XDECREF(s->result_likes);
+    Py_XDECREF((PyObject *)s->kernel);
+    PyMem_Free(s->buckets);
+    PyMem_Free(s->entries);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
 }
 
 static size_t power_of_two(size_t nbytes) {
@@ -826,47 +830,48 @@ static size_t power_of_two(size_t nbytes) {
 }
 
 /* Sort the arrays by type, in the order in which the types appear. */
-static int sort(sum *s, const char *codes, PyObject *counts) {
+static void sort(sum *s, const char *codes) {
     int taken = 0;
-    for (int code = 0, i = 0; i < s->num_arrays; i++) {
-        code = (unsigned char)codes[i];
+    for (int i = 0; i < s->num_arrays; i++) {
+        const type *of = &TYPES[(unsigned char)codes[i]];
         int known = 0;
-        for (int b = 0; b < s->num_buckets; b++)
-            known |= s->buckets[b].type == &TYPES[code][s->means];
+        for (int b = 0; b < s->num_buckets; b++) known |= s->buckets[b].type == of;
         if (known) continue;
         bucket *b = s->buckets + s->num_buckets++;
-        b->type = &TYPES[code][s->means];
-        b->first = taken, b->elements = 0;
+        b->type = of, b->first = taken, b->elements = 0;
         for (int j = i; j < s->num_arrays; j++) {
             if (codes[j] != codes[i]) continue;
-            s->order[taken] = j;
-            s->counts[taken] = PyLong_AsSize_t(PyList_GetItem(counts, j));
-            if (PyErr_Occurred()) return -1;
-            b->elements += s->counts[taken++];
+            size_t elements = (size_t)PyArray_SIZE((PyArrayObject *)PyList_GetItem(s->likes, j));
+            s->entries[taken].array = j, s->entries[taken++].count = elements;
+            b->elements += elements;
         }
         b->end = taken;
         s->nbytes += b->elements * b->type->wide;
     }
-    return 0;
+}
+
+/* Whether a list holds `count` arrays. */
+static int holds_arrays(PyObject *list, Py_ssize_t count) {
+    int holds = PyList_Size(list) == count;
+    for (Py_ssize_t i = 0; holds && i < count; i++) holds = PyArray_Check(PyList_GetItem(list, i));
+    return holds;
 }
 
 static PyObject *kernel_type, *sum_type;
 
-/* Sum(kernel, codes, counts, piece_bytes, divisor, scattered) */
-static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
+/* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered) */
+static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     sum *s = (sum *)self;
-    PyObject *owner, *counts;
+    PyObject *owner, *likes, *result_likes;
     const char *codes;
     Py_ssize_t num_arrays, piece;
-    if (names && PyDict_Size(names)) {
-        PyErr_SetString(PyExc_TypeError, "expected no names of arguments");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(args, "O!y#O!ndp", kernel_type, &owner, &codes, &num_arrays, &PyList_Type, &counts,
-                          &piece, &s->divisor, &s->scattered))
+    if (!PyArg_ParseTuple(args, "O!y#O!O!ndp", kernel_type, &owner, &codes, &num_arrays,
+                          &PyList_Type, &likes, &PyList_Type, &result_likes, &piece, &s->divisor,
+                          &s->scattered))
         return -1;
     kernel *k = (kernel *)owner;
-    int good = num_arrays > 0 && num_arrays < INT32_MAX && PyList_Size(counts) == num_arrays;
+    int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
+               holds_arrays(result_likes, num_arrays);
     for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
     size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
     if (place > slot) place = slot;
@@ -875,18 +880,16 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
         return -1;
     }
     size_t n = (size_t)num_arrays;
-    s->num_arrays = (int)num_arrays, s->means = s->divisor != 0, s->piece = (size_t)piece;
+    s->num_arrays = (int)num_arrays, s->piece = (size_t)piece;
     s->buckets = PyMem_Calloc(n < NUM_TYPES ? n : NUM_TYPES, sizeof *s->buckets);
-    s->order = PyMem_Calloc(n, sizeof *s->order);
-    s->counts = PyMem_Calloc(n, sizeof *s->counts);
-    s->sources = PyMem_Calloc(n, sizeof *s->sources);
-    s->targets = PyMem_Calloc(n, sizeof *s->targets);
-    if (!s->buckets || !s->order || !s->counts || !s->sources || !s->targets) {
+    s->entries = PyMem_Calloc(n, sizeof *s->entries);
+    if (!s->buckets || !s->entries) {
         PyErr_NoMemory();
         return -1;
     }
     s->kernel = (kernel *)Py_NewRef(owner);
-    if (sort(s, codes, counts)) return -1;
+    s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
+    sort(s, codes);
     /* Of a single piece no more than it needs; each run may leave a part of a line. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
@@ -894,94 +897,38 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *names) {
 }
 
 /* post(run, digest, flags) */
-static PyObject *kernel_post(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments");
-    int64_t run = PyLong_AsLongLong(args[0]);
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[1]);
-    uint64_t flags = PyLong_AsUnsignedLongLongMask(args[2]);
-    if (PyErr_Occurred() || !is_open((kernel *)self)) return NULL;
+static PyObject *kernel_post(PyObject *self, PyObject *args) {
+    long long run;
+    unsigned long long digest, flags;
+    if (!PyArg_ParseTuple(args, "LKK", &run, &digest, &flags)) return NULL;
+    if (!is_open((kernel *)self)) return NULL;
     post((kernel *)self, run, digest, flags);
     Py_RETURN_NONE;
 }
 
-static PyObject *kernel_agreed(PyObject *self, PyObject *none) {
-    (void)none;
+static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (!is_open((kernel *)self)) return NULL;
     return PyBool_FromLong(look((kernel *)self) == DONE);
 }
 
-/* Return the ranks that have not announced anything since. */
-static PyObject *kernel_missing(PyObject *self, PyObject *none) {
+static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
-    (void)none;
-    if (!is_open(k)) return NULL;
-    PyObject *missing = PyList_New(0);
-    record *all = k->records + (k->tick & 1) * (size_t)k->size;
-    for (int rank = 0; missing && rank < k->size; rank++) {
-        if (atomic_load_explicit(&all[rank].tick, memory_order_acquire) == k->tick) continue;
-        PyObject *number = PyLong_FromLong(rank);
-        if (!number || PyList_Append(missing, number)) Py_CLEAR(missing);
-        Py_XDECREF(number);
-    }
-    return missing;
-}
-
-static PyObject *kernel_take(PyObject *self, PyObject *nbytes) {
-    kernel *k = (kernel *)self;
-    size_t size = PyLong_AsSize_t(nbytes);
-    if (PyErr_Occurred()) return NULL;
-    if (!size || 4 * size > k->ring) return PyErr_Format(PyExc_ValueError, "expected a place");
-    return PyLong_FromSize_t(take(k, size));
-}
-
-static PyObject *kernel_restart(PyObject *self, PyObject *none) {
-    (void)none;
-    ((kernel *)self)->next = 0;
-    Py_RETURN_NONE;
-}
-
-static PyObject *kernel_close(PyObject *self, PyObject *none) {
-    kernel *k = (kernel *)self;
-    (void)none;
     if (k->segment.obj) PyBuffer_Release(&k->segment);
     Py_RETURN_NONE;
 }
 
-/* Of each size class: which form is the fastest, and the seconds of all. */
-static PyObject *kernel_forms(PyObject *self, PyObject *none) {
-    kernel *k = (kernel *)self;
-    (void)none;
-    PyObject *forms = PyList_New(NUM_SIZES);
-    for (int i = 0; forms && i < NUM_SIZES; i++) {
-        const double *seconds = k->sizes[i].seconds;
-        PyObject *one = Py_BuildValue("idddd", k->sizes[i].calls ? best_form(k->sizes + i) : -1,
-                                      seconds[0], seconds[1], seconds[2], seconds[3]);
-        if (!one || PyList_SetItem(forms, i, one)) Py_CLEAR(forms);
-    }
-    return forms;
-}
-
-static PyObject *kernel_next(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromSize_t(((kernel *)self)->next);
-}
-
 static void kernel_dealloc(PyObject *self) {
-    PyTypeObject *kind = Py_TYPE(self);
+    PyTypeObject *class = Py_TYPE(self);
     Py_XDECREF(kernel_close(self, NULL));
-    ((freefunc)PyType_GetSlot(kind, Py_tp_free))(self);
-    Py_DECREF(kind);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
 }
 
 /* Kernel(segment, common_bytes, room_bytes, ring_bytes, rank, size) */
-static int kernel_init(PyObject *self, PyObject *args, PyObject *names) {
+static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     kernel *k = (kernel *)self;
     PyObject *segment;
     Py_ssize_t common, room, ring;
-    if (names && PyDict_Size(names)) {
-        PyErr_SetString(PyExc_TypeError, "expected no names of arguments");
-        return -1;
-    }
     if (!PyArg_ParseTuple(args, "Onnnii", &segment, &common, &room, &ring, &k->rank, &k->size))
         return -1;
     if (PyObject_GetBuffer(segment, &k->segment, PyBUF_WRITABLE)) return -1;
@@ -998,60 +945,54 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *names) {
     return 0;
 }
 
-#define FAST(function) ((PyCFunction)(void (*)(void))function)
-
 static PyMethodDef kernel_methods[] = {
-    {"post", FAST(kernel_post), METH_FASTCALL, NULL},
+    {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
-    {"missing", kernel_missing, METH_NOARGS, NULL},
-    {"take", kernel_take, METH_O, NULL},
-    {"restart", kernel_restart, METH_NOARGS, NULL},
-    {"forms", kernel_forms, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef kernel_attributes[] = {
-    {"next", kernel_next, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef kernel_members[] = {
+    /* Where the next place may begin. */
+    {"next", T_PYSSIZET, offsetof(kernel, next), 0, NULL},
+    {"tick", T_ULONGLONG, offsetof(kernel, tick), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot kernel_slots[] = {
-    {Py_tp_methods, kernel_methods}, {Py_tp_getset, kernel_attributes},
-    {Py_tp_init, kernel_init},       {Py_tp_dealloc, kernel_dealloc},
-    {Py_tp_new, PyType_GenericNew},  {0, NULL},
+    {Py_tp_methods, kernel_methods}, {Py_tp_members, kernel_members}, {Py_tp_init, kernel_init},
+    {Py_tp_dealloc, kernel_dealloc}, {Py_tp_new, PyType_GenericNew},  {0, NULL},
 };
 static PyType_Spec kernel_spec = {"hpcstrat.native.kernel.Kernel", sizeof(kernel), 0,
                                   Py_TPFLAGS_DEFAULT, kernel_slots};
 
 static PyMethodDef sum_methods[] = {
-    {"start", FAST(sum_start), METH_FASTCALL, NULL},
-    {"go_on", FAST(sum_go_on), METH_FASTCALL, NULL},
-    {"reduce", FAST(sum_reduce), METH_FASTCALL, NULL},
+    {"start", sum_start, METH_VARARGS, NULL},
+    {"go_on", sum_go_on, METH_VARARGS, NULL},
+    {"take_results", sum_take_results, METH_NOARGS, NULL},
+    {"reduce", (PyCFunction)(void (*)(void))sum_reduce, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot sum_slots[] = {
-    {Py_tp_methods, sum_methods},   {Py_tp_init, sum_init}, {Py_tp_dealloc, sum_dealloc},
-    {Py_tp_new, PyType_GenericNew}, {0, NULL},
+    {Py_tp_methods, sum_methods},
+    {Py_tp_init, sum_init},
+    {Py_tp_dealloc, sum_dealloc},
+    {Py_tp_new, PyType_GenericNew},
+    {0, NULL},
 };
 static PyType_Spec sum_spec = {"hpcstrat.native.kernel.Sum", sizeof(sum), 0, Py_TPFLAGS_DEFAULT,
                                sum_slots};
 
-static PyMethodDef functions[] = {
-    {"holds", FAST(kernel_holds), METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
-};
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_kernel(void) {
+    if (PyArray_ImportNumPyAPI() < 0) return NULL;
     PyObject *made = PyModule_Create(&module);
     kernel_type = PyType_FromSpec(&kernel_spec);
     sum_type = PyType_FromSpec(&sum_spec);
-    dtype_name = PyUnicode_InternFromString("dtype");
-    shape_name = PyUnicode_InternFromString("shape");
-    int good = made && dtype_name && shape_name && kernel_type && sum_type &&
+    int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", KERNEL_VERSION);
+               !PyModule_AddIntConstant(made, "VERSION", 2);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -384,7 +384,7 @@ class Optimizer(MadeTogether, ABC):
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
         if plain and updated:
-            routine.repeat(self._op)
+            routine.repeat()
         return updated
 
     def _planned(self, pairs: Pairs, label: str) -> Routine:
@@ -405,10 +405,10 @@ class Optimizer(MadeTogether, ABC):
         gradients: list[Any] = [gradient for gradient, _ in pairs]
         if routine.slices is not None:
             reduced = routine.slices.reduce(gradients)
-        elif routine.again is None:
-            reduced = collectives.batch_reduce(self._op, gradients, routine.label)
         else:
-            reduced = collectives.reduce_again(routine.again, gradients)
+            reduced = collectives.reduce_inside(
+                self._op, gradients, routine.label, out=routine.sums
+            )
         return self._use(reduced, pairs, routine, rate)
 
     @quiet
@@ -448,7 +448,7 @@ class Optimizer(MadeTogether, ABC):
     def _refuses(self, reduced: list[Any], pairs: Pairs, routine: Routine) -> bool:
         """Return whether a step is left out, since its gradients are not finite."""
         strategy, slices = get_strategy(), routine.slices
-        if routine.again is None:
+        if not routine.repeats:
             finite = are_finite(reduced, self._slots.tables)
         elif routine.flat is None:
             finite = all_finite(reduced)

@@ -12,8 +12,6 @@ from hpcstrat.arrays.packing import side_by_side
 from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.optimizers.step_slices import StepSlices
-from hpcstrat.options import ReduceOp
-from hpcstrat.reduction.reduction_plan import Repetition
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
@@ -114,8 +112,10 @@ class Routine:
         ]
         self.label = label
         self.non_finite: str = strategy.settings.non_finite
-        # How the gradients are summed after the first step, if they are of NumPy.
-        self.again: Repetition | None = None
+        # Whether the gradients are of NumPy, and summed as in the step before; and the
+        # arrays for their sums, where they are always the same.
+        self.repeats = False
+        self.sums: list[Array] | None = None
         # What this rank updates, in central storage; None elsewhere.
         self.slices: StepSlices | None = None
         # For each gradient, or slice of one; they are there from the first step on.
@@ -144,20 +144,19 @@ class Routine:
         self.steps = [bundle.step for bundle in self.bundles]
         self.steps += [targets[index][0] for index in self.apart]
 
-    def repeat(self, op: ReduceOp) -> None:
-        """Let the sums of further steps be made as before, without any look at them."""
+    def repeat(self) -> None:
+        """Let the sums of further steps be made as before."""
         if self.on_device is not None or self.slices is not None:
             return
-        flat, results = None, None
+        flat, sums = None, None
         if len(self.bundles) == 1 and not self.apart:
-            flat, results = self.bundles[0].gradient, self.bundles[0].gradients
+            flat, sums = self.bundles[0].gradient, self.bundles[0].gradients
         elif not self.apart and len({b.gradient.dtype for b in self.bundles}) == 1:
             shapes = [wholes[0].shape for _, wholes in self.targets]
             size = sum(bundle.gradient.size for bundle in self.bundles)
             flat = np.empty(size, self.bundles[0].gradient.dtype)
-            results = side_by_side(flat, shapes)
-        self.flat = flat
-        self.again = Repetition(op, self.label, flat, results)
+            sums = side_by_side(flat, shapes)
+        self.repeats, self.flat, self.sums = True, flat, sums
 
     def fits(self, strategy: Replicas, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """Return whether another step is like this one, so that its checks hold."""

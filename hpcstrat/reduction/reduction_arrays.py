@@ -17,7 +17,6 @@ __all__ = [
     "all_plain",
     "by_memory",
     "checked_outs",
-    "is_plain",
     "list_structure",
     "require_fitting",
 ]
@@ -53,15 +52,6 @@ def by_memory(arrays: list[Array]) -> list[list[int]]:
     if not there or len(there) == len(arrays):
         return [list(range(len(arrays)))]
     return [[i for i in range(len(arrays)) if i not in there], there]
-
-
-def is_plain(array: Array) -> bool:
-    """Whether an array lies in memory without gaps, so that algorithms take it.
-
-    In C order, aligned.
-    """
-    flags = array.flags
-    return flags.c_contiguous and (is_device(array) or flags.aligned)
 
 
 def checked_outs(

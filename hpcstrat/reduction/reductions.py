@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, quiet, quietly
+from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.arrays.overlaps import copied_where_overwritten
 from hpcstrat.arrays.recycling import DeviceRecycler, Recycler
-from hpcstrat.channel.awaited import HEADER, Awaits, exhaust
 from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.entries import collective
+from hpcstrat.channel.entries import collective, leave
 from hpcstrat.channel.started import Started
-from hpcstrat.collectives.areas import Areas, reduce_in_areas
-from hpcstrat.collectives.inlined import InlineReduction
-from hpcstrat.collectives.kernel_sum import KernelSum
-from hpcstrat.collectives.work import Work
-from hpcstrat.observe.timeline import active
+from hpcstrat.collectives.areas import Areas
+from hpcstrat.collectives.plan import Plan
 from hpcstrat.options import CommunicationOptions, ReduceOp
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.gathers import Gathers
-from hpcstrat.reduction.one_array import OneArray
 from hpcstrat.reduction.reduction_arrays import (
     all_plain,
     by_memory,
     checked_outs,
-    is_plain,
     list_structure,
     require_fitting,
 )
-from hpcstrat.reduction.reduction_plan import (
-    ReductionPlan,
-    Repetition,
-    marked,
-    plan_reduction,
-)
+from hpcstrat.reduction.reduction_plan import marked, plan_reduction
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -70,24 +60,64 @@ class Reductions:
         self._gathers = gathers
         self._ops = ops
         self._options = options
-        self._plans: dict[Any, ReductionPlan] = {}
-        # Of single small arrays, by call, operation, type and shape, for who calls as
-        # nearly all do.
-        self.ones: dict[Any, OneArray] = {}
-        # Of lists of arrays, by call, operation and length: the plan used last.
-        self._lists: dict[Any, ReductionPlan] = {}
-        # Where arrays may lie that the ranks of a worker have all mapped; if there are
-        # any, on all ranks.
-        self.areas: Areas | None = None
+        self._plans: dict[Any, Plan] = {}
+        # By call, operation, and type and shape of an array, or the number of arrays:
+        # the plan that was used last.
+        self._repeated: dict[Any, Plan] = {}
+        # Where arrays may lie that the ranks of a worker have all mapped.
+        self._areas: Areas | None = None
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
-        self._plans.clear()
-        self.ones.clear()
-        self._lists.clear()
+        self._forget()
         self._device_recycler.clear()
+
+    def use_areas(self, areas: Areas) -> None:
+        """Look for arrays in areas from here on; on all ranks at the same point."""
+        self._areas = areas
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._repeated.clear()
+
+    def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> Any:
+        """Reduce arrays of NumPy as in an earlier call, by what was planned then.
+
+        An entry, see `hpcstrat.channel.entries`; ``value`` is an array or a list of
+        arrays, ``out`` the same, or None for new ones. Nearly all calls of a loop are
+        like this. Returns None where another way has to be taken: then it is as if it
+        had not been called. Collective over ``topology.replica_comm``.
+        """
+        if type(value) is np.ndarray:
+            key: Any = what, op, value.dtype, value.shape
+        elif type(value) is list:
+            key = what, op, len(value)
+        else:
+            return None
+        planned = self._repeated.get(key)
+        if planned is None or (out is not None and type(out) is not type(value)):
+            return None
+        seconds = self._options.timeout_seconds
+        channel = planned.channel
+        if channel is None:
+            return planned.repeat(value, out, seconds)
+        if channel.broken or channel.elsewhere is not None:
+            return None
+        # No other thread runs between the look and the assignment.
+        outer, thread = channel.thread, get_ident()
+        if outer is not None and outer != thread:
+            return None
+        entered, channel.thread = channel.num_calls, thread
+        try:
+            return planned.repeat(value, out, seconds)
+        except BaseException as error:
+            leave(channel, what, error, entered)
+            raise
+        finally:
+            channel.thread = outer
 
     def reduce_inside(
         self,
@@ -110,21 +140,19 @@ class Reductions:
         structure, shape or dtype. ValueError if an array has no sum, or ``out`` does
         not fit: the others raise ReplicaError.
         """
-        # One array, or a list of them: nearly all calls of a loop, which need no tree.
-        plain = out is None or type(out) is np.ndarray
         if options is None:
+            result = self.repeat(what, op, trees, out)
+            if result is not None:
+                return result
             options = self._options
-            if plain and type(trees) is np.ndarray:
-                one = self.ones.get((what, op, trees.dtype, trees.shape))
-                if one is not None and (result := one(trees, out)) is not None:
-                    return result
-        if plain and type(trees) is np.ndarray and trees.dtype.isnative:
-            outs = None if out is None else [out]
-            return self._reduce((op, what, None), [trees], options, outs)[0]
-        if type(trees) is list and (out is None or type(out) is list):
-            results = self._reduce_list(op, trees, what, options, out)
-            if results is not None:
-                return results
+        # One array, or a list of them, which need no tree.
+        if type(trees) is np.ndarray and trees.dtype.isnative:
+            if out is None or type(out) is np.ndarray:
+                outs = None if out is None else [out]
+                return self._reduce((op, what, None), [trees], options, outs)[0]
+        elif type(trees) is list and out is None and all_plain(trees):
+            request = op, what, list_structure(len(trees))
+            return self._reduce(request, trees, options, None)
         leaves, structure = flatten(trees)
         sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
         arrays = [
@@ -143,29 +171,6 @@ class Reductions:
             for index, array in zip(dense, reduced, strict=True):
                 leaves[index] = array
         return unflatten(structure, leaves) if out is None else out
-
-    def _reduce_list(
-        self,
-        op: ReduceOp,
-        arrays: list[Any],
-        what: str,
-        options: CommunicationOptions,
-        out: list[Any] | None,
-    ) -> list[Array] | None:
-        """Reduce a list of plain arrays, which needs no tree; None for other values."""
-        planned = self._lists.get((what, op, len(arrays)))
-        if planned is not None and options is self._options:
-            # By the kernel, and of the same kinds as in the call before.
-            small: Any = planned.small
-            seconds = options.timeout_seconds
-            results = small.reduce_list(arrays, out, planned.call, seconds)
-            if results is not None:
-                return cast("list[Array]", results)
-        if out is not None or not all_plain(arrays):
-            return None
-        return self._reduce(
-            (op, what, list_structure(len(arrays))), arrays, options, None
-        )
 
     batch_reduce = collective(reduce_inside)
 
@@ -227,8 +232,9 @@ class Reductions:
         *,
         part: bool,
     ) -> Started:
-        planned, results = self._prepared(request, arrays, options, outs)
-        if planned.choice is not None and not planned.choice.starts:
+        planned = self._plan_for(request, arrays, options)
+        results = self._results(planned, arrays, outs)
+        if not planned.starts:
             raise ValueError(
                 "expected an algorithm that can be started and awaited later, found "
                 f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
@@ -237,16 +243,12 @@ class Reductions:
             arrays = copied_where_overwritten(arrays, outs)
         tree = unflatten(request[2], results) if out is None else out
         join = None
-        if planned.choice is not None and planned.on_gpu:
+        if planned.choice is not None and arrays and is_device(arrays[0]):
             planned, arrays, join = marked(planned, arrays, results)
-        if isinstance(planned.small, InlineReduction):
-            steps = planned.small.steps(arrays, results)
-        else:
-            steps = self._steps(planned, arrays, results, waits=False)
         return Started(
             self.collectives.channel,
             planned.call,
-            steps,
+            planned.steps(arrays, results),
             tree,
             options.timeout_seconds,
             join=join,
@@ -255,14 +257,10 @@ class Reductions:
 
     start_reduce = collective(start_inside)
 
-    def _prepared(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-    ) -> tuple[ReductionPlan, list[Array]]:
-        """Return the plan of a call, and the arrays for its results."""
+    def _plan_for(
+        self, request: _Request, arrays: list[Array], options: CommunicationOptions
+    ) -> Plan:
+        """Return the plan of a call, a new one or kept."""
         on_gpu = bool(arrays) and is_device(arrays[0])
         # All that a plan depends on and that may differ between two calls.
         key = (
@@ -273,38 +271,37 @@ class Reductions:
         planned = self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
-            if request[2] is None and options is self._options:
-                self._keep_one(planned, request)
-        small = planned.small
-        if isinstance(small, KernelSum) and small.repeats and options is self._options:
-            op, what, structure = request
-            listed = what, op, len(arrays)
-            known = self._lists.get(listed) is planned
-            if not known and structure == list_structure(len(arrays)):
-                self._lists[listed] = planned
-        # Memory runs out here, if it does, and not between the header and the data.
-        if outs is None and not on_gpu:
-            outs = self._recycler.arrays(planned.results)
-        elif outs is None:
-            outs = self._on_gpu(planned, arrays)
-        else:
-            require_fitting(outs, planned.results, on_gpu)
-        return planned, outs
+        if options is self._options and not on_gpu:
+            self._keep(planned, request)
+        return planned
 
-    def _keep_one(self, planned: ReductionPlan, request: _Request) -> None:
-        """Let a single small array go the short way, in the calls that follow."""
-        channel: Any = self.collectives.channel
-        small, (op, what, _) = planned.small, request
-        # None in several workers of several replicas.
-        if small is None or not small.single or planned.in_areas:
-            return
-        seconds = self._options.timeout_seconds
-        one = OneArray(what, planned, channel, self._recycler, seconds)
+    def _results(
+        self, planned: Plan, arrays: list[Array], outs: list[Array] | None
+    ) -> list[Array]:
+        """Return arrays for the results of a call, new ones if there are no ``outs``.
+
+        Memory runs out here, if it does, and not between the header and the data.
+        """
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        if outs is not None:
+            require_fitting(outs, planned.results, on_gpu)
+            return outs
+        if on_gpu:
+            return self._on_gpu(planned, arrays)
+        return self._recycler.arrays(planned.results)
+
+    def _keep(self, planned: Plan, request: _Request) -> None:
+        """Let calls of the same kind go the way of `repeat` from here on."""
+        op, what, structure = request
+        count = len(planned.signatures)
         # By what calls are given, too: to look that up takes time.
         for name in (op, op.name, op.name.lower()):
-            self.ones[what, name, *planned.signatures[0]] = one
+            if structure is None:
+                self._repeated[what, name, *planned.signatures[0]] = planned
+            elif structure == list_structure(count):
+                self._repeated[what, name, count] = planned
 
-    def _on_gpu(self, planned: ReductionPlan, arrays: list[Array]) -> list[Array]:
+    def _on_gpu(self, planned: Plan, arrays: list[Array]) -> list[Array]:
         """Return arrays for the results of a call on a GPU."""
         if self.collectives.channel is not None:
             self.collectives.channel.forget_done()
@@ -345,118 +342,26 @@ class Reductions:
         options: CommunicationOptions,
         outs: list[Array] | None,
     ) -> list[Array]:
-        planned, results = self._prepared(request, arrays, options, outs)
-        return self._carry_out(planned, arrays, results, options, outs)
-
-    def reduce_again(self, again: Repetition, arrays: list[Array]) -> list[Array]:
-        """Reduce arrays of the kinds that a repetition knows, looking at none of them.
-
-        Collective over ``topology.replica_comm``; only inside an entry of the library.
-        Returns the repetition's own arrays, where it has any.
-        """
-        options = self._options
-        planned = self._plans.get(again.key)
-        if planned is None:
-            request = again.op, again.what, list_structure(len(arrays))
-            planned, _ = self._prepared(request, arrays, options, None)
-            self._plans[again.key] = planned
-        results, flat = again.results, again.flat
-        if results is None:
-            results = self._recycler.arrays(planned.results)
-        elif self.collectives.channel is None:
-            # A single replica: its own values are the sums.
-            for result, array in zip(results, arrays, strict=True):
-                result[...] = array
-            return results
-        return self._carry_out(planned, arrays, results, options, None, flat=flat)
-
-    def _carry_out(
-        self,
-        planned: ReductionPlan,
-        arrays: list[Array],
-        results: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-        *,
-        flat: Array | None = None,
-    ) -> list[Array]:
-        channel: Any = self.collectives.channel
-        if channel is not None and channel.started:
-            # Their headers came first, and their data use the same places.
-            channel.started.drain()
-        call, timeout_seconds = planned.call, options.timeout_seconds
-        small = planned.small
-        if small is not None and not (planned.in_areas and self.areas is not None):
-            if outs is not None and not small.whole:
-                arrays = copied_where_overwritten(arrays, outs)
-            apart = outs is None or len(arrays) == 1
-            small(arrays, results, planned, timeout_seconds, apart, flat=flat)
-            if (recorder := active.recorder) is not None:
-                recorder.leave_data(call.text, pushed=False)
-            return results
+        planned = self._plan_for(request, arrays, options)
+        found = planned.repeat(arrays, outs, options.timeout_seconds)
+        if found is not None:
+            return cast("list[Array]", found)
+        results = self._results(planned, arrays, outs)
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)
-        steps = self._steps(planned, arrays, results, waits=True)
-        if channel is None:
-            exhaust(steps)
-        else:
-            channel.drive(steps, call, timeout_seconds)
+        planned.run(arrays, results, options.timeout_seconds)
         return results
-
-    def _steps(
-        self,
-        planned: ReductionPlan,
-        arrays: list[Array],
-        results: list[Array],
-        *,
-        waits: bool,
-    ) -> Awaits:
-        """Let the algorithm work on contiguous arrays; see `collectives.work`."""
-        choice = planned.choice
-        channel = cast("Channel | None", self.collectives.channel)
-        sources = [
-            (array if is_plain(array) else array.copy("C")).reshape(-1)
-            for array in arrays
-        ]
-        flats = [
-            result.reshape(-1)
-            if is_plain(result)
-            else array_module(result).empty(result.size, result.dtype)
-            for result in results
-        ]
-        if channel is None or choice is None:
-            # A single replica, or nothing to move.
-            yield HEADER
-            for source, flat in zip(sources, flats, strict=True):
-                quietly(assign, flat, ..., source)
-        else:
-            work = Work(
-                planned.call,
-                pieces=planned.cut(),
-                sources=sources,
-                results=flats,
-                piece_bytes=choice.piece_bytes,
-                divisor=planned.divisor,
-                waits=waits,
-            )
-            algorithm = choice.algorithm
-            if planned.in_areas and waits and self.areas is not None:
-                algorithm = functools.partial(reduce_in_areas, self.areas, algorithm)
-            yield from algorithm(work, channel)
-        for result, flat in zip(results, flats, strict=True):
-            if not is_plain(result):
-                result[...] = flat.reshape(result.shape)
 
     def _plan(
         self, request: _Request, arrays: list[Array], options: CommunicationOptions
-    ) -> ReductionPlan:
+    ) -> Plan:
         on_gpu = bool(arrays) and is_device(arrays[0])
         group = self._group(request[1], options) if on_gpu else None
         if group is None:
             return self._planned(request, arrays, options, None)
         # Its making was a call of all replicas.
         begin = self._planned, request, arrays, options, group
-        return cast("ReductionPlan", self.collectives.call(request[1], *begin))
+        return cast("Plan", self.collectives.call(request[1], *begin))
 
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
         from hpcstrat.gpu.transports.device_group import device_group
@@ -471,7 +376,7 @@ class Reductions:
         arrays: list[Array],
         options: CommunicationOptions,
         group: DeviceGroup | None,
-    ) -> ReductionPlan:
+    ) -> Plan:
         op, what, structure = request
         # Refused here, before the header, which then tells the other replicas.
         for array in arrays:
@@ -480,9 +385,7 @@ class Reductions:
                 group.require_own(array)
         # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-            self.ones.clear()
-            self._lists.clear()
+            self._forget()
         return plan_reduction(
             arrays,
             cast("Channel | None", self.collectives.channel),
@@ -491,7 +394,9 @@ class Reductions:
             what=what,
             structure=structure,
             options=options,
+            allocate=self._recycler.arrays,
             group=group,
+            areas=self._areas,
         )
 
     @quiet

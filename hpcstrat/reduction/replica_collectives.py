@@ -36,14 +36,13 @@ class Collectives(ObjectCollectives):
         self.broadcast = gathers.broadcast
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_inside = self._reductions.reduce_inside
-        self.reduce_again = self._reductions.reduce_again
+        self.repeat = self._reductions.repeat
         self.start_reduce = self._reductions.start_reduce
         self.start_inside = self._reductions.start_inside
-        self.ones = self._reductions.ones
 
     def use_areas(self, areas: Areas) -> None:
         """Look for arrays in areas from here on; on all ranks at the same point."""
-        self._reductions.areas = areas
+        self._reductions.use_areas(areas)
 
     @property
     def overlaps(self) -> bool:

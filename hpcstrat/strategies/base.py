@@ -204,19 +204,12 @@ class ReplicaContext:
         RuntimeError
             Outside the replica function.
         """
-        ones, options = self.collectives.ones, options or experimental_hints
-        if (
-            ones
-            and type(value) is np.ndarray
-            and options is None
-            and type(reduce_op) in _OPERATIONS
-            and (out is None or type(out) is np.ndarray)
-        ):
-            # As in `Strategy.reduce`: a function for both would be a call more.
-            one = ones.get(("all_reduce", reduce_op, value.dtype, value.shape))
+        options = options or experimental_hints
+        if options is None and type(reduce_op) in _OPERATIONS:
             entry = current()
-            if one is not None and entry is not None and entry.replica_context is self:
-                result = one(value, out)
+            if entry is not None and entry.replica_context is self:
+                repeat = self.collectives.repeat
+                result = repeat("all_reduce", reduce_op, value, out)
                 if result is not None:
                     return result
         return self._all_reduce(reduce_op, value, options, out)
@@ -596,6 +589,12 @@ class Strategy:
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
+    def require_idle(self, what: str) -> None:
+        """Refuse a call while functions of other processes may write variables.
+
+        Not collective. For the library's own modules.
+        """
+
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let the others wait longer for this replica, without a warning.
 
@@ -700,21 +699,12 @@ class Strategy:
         RuntimeError
             In replica context.
         """
-        ones = self.collectives.ones
-        if (
-            ones
-            and type(value) is np.ndarray
-            and axis is None
-            and type(reduce_op) in _OPERATIONS
-            and (out is None or type(out) is np.ndarray)
-        ):
-            one = ones.get(("reduce", reduce_op, value.dtype, value.shape))
+        if axis is None and type(reduce_op) in _OPERATIONS:
             entry = current()
-            if one is not None and (
-                entry is None
-                or (entry.strategy is self and entry.replica_context is None)
+            if entry is None or (
+                entry.strategy is self and entry.replica_context is None
             ):
-                result = one(value, out)
+                result = self.collectives.repeat("reduce", reduce_op, value, out)
                 if result is not None:
                     return result
         return self._reduce(reduce_op, value, axis, out)

@@ -17,18 +17,15 @@ from typing import Any
 __all__ = ["Segment"]
 
 _FOLDER = "/dev/shm"
-# Linux 5.14; the module mmap has no name for it.
-_MADV_POPULATE_WRITE = 23
 
 
 class Segment:
     """Shared memory of a worker, zero at first.
 
     Collective over ``comm``, which is used here and for freeing a window. ``buffer``
-    holds what is common, rounded up to whole pages, and then ``room_bytes`` for each
-    rank, in order, of which only the first ``part_bytes`` may be used. All sizes are
-    the same on every rank; parts are halved, down to one page, until all fit the file
-    system. The memory stays readable after a peer's death.
+    holds what is common, rounded up to whole pages, and then ``part_bytes`` for each
+    rank, in order. All sizes are the same on every rank; parts are halved, down to one
+    page, until all fit the file system. The memory stays readable after a peer's death.
     """
 
     def __init__(
@@ -37,16 +34,12 @@ class Segment:
         common_bytes: int,
         part_bytes: int = 0,
         *,
-        room_bytes: int = 0,
         folder: str = _FOLDER,
     ) -> None:
-        self._handle = -1
-        self._comm = comm
         self._map: mmap.mmap | None = None
         self._window: Any = None
         self.common_bytes = common_bytes + -common_bytes % mmap.PAGESIZE
         self.part_bytes = part_bytes
-        self.room_bytes = max(part_bytes, room_bytes)
         while self._map is None:
             try:
                 self._map = self._open_file(comm, folder)
@@ -56,19 +49,17 @@ class Segment:
                 if self.part_bytes <= mmap.PAGESIZE:
                     break
                 self.part_bytes = self.part_bytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-                self.room_bytes = self.part_bytes
         if self._map is not None:
             self.buffer = memoryview(self._map)
         else:
-            self.room_bytes = self.part_bytes
             size = self.common_bytes + comm.size * self.part_bytes
             self.buffer = self._open_window(comm, size)
 
     def _open_file(self, comm: Any, folder: str) -> mmap.mmap | None:
         """Map a new file on all ranks, or on none for lack of memory."""
-        nbytes = self.common_bytes + comm.size * self.room_bytes
+        nbytes = self.common_bytes + comm.size * self.part_bytes
         path, mapped, handle = "", None, -1
-        own = self.common_bytes + comm.rank * self.room_bytes
+        own = self.common_bytes + comm.rank * self.part_bytes
         first = 0 if comm.rank == 0 else own
         try:
             path = _create(nbytes, folder) if comm.rank == 0 else ""
@@ -85,39 +76,11 @@ class Segment:
             raise
         if comm.rank == 0:
             _unlink(path)
-        if everywhere and self.room_bytes > self.part_bytes:
-            self._handle = handle
-        elif handle >= 0:
+        if handle >= 0:
             os.close(handle)
         if mapped is not None and not everywhere:
             mapped.close()
         return mapped if everywhere else None
-
-    def grow(self) -> bool:
-        """Let all parts take all their room, or none, for lack of memory.
-
-        Collective over the communicator it was made with. Returns whether they have
-        grown.
-        """
-        grown = self._handle >= 0
-        if grown:
-            own = self.common_bytes + self._comm.rank * self.room_bytes
-            try:
-                # Reserved by its own rank, memory lies near its core.
-                os.posix_fallocate(
-                    self._handle,
-                    own + self.part_bytes,
-                    self.room_bytes - self.part_bytes,
-                )
-            except OSError:
-                grown = False
-        grown = all(self._comm.allgather(grown))
-        if grown and self._map is not None:
-            self.part_bytes = self.room_bytes
-            # Page faults now, not in the first reductions. Older kernels cannot.
-            with contextlib.suppress(OSError):
-                self._map.madvise(_MADV_POPULATE_WRITE)
-        return grown
 
     def _open_window(self, comm: Any, nbytes: int) -> memoryview:
         from mpi4py import MPI
@@ -154,9 +117,6 @@ class Segment:
             if self._map is not None:
                 self._map.close()
         self._map = None
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
 
 
 def _unlink(path: str) -> None:

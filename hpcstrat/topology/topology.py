@@ -47,8 +47,6 @@ _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 256 << 10
 _LARGEST_SENT_SLOT_BYTES = 2 << 20
-# Larger than the caches of processors: see channel.places.
-_GROWN_SEGMENT_BYTES = 128 << 20
 
 
 class Topology:
@@ -172,7 +170,6 @@ class Topology:
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
             SLOTS_IN_RING * slot_bytes(largest, self.num_workers),
-            room_bytes=_room_bytes(self.worker_comm.size),
         )
         # Size of the largest piece that a replica lays out in its part of the segment,
         # a power of two. A worker whose memory file system is small decides for all.
@@ -332,10 +329,3 @@ def slot_bytes(worker_size: int, num_workers: int = 1) -> int:
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
     share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
     return min(most, share)
-
-
-def _room_bytes(worker_size: int) -> int:
-    """Return how far a rank's part of the segment may grow."""
-    if worker_size == 1:
-        return 0
-    return 1 << ((_GROWN_SEGMENT_BYTES // worker_size).bit_length() - 1)

@@ -15,6 +15,7 @@ import hpcstrat as hs
 from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import wait_until
 from tests.cluster.hosts import Hosts
+from tests.folders import listed
 from tests.mpi.programs.save_jobs import (
     LIMIT_SECONDS,
     acknowledged,
@@ -75,7 +76,7 @@ def test_checkpoint_of_two_hosts_is_restored_on_two_and_on_one(
 ) -> None:
     names = hosts.run(RANKS, _save, tmp_path, asynchronous, timeout=60)
     assert names == ["node1", "node1", "node2", "node2"]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not [name for name in listed(tmp_path) if name.startswith(".")]
     total = sum(range(4)) + 4 * 4
     for ranks in (RANKS, (1, 2), (2,)):
         found = hosts.run(ranks, _restore, tmp_path, ranks == RANKS, timeout=60)

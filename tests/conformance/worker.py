@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from tests.conformance.program import run_program
 from tests.conformance.session import Session, describe_error
-from tests.rings import keep_rings_small
+from tests.spins import keep_spins_short
 
 __all__ = ["main"]
 
@@ -102,7 +102,7 @@ def _close_late(comm: MPI.Intracomm, opened: list[Any]) -> None:
 def main() -> None:
     """Run the job's cases from ``job['order']``."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    keep_rings_small()
+    keep_spins_short()
     world = MPI.COMM_WORLD
     comm = world.Dup()
     log = _Log(Path(job["directory"]) / f"rank{comm.rank}.jsonl")

@@ -37,7 +37,7 @@ RETURNS = {
 OF_INSTANCES = {
     "strategy.topology.replica_comm",
     "strategy.topology.worker_comm",
-    "strategy.topology.replica_id",
+    "strategy.replica_id",
     "strategy.topology.worker_id",
 }
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.fuzz.machine import Machine
 from tests.fuzz.program import Program, parse
-from tests.rings import keep_rings_small
+from tests.spins import keep_spins_short
 
 __all__ = ["main", "observe"]
 
@@ -54,7 +54,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     from mpi4py import MPI
 
-    keep_rings_small()
+    keep_spins_short()
     world = MPI.COMM_WORLD.Dup()
     programs = pickle.loads((folder / "programs").read_bytes())
     with (folder / f"{world.rank}.seen").open("ab") as file:

@@ -129,7 +129,7 @@ def test_arrays_on_other_gpus_are_refused(strategy: Any) -> None:
 
 
 def test_arrays_on_gpus_are_compared(strategy: Any) -> None:
-    replica = strategy.topology.replica_id
+    replica = strategy.replica_id
     values = cupy.zeros((3, 4), cupy.float32)
     strategy.check_equal({"values": values, "on the host": np.ones(2)})
     if strategy.num_replicas_in_sync == 1:

@@ -114,7 +114,7 @@ def test_built_in_parts_are_measured_and_nothing_is_left_behind(
     assert step["num_calls"] == 2
     assert step["reduced_bytes"] == 4 * 25_557_032 + 4
     assert min(step["seconds"]) > 4e-3
-    assert step["algorithm"] == "reduce_directly"
+    assert step["algorithm"] == "reduce_in_memory"
     again = _scaling(2, output, *words, "--repeats", 2, "--warm-up", 0)
     assert again.returncode == 0, str(again)
     assert "6 of 6 parts are measured already" in again.stderr

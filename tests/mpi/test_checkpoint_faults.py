@@ -13,6 +13,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.file.schema import step_of
 from hpcstrat.testing.job import wait_until
+from tests.folders import listed
 from tests.mpi.programs import save_shared
 from tests.mpi.programs.save_jobs import (
     LIMIT_SECONDS,
@@ -297,7 +298,7 @@ def test_save_under_way_at_the_end_is_finished_or_dropped(
     ended = start(n, "save_and_leave.py", tmp_path, end, limit=90)
     assert ended.returncode == {"plain": 0, "exit": 3, "raise": 1}[end], ended
     assert not ended.survivors, ended
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(listed(tmp_path))
     if end == "raise":
         # The job is ended at once, with an older checkpoint and perhaps a torn file.
         assert "ckpt-0000000001.h5" in names, ended
@@ -306,4 +307,4 @@ def test_save_under_way_at_the_end_is_finished_or_dropped(
     x = hs.Variable(np.zeros(1 << 20))
     step = hs.CheckpointManager(tmp_path, x=x).restore()
     assert (x.numpy() == step).all()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not [name for name in listed(tmp_path) if name.startswith(".")]

@@ -18,7 +18,7 @@ sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
 
 
 # Of the ways through shared memory, which are others where there is no kernel.
-OF_NUMPY = ("all_reduce", "areas", "arrays", "breaks", "one_array", "reductions")
+OF_NUMPY = ("all_reduce", "areas", "arrays", "breaks", "reductions", "repeats")
 
 
 def _pass(n: int, part: int, *options: str) -> None:

@@ -41,48 +41,16 @@ MUTANTS = (
         "kept is None",
     ),
     _m(
-        "direct: the first of two ranks adds its own values twice",
-        "2:reductions",
-        "quietly(np.add, own, rows[1], total)",
-        "quietly(np.add, own, rows[0], total)",
+        "repeated: a plan is repeated for arrays of another type",
+        "2:repeats",
+        "if array.dtype != dtype or array.shape != shape:",
+        "if array.shape != shape:",
     ),
     _m(
-        "direct: a mean of mixed arrays is not divided",
-        "2:all_reduce",
-        """        add_in_order(terms, total)
-        divide(total, work.divisor)
-        if total is not result""",
-        """        add_in_order(terms, total)
-        if total is not result""",
-    ),
-    _m(
-        "one array: a mean inside a worker is not divided",
-        "2:one_array",
-        """            if self._divisor:
-                divide(result, self._divisor)
-        except""",
-        """            pass
-        except""",
-    ),
-    _m(
-        "one array: a mean between workers is not divided",
-        "2:one_array",
-        """                if self._divisor:
-                    divide(result, self._divisor)
-""",
+        "repeated: results are written over values that are still to be read",
+        "2:arrays",
+        "            arrays = copied_where_overwritten(arrays, results)\n",
         "",
-    ),
-    _m(
-        "one array: the third rank is left out",
-        "3:one_array",
-        "for part in further:",
-        "for part in further[1:]:",
-    ),
-    _m(
-        "one array: a header that differs is not seen",
-        "2:one_array",
-        "if self._reads[step]() != own or not sent.Test():",
-        "if not sent.Test():",
     ),
     _m(
         "areas: sums are written on one rank alone",

@@ -45,15 +45,16 @@ class Worker:
         scattered: bool,
     ) -> list[Any]:
         """Return each rank's object for a sum of such arrays."""
-        codes = type_codes([array.dtype for array in arrays[0]])
-        counts = [array.size for array in arrays[0]]
-        options = codes, counts, piece_bytes, divisor, scattered
+        codes = type_codes([a.dtype for a in arrays[0]], means=bool(divisor))
+        results = [result_like(array, divisor) for array in arrays[0]]
+        options = codes, list(arrays[0]), results, piece_bytes, divisor, scattered
         return [self.module.Sum(kernel, *options) for kernel in self.kernels]
 
 
-def as_bytes(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays as the kernel reads them."""
-    return [a.view(np.uint16) if a.dtype.num >= 256 else a for a in arrays]
+def result_like(array: Any, divisor: int) -> Any:
+    """Return an array of the type and shape of a result."""
+    wire, narrows = wire_dtype(array.dtype, bool(divisor))
+    return np.empty(array.shape, array.dtype if narrows else wire)
 
 
 def drawn(draw: random.Random, dtype: np.dtype[Any], size: int) -> Any:
@@ -128,8 +129,7 @@ def check(worker: Worker, draw: random.Random) -> None:
     piece = draw.choice([64, 192, 4096, 65536])
     sums = worker.sums(arrays, piece, divisor, ranks > 2 and draw.random() < 0.5)
     for rank in draw.sample(range(ranks), ranks):
-        near = draw.random() < 0.5
-        sums[rank].start(as_bytes(arrays[rank]), as_bytes(results[rank]), near)
+        assert sums[rank].start(arrays[rank], results[rank])
         worker.kernels[rank].post(7, 11 ^ worker.kernels[rank].next, 0)
     finish(sums, 11, draw)
     for rank in range(ranks):

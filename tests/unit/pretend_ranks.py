@@ -239,7 +239,6 @@ def pretend_channels(
             buffer=memoryview(bytearray(common_bytes + size * part_bytes)),
             common_bytes=common_bytes,
             part_bytes=part_bytes,
-            room_bytes=part_bytes,
         )
         for rank in range(size):
             me = start + rank
@@ -267,7 +266,6 @@ def pretend_channels(
                 smallest_worker=min(sizes),
                 segment=segment,
                 slot_bytes=slot_bytes,
-                # Fewer than ranks: their caches are not measured.
                 num_cores=1,
                 survives=False,
                 moves=0,

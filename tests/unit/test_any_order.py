@@ -23,7 +23,10 @@ from hpcstrat.arrays.packing import cut, wire_dtype
 from hpcstrat.channel.call import describe_call
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.wire_headers import HEADER_BYTES, room_bytes
-from hpcstrat.collectives.inlined import INLINE, InlineReduction, inlined_bytes
+from hpcstrat.collectives.flat import reduce_by_mpi
+from hpcstrat.collectives.header_sum import IN_HEADER, HeaderSum, header_bytes
+from hpcstrat.collectives.plan import Request
+from hpcstrat.collectives.work import Choice
 from hpcstrat.reduction.replica_collectives import Collectives
 from tests.unit.pretend_ranks import Wire, pretend_channels
 
@@ -154,9 +157,9 @@ def most_bytes(call: Sum, how: str, sizes: list[int], nbytes: int) -> float:
     kinds = [(np.dtype(dtype), (size,)) for dtype, size in call.arrays]
     means = call.op is hs.ReduceOp.MEAN
     headers = HEADER_BYTES * math.ceil(math.log2(p))
-    if how == INLINE:
+    if how == IN_HEADER:
         [piece] = cut(kinds, means, 1 << 30)
-        return headers + (p - 1) * inlined_bytes(piece)
+        return headers + (p - 1) * header_bytes(piece)
     if "parts" not in how:
         return headers
     if call.narrows:
@@ -247,12 +250,15 @@ def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
         collectives.channel.close()  # type: ignore[union-attr]
 
 
-def inline_of(channel: Channel, size: int) -> Any:
+def header_of(channel: Channel, size: int) -> Any:
     """Return a header's values, laid out."""
     kind = np.dtype(np.float32), (size,)
     [piece] = cut([kind], False, 1 << 20)
     own = [np.ones(size, np.float32)]
-    steps = InlineReduction(piece, [kind], 0, channel).steps(own, own)
+    call = describe_call("a sum")
+    request = Request(call, (kind,), ((kind[1], kind[0]),), 0, lambda _: own)
+    choice = Choice(reduce_by_mpi, 1 << 20)
+    steps = HeaderSum(request, choice, channel, piece).steps(own, own)
     header: Any = next(steps)
     return header.carried
 
@@ -278,7 +284,7 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
         for rank, channel in enumerate(channels):
             other = differ and rank in odd
             load = loads[other]
-            carried = inline_of(channel, load) if load else None
+            carried = header_of(channel, load) if load else None
             channel.post_header(describe_call(f"call {other}"), 0, carried)
         headers = [channel._headers for channel in channels]
         take_to_the_end(wire, [lambda h=h: not h.missing() for h in headers])

@@ -168,6 +168,53 @@ def test_figures_are_those_calculated_by_hand(save: Callable[..., list[str]]) ->
     assert weak.points[0].slowest_host == ""
 
 
+def test_verdicts_say_how_many_replicas_to_use(
+    save: Callable[..., list[str]],
+) -> None:
+    contents = _contents()
+    weak, strong = analyze(read_runs(save(*contents.values()))).verdicts
+    # Efficiencies: 0.875, 0.636; and 0.714.
+    share = 4 * 0.04 / (0.9 * (0.20 + 0.16 + 0.16 + 0.17))
+    assert weak == (
+        "Weak scaling: use 2 replicas on 1 node. With 4 replicas on 2 nodes the "
+        f"efficiency is 64%, below 80%, as {share:.0%} of a step is spent waiting for "
+        "late replicas on node1 (replica 1)."
+    )
+    assert strong.startswith("Strong scaling: use 1 replica on 1 node. With 2 replicas")
+    report = analyze(read_runs(save(contents[1], contents[2])))
+    assert report.verdicts[0] == (
+        "Weak scaling: use 2 replicas on 1 node, or more: the efficiency of the "
+        "largest run is still 88%."
+    )
+    # One run says nothing, and replicas that share cores no more.
+    assert not analyze(read_runs(save(contents[2]))).verdicts
+    shared = _contents()
+    for content in shared.values():
+        content["topology"]["cores_per_worker"] = [1] * len(
+            content["topology"]["cores_per_worker"]
+        )
+    assert not analyze(read_runs(save(shared[2], shared[4]))).verdicts
+
+
+def test_what_takes_several_times_as_long_as_expected_is_flagged(
+    save: Callable[..., list[str]],
+) -> None:
+    contents = _contents()
+    for n, content in contents.items():
+        seconds = 0.07 if n > 1 else 1e-4
+        content["parts"].append(
+            _part("all_reduce", "same", [seconds], parameters={"nbytes": 64 << 20})
+        )
+    report = analyze(read_runs(save(*contents.values())))
+    [small, large] = report.of("all_reduce")
+    [worst] = [note for note in report.notes if "all-reduce of 64 MiB" in note]
+    assert not any("all-reduce of 4 KiB" in note for note in report.notes)
+    ratios = [p.median / (p.expected_seconds or math.inf) for p in large.points]
+    assert max(ratios) > 4
+    assert f"took {max(ratios):.1f} times as long as" in worst
+    assert small.points
+
+
 def test_expectations_are_those_calculated_by_hand(
     save: Callable[..., list[str]],
 ) -> None:

@@ -40,6 +40,7 @@ from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.topology import process_stat
+from tests.folders import listed
 
 DTYPES = ("float32", "bool", "int64", "complex128", "float16", "uint8")
 
@@ -700,7 +701,7 @@ def test_file_of_another_job_is_not_replaced(
     monkeypatch.setattr(publication.Publication, "_replaces", looked)
     with pytest.raises(CheckpointError, match="another job"):
         managers[0].save(5, overwrite=True)
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(listed(tmp_path)) == 1
     restored = hs.Variable(9.0)
     assert hs.CheckpointManager(tmp_path, x=restored).restore() == 5
     assert restored.numpy() == 1.0

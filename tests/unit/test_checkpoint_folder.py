@@ -19,11 +19,16 @@ from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import part_writer
 from hpcstrat.testing.launcher import clean_environment
+from tests.folders import listed
 
 _SAVE = """
 import sys
 import hpcstrat as hs
-hs.CheckpointManager(sys.argv[1], x=hs.Variable(1.0)).save(2)
+manager = hs.CheckpointManager(sys.argv[1], x=hs.Variable(1.0))
+try:
+    manager.save(2)
+except hs.CheckpointError as error:
+    print(error)
 """
 
 
@@ -52,23 +57,26 @@ def test_manager_in_a_container_leaves_files_of_living_jobs(
     monkeypatch.setattr(part_writer, "write_all", late)
     manager = hs.CheckpointManager(tmp_path, x=hs.Variable(np.ones(1000)))
     manager.save(1, asynchronous=True)
-    (temporary,) = tmp_path.iterdir()
+    [name] = listed(tmp_path)
+    temporary = tmp_path / name
     paths = filter(
         None, [str(Path(hs.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     )
     try:
-        subprocess.run(
+        ended = subprocess.run(
             [*words, sys.executable, "-c", _SAVE, str(tmp_path)],
             env=clean_environment({"PYTHONPATH": os.pathsep.join(filter(None, paths))}),
             check=True,
             timeout=100,
+            capture_output=True,
+            text=True,
         )
         assert temporary.exists()
+        assert "found another job (process" in ended.stdout
     finally:
         goes_on.set()
     manager.close()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["ckpt-0000000001.h5", "ckpt-0000000002.h5"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt-0000000001.h5"]
 
 
 def test_own_files_are_known_among_those_of_other_namespaces(
@@ -124,5 +132,5 @@ def test_failing_close_leaves_no_temporary_file(
         patch.setattr(disk.os, "close", fail)
         with pytest.raises(hs.CheckpointError, match="Disk quota exceeded"):
             manager.save(1)
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
     manager.save(1)

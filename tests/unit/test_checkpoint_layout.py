@@ -23,6 +23,7 @@ from hpcstrat.checkpoint.file import skeleton
 from hpcstrat.checkpoint.file.reader import read_header
 from hpcstrat.checkpoint.file.schema import checkpoint_name, list_checkpoints, step_of
 from hpcstrat.checkpoint.keep import folder
+from tests.folders import listed
 
 TEXT, INT64, INT8 = "text", np.dtype("<i8"), np.dtype("i1")
 
@@ -380,14 +381,14 @@ def test_file_systems_without_a_call_serve_too(
     variable = hs.Variable(np.arange(3.0))
     manager = hs.CheckpointManager(tmp_path, x=variable)
     path = manager.save(1)
-    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    assert listed(tmp_path) == [os.path.basename(path)]
     variable.assign(np.zeros(3))
     with pytest.raises(hs.errors.CheckpointError, match="overwrite=True"):
         manager.save(1)
     manager.restore()
     np.testing.assert_array_equal(variable.numpy(), np.arange(3.0))
     manager.save(1, overwrite=True)
-    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    assert listed(tmp_path) == [os.path.basename(path)]
 
 
 @pytest.mark.parametrize("host", ["node1", "node-1.cluster.example.org", "node.h5.x"])

@@ -29,7 +29,7 @@ def split(requirement: str) -> tuple[str, str]:
 
 NEEDED = dict(map(split, METADATA["dependencies"]))
 PYTHON = METADATA["requires-python"].removeprefix(">= ")
-[BUILD] = map(split, PROJECT["build-system"]["requires"])
+BUILD = [split(needed) for needed in PROJECT["build-system"]["requires"]]
 
 
 def section(name: str, indent: str = "") -> str:
@@ -50,7 +50,7 @@ def test_the_conda_recipe_follows_the_project() -> None:
     assert context == {"version": METADATA["version"], "python_min": PYTHON}
     needed = [f"{OF_CONDA.get(name, name)} >={least}" for name, least in NEEDED.items()]
     assert listed("run") == ["python >=${{ python_min }}", *needed]
-    assert listed("host")[-1] == f"{BUILD[0]} >={BUILD[1]}"
+    assert listed("host")[-2:] == [f"{name} >={least}" for name, least in BUILD]
     commands = [f"{name} = {where}" for name, where in METADATA["scripts"].items()]
     assert re.findall(r"entry_points:\n +- (.*)", RECIPE) == commands
     assert f"summary: {METADATA['description']}\n" in RECIPE
@@ -84,8 +84,9 @@ def test_the_spack_package_follows_the_project() -> None:
     versions = [ast.literal_eval(call.args[0]) for call in calls("version")]
     assert versions == [METADATA["version"]]
     needed = [
-        f"python@{PYTHON}:",
-        f"py-{BUILD[0]}@{BUILD[1]}:",
+        # The compiler of the kernel.
+        *("c", f"python@{PYTHON}:"),
+        *[f"py-{name}@{least}:" for name, least in BUILD if name not in NEEDED],
         *[f"py-{name}@{least}:" for name, least in NEEDED.items()],
     ]
     of_plot = [split(text) for text in METADATA["optional-dependencies"]["plot"]]

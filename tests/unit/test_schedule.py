@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.cli.main import main
 from hpcstrat.collectives.exchanged import FEW_EXCHANGING
-from hpcstrat.collectives.inlined import INLINE
+from hpcstrat.collectives.header_sum import IN_HEADER
 from hpcstrat.collectives.select import imagined, schedule, select
 from hpcstrat.options import CommunicationOptions
 
@@ -21,7 +21,7 @@ MPI = "all-reduce of MPI"
 def test_few_workers_leave_nothing_to_mpi(each: int) -> None:
     for workers in range(2, FEW_EXCHANGING + 1):
         ways = [how for _, how in schedule(workers, each)]
-        assert ways[0] == INLINE
+        assert ways[0] == IN_HEADER
         assert len(ways) == 2
         assert MPI not in ways
 

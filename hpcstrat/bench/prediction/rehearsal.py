@@ -23,7 +23,7 @@ from hpcstrat.bench.prediction.phantoms import Phantom, Traffic
 from hpcstrat.channel.awaited import HEADER
 from hpcstrat.channel.call import describe_call
 from hpcstrat.channel.wire_headers import room_bytes
-from hpcstrat.collectives.inlined import fits_header, inlined_bytes
+from hpcstrat.collectives.header_sum import fits_header, header_bytes
 from hpcstrat.collectives.work import Work
 from hpcstrat.errors import HpcstratError
 from hpcstrat.options import CommunicationOptions
@@ -277,7 +277,7 @@ def rehearse(
     pieces = tuple(itertools.islice(cut(signatures, False, choice.piece_bytes), 2))
     inline = topology.num_workers > 1 and choice.small and len(pieces) == 1
     if inline and fits_header(pieces[0], cast("Any", channel)):
-        return [Copied(2 * nbytes), Announced(inlined_bytes(pieces[0]))]
+        return [Copied(2 * nbytes), Announced(header_bytes(pieces[0]))]
     arrays: Any = [Phantom(size, float32, channel.traffic) for size in sizes]
     work = Work(
         describe_call("rehearsal"),

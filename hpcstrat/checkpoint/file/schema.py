@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ __all__ = [
     "Entry",
     "Header",
     "checkpoint_name",
+    "dtype_name",
     "list_checkpoints",
     "named_dtype",
     "saved_dtype",
@@ -130,6 +132,13 @@ def section_of(state: dict[str, Any]) -> str:
     return "rng" if "bit_generator" in state else "iterators"
 
 
+@functools.cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a type, which NumPy works out anew each time."""
+    return dtype.name
+
+
+@functools.cache
 def named_dtype(name: str) -> np.dtype[Any]:
     """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
     if name == "bfloat16":
@@ -146,6 +155,6 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
     bfloat16, which HDF5 does not name, is stored as its 16 bits.
     """
-    if dtype.name == "bfloat16":
+    if dtype_name(dtype) == "bfloat16":
         return np.dtype("<u2")
     return dtype.newbyteorder("<")

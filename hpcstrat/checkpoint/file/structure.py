@@ -6,13 +6,14 @@ lead to other files and to pipes, or to more memory than it is long.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5l, h5o, h5s, h5t
+from h5py import h5a, h5d, h5l, h5o, h5t
 
 from hpcstrat.arrays.casting import FIRST_FOREIGN_TYPE
 from hpcstrat.checkpoint.file.schema import saved_dtype
@@ -28,6 +29,9 @@ __all__ = [
 
 _MOST_ATTRIBUTE_BYTES = 1 << 16
 _MOST_DEPTH = 1000
+# Types of NumPy that were found for types of HDF5, by what tells these apart.
+_DTYPES: dict[Any, np.dtype[Any]] = {}
+_MOST_DTYPES = 256
 _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 
 
@@ -101,13 +105,32 @@ def _read(found: Any, name: str) -> Any:
         not isinstance(kind, _KINDS)
         or varies
         or kind.get_size() > _MOST_ATTRIBUTE_BYTES
-        or found.get_space().get_simple_extent_type() != h5s.SCALAR
+        # Of a single value.
+        or found.get_storage_size() != kind.get_size()
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")
     # Into memory of the size that was checked.
-    value = np.empty((), kind.dtype)
+    value = np.empty((), _dtype_of(kind))
     found.read(value)
     return value[()]
+
+
+def _dtype_of(kind: Any) -> np.dtype[Any]:
+    """Return the type of NumPy for a type of an attribute.
+
+    To work it out takes as long as to read the attribute, so it is kept.
+    """
+    if isinstance(kind, h5t.TypeStringID):
+        key: Any = "S", kind.get_size(), kind.get_cset(), kind.get_strpad()
+    elif isinstance(kind, h5t.TypeIntegerID):
+        key = "i", kind.get_size(), kind.get_order(), kind.get_sign()
+    else:
+        key = "f", kind.get_size(), kind.get_order(), kind.get_fields()
+    if key not in _DTYPES:
+        if len(_DTYPES) >= _MOST_DTYPES:
+            _DTYPES.clear()
+        _DTYPES[key] = kind.dtype
+    return _DTYPES[key]
 
 
 def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
@@ -125,9 +148,10 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
             f"{dataset.name} is compressed, in pieces, or in another file, which "
             "checkpoints are not"
         )
-    if dataset.shape is None:
+    shape = dataset.shape
+    if shape is None:
         raise ValueError(f"{dataset.name} has no shape")
-    nbytes = math.prod(dataset.shape) * dataset.id.get_type().get_size()
+    nbytes = math.prod(shape) * dataset.id.get_type().get_size()
     offset = dataset.id.get_offset()
     # HDF5 gives values without bytes no place.
     if not nbytes:
@@ -141,11 +165,13 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 
 def require_stored_as(dataset: Any, name: str) -> None:
     """Refuse values that are not stored in the way that the name of their type says."""
-    found, stored = dataset.dtype, _stored_as(name, dataset.dtype.itemsize)
+    found = dataset.dtype
+    stored = _stored_as(name, found.itemsize)
     if stored is None or found != stored:
         raise ValueError(f"{dataset.name} is {found}, not {name}")
 
 
+@functools.lru_cache(maxsize=256)
 def _stored_as(name: str, itemsize: int) -> np.dtype[Any] | None:
     """Return the type in which a file has values of a type; None for no values."""
     # The library that has the type need not be there.

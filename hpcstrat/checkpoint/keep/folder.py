@@ -7,11 +7,13 @@ import os
 import platform
 import secrets
 import time
+import weakref
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hpcstrat.checkpoint.disk.file_names import flush_folder
 from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.checkpoint.keep.owner import release, take
 from hpcstrat.topology.process_stat import FLAGS, STATE, process_stat
 
 __all__ = [
@@ -39,6 +41,7 @@ class Folder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._is_known = False
+        self._lock: weakref.finalize[Any, Any] | None = None
 
     def prepare(self) -> None:
         """Refuse what can be no folder, and remove what dead jobs left in it.
@@ -55,7 +58,21 @@ class Folder:
             remove_abandoned(self.path)
 
     def make(self) -> None:
-        """Make it, unless it was there; one rank calls it."""
+        """Make it, unless it was there, and lock it for this job; one rank calls it.
+
+        CheckpointError where another job saves there.
+        """
+        self._make()
+        if self._lock is None and take(self.path):
+            self._lock = weakref.finalize(self, release, self.path)
+
+    def release(self) -> None:
+        """Let other jobs save there; the next save locks it again."""
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
+
+    def _make(self) -> None:
         if self._is_known:
             # What has vanished since is not made again: its file system may be away,
             # and the files would go to the disk below its mount point.

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat.arrays.casting import assign, is_half, quietly, rounded
 from hpcstrat.arrays.kinds import is_device
-from hpcstrat.checkpoint.file.schema import Entry, Header, section_of
+from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
 from hpcstrat.checkpoint.objects import Objects, is_of_group
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
@@ -273,6 +273,6 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
         shape = shape[1:]
     if shape != variable.shape:
         return f"has shape {shape}, not {variable.shape}"
-    if entry.dtype != variable.dtype.name and not allow_cast:
+    if entry.dtype != dtype_name(variable.dtype) and not allow_cast:
         return f"has dtype {entry.dtype}, not {variable.dtype} (pass allow_cast=True)"
     return ""

@@ -8,8 +8,8 @@ import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.image import Elsewhere
-from hpcstrat.checkpoint.file.schema import named_dtype, saved_dtype
+from hpcstrat.checkpoint.file.image import Elsewhere, is_elsewhere
+from hpcstrat.checkpoint.file.schema import dtype_name, named_dtype, saved_dtype
 from hpcstrat.checkpoint.objects import pieces_of
 from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.gpu.transfers import Uploads
@@ -30,8 +30,8 @@ class Sink:
     ) -> None:
         self.match, self.extent = match, extent
         self.on_device = is_device(live)
-        self.elsewhere = live if isinstance(live, Elsewhere) else None
-        self._live = None if isinstance(live, Elsewhere) else live
+        self.elsewhere = live if is_elsewhere(live) else None
+        self._live = None if is_elsewhere(live) else live
         self._collected: Array | None = None
         self._left = extent.nbytes
 
@@ -86,12 +86,12 @@ def live_bytes(match: Match) -> Array | Elsewhere | None:
     if variable is None or match.divides or sys.byteorder != "little":
         return None
     if variable.lies_elsewhere:
-        same = variable.dtype.name == match.entry.dtype
+        same = dtype_name(variable.dtype) == match.entry.dtype
         found: Elsewhere | None = pieces_of(variable) if same else None
         return found
     component = variable.component
     fits = (
-        component.dtype.name == match.entry.dtype
+        dtype_name(component.dtype) == match.entry.dtype
         and component.dtype.isnative
         and component.flags.c_contiguous
     )

@@ -21,7 +21,7 @@ import numpy as np
 from hpcstrat.checkpoint.disk.disk import flush, forget_pages, open_to_write, write_all
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.hashing import block_hash
-from hpcstrat.checkpoint.file.image import Elsewhere, Image, Source, fill
+from hpcstrat.checkpoint.file.image import Image, Source, fill, is_elsewhere
 from hpcstrat.errors import UnavailableError
 from hpcstrat.gpu.transfers import Arrival, Downloads
 from hpcstrat.typing import Array
@@ -96,7 +96,7 @@ class PartWriter:
         they may not before `join` has returned.
         """
         self._ahead = ahead
-        asks = any(isinstance(value, Elsewhere) for value in values.values())
+        asks = any(map(is_elsewhere, values.values()))
         try:
             with self._telling():
                 if self.blocks:

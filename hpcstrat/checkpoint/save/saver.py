@@ -25,10 +25,10 @@ from hpcstrat.checkpoint.disk.disk import create
 from hpcstrat.checkpoint.disk.file_systems import goes_direct
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.image import (
-    Elsewhere,
     ImageMemory,
     Source,
     as_bytes,
+    is_elsewhere,
 )
 from hpcstrat.checkpoint.file.part_verdicts import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
@@ -364,7 +364,7 @@ def _sources(values: Mapping[str, Any], rows: Mapping[str, Rows]) -> dict[str, S
     rest = {path: value for path, value in values.items() if path not in rows}
     return {
         **rows,
-        **{p: v if isinstance(v, Elsewhere) else as_bytes(v) for p, v in rest.items()},
+        **{p: v if is_elsewhere(v) else as_bytes(v) for p, v in rest.items()},
     }
 
 

@@ -143,7 +143,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
-        rank = strategy.topology.replica_id
+        rank = strategy.replica_id
         super().__init__(rank, strategy.num_replicas_in_sync)
         self.strategy = strategy
         self.collectives = strategy.collectives

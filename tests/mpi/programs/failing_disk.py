@@ -26,6 +26,7 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.file.extents import part_of
 from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.errors import CheckpointError
+from tests.folders import listed
 
 # Each replica of two has some blocks.
 _COUNT = 400_000
@@ -99,7 +100,7 @@ class Case:
         """Expect the checkpoints up to a step, and nothing else, and restore."""
         self.comm.Barrier()
         names = [f"ckpt-{number:010d}.h5" for number in range(1, step + 1)]
-        there = sorted(os.listdir(self.folder))
+        there = sorted(listed(self.folder))
         self.expect(there == names, f"found {there}")
         self.comm.Barrier()
         self.x.component[...] = -1

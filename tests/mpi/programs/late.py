@@ -28,13 +28,13 @@ def main() -> None:
     each = 1 if len(sys.argv) > 3 else None
     strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=each)
     last = strategy.topology.num_replicas - 1
-    is_late = strategy.topology.replica_id == last
+    is_late = strategy.replica_id == last
     pids = strategy.topology.replica_comm.allgather(os.getpid())
     for number in range(_CALLS):
         if is_late:
             time.sleep(_LATE_SECONDS)
         strategy.reduce("sum", np.float64(number), axis=None)
-    if strategy.topology.replica_id == 0:
+    if strategy.replica_id == 0:
         (folder / "part").write_text(" ".join(map(str, pids)))
         (folder / "part").rename(folder / "pids")
     if end == "wait" and is_late:

@@ -59,7 +59,7 @@ def _guilty(catches: bool) -> None:
     import hpcstrat as hs
 
     strategy = hs.MultiWorkerMirroredStrategy()
-    value = "no number" if strategy.topology.replica_id == 1 else 1.0
+    value = "no number" if strategy.replica_id == 1 else 1.0
     try:
         strategy.reduce("sum", value, axis=None)
     except hs.ReplicaError:
@@ -81,7 +81,7 @@ def _all_differ() -> None:
     import hpcstrat as hs
 
     strategy = hs.MultiWorkerMirroredStrategy()
-    strategy.reduce("sum", [1.0] * (1 + strategy.topology.replica_id), axis=None)
+    strategy.reduce("sum", [1.0] * (1 + strategy.replica_id), axis=None)
 
 
 def _error_after_finalize() -> None:

@@ -42,8 +42,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 # call being one that was never made, or has ended.
 _SEAM = os.path.join(_PACKAGE, "channel", "entries.py")
 # An entry that is one function with what it surrounds; its first and its last line.
-_SHORT_WAY = os.path.join(_PACKAGE, "reduction", "one_array.py")
-_FIRST, _AFTER = "self._reduce(", "except BaseException"
+_REPEAT = os.path.join(_PACKAGE, "reduction", "reductions.py")
+_FIRST, _AFTER = "return planned.repeat(", "except BaseException"
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
 # A line of a loop that waits is begun any number of times.
@@ -83,8 +83,8 @@ class Tracer:
         if file == _SEAM:
             # Before and after it there is no call of the library.
             return self._seam if frame.f_code.co_name == "entry" else self._trace
-        if file == _SHORT_WAY and frame.f_code.co_name == "__call__":
-            return self._short_way
+        if file == _REPEAT and frame.f_code.co_name == "repeat":
+            return self._repeat
         if self._within and what in ("call", "line"):
             self._meet(file, frame.f_lineno)
         return self._trace
@@ -100,19 +100,19 @@ class Tracer:
             self._within.discard(frame)
         return self._seam
 
-    def _short_way(self, frame: FrameType, what: str, _: Any) -> Any:
+    def _repeat(self, frame: FrameType, what: str, _: Any) -> Any:
         """Follow it from its first line to what ends it."""
         if what == "line":
-            line = linecache.getline(_SHORT_WAY, frame.f_lineno).strip()
-            if line.startswith(_FIRST):
+            line = linecache.getline(_REPEAT, frame.f_lineno).strip()
+            if line.startswith(_FIRST) and frame.f_locals["channel"]:
                 self._within.add(frame)
             elif line.startswith((_AFTER, "channel.thread = outer")):
                 self._within.discard(frame)
             if frame in self._within:
-                self._meet(_SHORT_WAY, frame.f_lineno)
+                self._meet(_REPEAT, frame.f_lineno)
         elif what == "return":
             self._within.discard(frame)
-        return self._short_way
+        return self._repeat
 
     def _made(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:

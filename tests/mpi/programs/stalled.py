@@ -146,7 +146,7 @@ def main() -> None:
     per_worker = int(sys.argv[4]) if len(sys.argv) > 4 else None
     strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=per_worker)
     _open.append(strategy)
-    rank = strategy.topology.replica_id
+    rank = strategy.replica_id
     for _ in range(3):
         strategy.reduce("sum", 1.0, axis=None)
     strategy.barrier()

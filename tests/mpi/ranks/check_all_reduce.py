@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.channel import headers, places
+from hpcstrat.channel import headers
 from hpcstrat.collectives import kernel_sum, select, shared_memory
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.topology import segment
@@ -362,7 +362,7 @@ def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
 ) -> None:
     faulty = job.size - 1
 
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for the pieces")
 
     settings = hs.Settings(native=native)
@@ -375,7 +375,7 @@ def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
         with monkeypatch.context() as patch:
             if job.rank == faulty:
                 patch.setattr(shared_memory, "_lay_out", no_memory)
-                patch.setattr(kernel_sum, "_kernel_sum", no_memory)
+                patch.setattr(kernel_sum, "_make_sum", no_memory)
             error = outcome(reduce)
         if job.size > 1 and strategy.topology.num_workers == 1:
             assert_only_one_failed(error, MemoryError, faulty, job)
@@ -394,7 +394,6 @@ def test_slots_smaller_than_a_page_hold_their_data_apart(
     make_strategy: Any, job: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(topology_module, "slot_bytes", lambda *_: 1024)
-    monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
     with make_strategy(comm=job) as strategy:
         for size in (1, 100, 5000, 3, 700):
             for number in range(4):
@@ -409,7 +408,6 @@ def test_arrays_that_lie_elsewhere_in_the_same_place_keep_apart(
 ) -> None:
     """Of one type and length; the places of later calls are those of earlier ones."""
     monkeypatch.setattr(topology_module, "slot_bytes", lambda *_: 4096)
-    monkeypatch.setattr(topology_module, "_room_bytes", lambda _: 0)
     total = job.size * (job.size + 1) // 2
     with make_strategy(comm=job) as strategy:
         for number in range(60):
@@ -656,40 +654,6 @@ def test_a_small_memory_file_system_gives_smaller_slots(
     assert made.part_bytes == 3 * page
     assert len(made.buffer) == page + comm.size * 3 * page
     made.close()
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("full", [False, True])
-def test_rings_of_cores_that_share_no_cache_are_larger_where_memory_allows(
-    make_strategy: Any, job: Any, monkeypatch: Any, full: bool
-) -> None:
-    real, small = os.posix_fallocate, 2 << 20
-
-    def reserve(handle: int, start: int, length: int) -> None:
-        if full and length > small and job.rank == job.size - 1:
-            raise OSError(28, "No space left on device")
-        real(handle, start, length)
-
-    monkeypatch.setattr(places, "_are_apart", lambda *_: True)
-    monkeypatch.setattr(segment.os, "posix_fallocate", reserve)
-    with make_strategy(comm=job, settings=hs.Settings(native=False)) as strategy:
-        topology = strategy.topology
-        if strategy.collectives.channel is None:
-            return
-        ring = strategy.collectives.channel.places.ring_bytes
-        ranks = topology.worker_comm.size
-        if ranks == 1 or ranks > topology.num_cores:
-            assert ring == 4 * topology.slot_bytes
-        elif not full:
-            assert ring == 1 << ((128 << 20) // ranks).bit_length() - 1
-        elif topology.num_workers == 1:
-            assert ring == 4 * topology.slot_bytes
-        # More than the ring holds, in places of several sizes.
-        own = np.full(5_000_000, float(job.rank))
-        for size in (1, 5_000_000, 3, 100_000, 40_000):
-            for _ in range(3):
-                total = strategy.reduce("sum", own[:size], axis=None)
-                assert total.min() == total.max() == job.size * (job.size - 1) / 2
 
 
 @pytest.mark.slow

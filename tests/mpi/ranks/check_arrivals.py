@@ -38,7 +38,7 @@ def own_strategy(make_strategy: Callable[..., Any], job: Any) -> Iterator[Any]:
 
 def _come_late(strategy: Any, late: int) -> None:
     for _ in range(NUM_CALLS):
-        if strategy.topology.replica_id == late:
+        if strategy.replica_id == late:
             time.sleep(LATE_SECONDS)
         strategy.reduce("sum", np.ones(2), axis=None)
 

@@ -14,6 +14,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, ReplicaError
+from tests.folders import listed
 from tests.mpi.ranks.saved import warnings_of_checkpoints
 
 pytestmark = pytest.mark.files
@@ -208,5 +209,5 @@ def test_plain_state_that_differs_between_replicas_is_refused_on_all(
         manager.save(1)
     assert caught.value.ranks == tuple(range(1, job.size))
     # Nothing is left behind, and the program may go on.
-    assert not list(folder.iterdir())
+    assert not listed(folder)
     hs.CheckpointManager(folder, x=x, same=same).save(1)

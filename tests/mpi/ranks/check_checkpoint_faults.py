@@ -27,6 +27,7 @@ from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.keep.folder import temporary_name
 from hpcstrat.checkpoint.save import part_writer, publication, saver
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
+from tests.folders import listed
 from tests.mpi.programs.save_trace import around_calls
 from tests.mpi.ranks.saved import (
     Counter,
@@ -232,7 +233,7 @@ def test_full_disk_is_an_error_everywhere_and_leaves_no_trace(
             fill()
         job.Barrier()
         assert 1 <= len(saved) < 10
-        assert len(os.listdir(small)) == len(saved)
+        assert len(listed(small)) == len(saved)
         assert manager.restore() == saved[-1]
         np.testing.assert_array_equal(x.component, np.full(20_000, float(saved[-1])))
         hs.CheckpointManager(other, x=x, seen=seen).save(1)
@@ -253,6 +254,8 @@ def test_read_only_folder_is_an_error_everywhere(
     with _mounted(job, fixed, "1m") as remount:
         manager = hs.CheckpointManager(fixed, x=x)
         manager.save(1)
+        # Else the file that locks the folder is open for writing.
+        manager.close()
         remount("ro")
         x.assign(np.zeros(3))
         with pytest.raises(CheckpointError, match="Read-only"):
@@ -317,7 +320,7 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
         if where == "last" and job.size > 1:
             assert f"replica {job.size - 1}" in str(caught.value)
     job.Barrier()
-    assert os.listdir(folder) == ["ckpt-0000000001.h5"]
+    assert listed(folder) == ["ckpt-0000000001.h5"]
     manager.wait()
     assert manager.restore() == 1
     np.testing.assert_array_equal(x.component, np.ones(count))
@@ -355,7 +358,7 @@ def test_thread_that_cannot_start_is_an_error_everywhere(
         with pytest.raises(CheckpointError, match="can't start new thread"):
             save()
         monkeypatch.undo()
-        assert os.listdir(folder) == []
+        assert listed(folder) == []
         manager.save(2)
         assert manager.restore() == 2
 
@@ -399,7 +402,7 @@ def test_abandoned_files_of_dead_processes_are_removed(
     manager = hs.CheckpointManager(folder, x=x)
     assert manager.checkpoints == []
     if job.rank == 0:
-        assert sorted(os.listdir(folder)) == sorted([alive, away, "mine.txt"])
+        assert sorted(listed(folder)) == sorted([alive, away, "mine.txt"])
 
 
 def test_plain_variables_need_folders_of_their_own(folder: Path, job: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError, ReplicaError
+from tests.folders import listed
 from tests.mpi.ranks.saved import (
     Counter,
     warnings_of_checkpoints,
@@ -80,7 +81,7 @@ def test_step_is_not_used_twice_unless_asked(
     x.assign(5.0)
     manager.restore()
     assert x.numpy() == 4.0
-    assert len(os.listdir(folder)) == 1
+    assert len(listed(folder)) == 1
 
 
 def test_ranks_that_save_different_steps_are_told(strategy: Any, folder: Path) -> None:
@@ -222,7 +223,7 @@ def test_copies_that_differ_are_not_saved(
             manager.save(1, asynchronous=asynchronous)
         # Another rank may be a moment later.
         job.Barrier()
-        assert os.listdir(folder) == []
+        assert listed(folder) == []
     # Later tests compare the copies of all variables that are still there.
     x.component[...] = 0
 

@@ -21,14 +21,8 @@ PLAIN: dict[str, Any] = {"learning_rate": 1.0}
 
 
 @pytest.fixture
-def make(
-    topology_layout: Any, strategy: Any, job: Any, monkeypatch: Any
-) -> Iterator[Callable[..., Any]]:
+def make(topology_layout: Any, strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
     """Yield what makes groups, closed later; by default workers, or halves of one."""
-    from hpcstrat.channel import places
-
-    # As `make_strategy` does. The strategy that tests share keeps the connection open.
-    monkeypatch.setattr(places, "_are_apart", lambda *_: False)
     made: list[Any] = []
 
     def make(**options: Any) -> Any:

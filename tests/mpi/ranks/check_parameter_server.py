@@ -482,6 +482,31 @@ def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> N
     cluster.run(restore)
 
 
+def test_a_save_while_functions_write_is_refused(job: Any, tmp_path: Path) -> None:
+    cluster = Cluster(job)
+
+    def save(strategy: Any, coordinator: Any) -> None:
+        count = made(strategy, np.int64(0), name="count")
+        manager = hs.CheckpointManager(tmp_path, count=count)
+
+        def late() -> None:
+            time.sleep(0.01)
+            count.assign_add(np.int64(1))
+
+        for _ in range(20):
+            coordinator.schedule(late)
+        for call in (manager.save, manager.restore):
+            with pytest.raises(RuntimeError, match=r"that have not ended; call .*join"):
+                call()
+        coordinator.join()
+        manager.save()
+        count.assign(np.int64(0))
+        manager.restore()
+        assert count.numpy() == 20
+
+    cluster.run(save)
+
+
 @pytest.mark.once
 def test_large_values_are_saved_and_restored_in_pieces(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
 from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
+from tests.folders import listed
 from tests.mpi.ranks.saved import Counter, fill, make_variable
 
 pytestmark = pytest.mark.files
@@ -117,7 +118,7 @@ def test_save_becomes_durable_without_another_call(
         assert open_checkpoint(path).header.step == step
         job.Barrier()
     # What is older goes in the background, too.
-    assert wait_until(lambda: len(os.listdir(folder)) == 2, _LIMIT_SECONDS)
+    assert wait_until(lambda: len(listed(folder)) == 2, _LIMIT_SECONDS)
     job.Barrier()
     manager.close()
     assert manager.last_save.path == path
@@ -170,7 +171,7 @@ def test_what_one_rank_alone_cannot_write_is_raised_later_on_all(
             with pytest.raises(CheckpointError, match=f"replica {last} .*Input/output"):
                 call(*arguments)
         job.Barrier()
-        assert os.listdir(folder) == ["ckpt-0000000001.h5"]
+        assert listed(folder) == ["ckpt-0000000001.h5"]
         job.Barrier()
     # It is raised once.
     manager.wait()
@@ -206,13 +207,13 @@ def test_two_jobs_in_one_folder_keep_whole_files(
         # A new manager does not take the other's file for an abandoned one.
         fast = hs.CheckpointManager(folder, **second)
         path = fast.save(1)
-        assert len(os.listdir(folder)) == 2
+        assert len(listed(folder)) == 2
         job.Barrier()
         goes_on.set()
         with pytest.raises(CheckpointError, match="overwrite=True"):
             slow.wait()
     job.Barrier()
-    assert os.listdir(folder) == [os.path.basename(path)]
+    assert listed(folder) == [os.path.basename(path)]
     assert slow.restore() == 1
     np.testing.assert_array_equal(first["x"].component, 2.0)
 
@@ -468,7 +469,7 @@ def test_rows_that_one_rank_cannot_send_are_an_error_on_all(
         with pytest.raises((MemoryError, ReplicaError), match="no memory for rows"):
             manager.save(2)
     job.Barrier()
-    assert os.listdir(folder) == ["ckpt-0000000001.h5"]
+    assert listed(folder) == ["ckpt-0000000001.h5"]
     job.Barrier()
     manager.save(2)
     assert len(manager.checkpoints) == 2
@@ -500,7 +501,7 @@ def test_interrupted_saves_are_dropped(
     x.assign(np.ones(job.size << 18))
     manager.save(2)
     job.Barrier()
-    assert sorted(os.listdir(folder)) == ["ckpt-0000000002.h5"]
+    assert sorted(listed(folder)) == ["ckpt-0000000002.h5"]
     x.assign(np.zeros(job.size << 18))
     assert manager.restore() == 2
     np.testing.assert_array_equal(x.component, 1.0)

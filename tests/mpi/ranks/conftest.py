@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from tests.rings import keep_rings_small
+from tests.spins import keep_spins_short
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_rings(request: pytest.FixtureRequest) -> Iterator[Callable[..., bool]]:
-    """Let strategies take little shared memory, if ``--short``; see tests/rings.py.
-
-    Yields what finds out whether they should take more: those that tests share do.
-    """
-    from hpcstrat.channel import places
-
-    found = places._are_apart
+def short_spins(request: pytest.FixtureRequest) -> None:
+    """Let ranks nap soon, if ``--short``; see tests/spins.py."""
     if request.config.getoption("short"):
-        keep_rings_small()
-    yield found
-    places._are_apart = found
+        keep_spins_short()
 
 
 @pytest.fixture(scope="session")
@@ -138,18 +130,10 @@ def kept_strategies() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def strategy(
-    topology_layout: Layout,
-    kept_strategies: dict[str, Any],
-    small_rings: Callable[..., bool],
-) -> Any:
+def strategy(topology_layout: Layout, kept_strategies: dict[str, Any]) -> Any:
     """Return the strategy of the layout, which tests share and leave usable."""
     if topology_layout.name not in kept_strategies:
-        from hpcstrat.channel import places
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(places, "_are_apart", small_rings)
-            kept_strategies[topology_layout.name] = topology_layout.make_strategy()
+        kept_strategies[topology_layout.name] = topology_layout.make_strategy()
     return kept_strategies[topology_layout.name]
 
 

@@ -22,6 +22,7 @@ class PyHpcstrat(PythonPackage):
 
     variant("plot", default=False, description="Draw curves and timelines")
 
+    depends_on("c", type="build")
     depends_on("python@3.11:", type=("build", "run"))
     depends_on("py-hatchling@1.26:", type="build")
 

@@ -1,4 +1,4 @@
-"""One small array, reduced again and again: after the first time by the short way."""
+"""Arrays that are reduced again and again: by what was planned the first time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.reduction.one_array import OneArray
+from hpcstrat.collectives.kernel_sum import KernelSum
+from hpcstrat.collectives.plan import Plan
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 DTYPES = ["f4", "f8", "f2", "i4", "i8", "i2", "c16"]
@@ -16,17 +17,19 @@ SHAPES = [(), (1,), (3, 5), (0,), (700,)]
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return for each call whether it went the short way."""
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return for each repeated call whether the plan of the one before served."""
     found: list[bool] = []
-    real = OneArray.__call__
+    for plan in (Plan, KernelSum):
 
-    def noting(self: OneArray, array: Any, out: Any = None) -> Any:
-        result = real(self, array, out)
-        found.append(result is not None)
-        return result
+        def noting(
+            self: Any, value: Any, out: Any, seconds: Any, real: Any = plan.repeat
+        ) -> Any:
+            result = real(self, value, out, seconds)
+            found.append(result is not None)
+            return result
 
-    monkeypatch.setattr(OneArray, "__call__", noting)
+        monkeypatch.setattr(plan, "repeat", noting)
     return found
 
 
@@ -77,27 +80,32 @@ def test_results_are_right_each_time(
                     np.testing.assert_array_equal(own, total)
 
 
-def test_it_is_taken_where_it_can_be(
-    strategy: Any, job: Any, taken: list[bool]
+def test_plans_are_repeated_where_they_can_be(
+    strategy: Any, job: Any, repeated: list[bool]
 ) -> None:
-    if job.size == 1:
-        pytest.skip("a single replica moves nothing")
-    topology, own = strategy.topology, np.ones(5)
-    if topology.num_workers > 1 and topology.num_workers < topology.num_replicas:
-        pytest.skip("workers of several replicas gather first")
+    own = np.ones(5)
     for _ in range(3):
+        # The first calls plan.
+        count = len(repeated)
         strategy.reduce("sum", own, axis=None, out=np.empty(5))
         strategy.reduce("SUM", own, axis=None)
-    assert len(taken) >= 5
-    assert all(taken)
-    del taken[:]
-    # Not into every other place, nor other values, nor while another is under way.
+        strategy.reduce("sum", [own, own[:3]], axis=None)
+    assert repeated[count:] == [True] * 3
+    del repeated[:]
+    # Not into every other place.
     strategy.reduce("sum", own, axis=None, out=np.empty(10)[::2])
-    strategy.reduce("sum", [own], axis=None)
-    assert not any(taken)
+    assert not any(repeated)
     started = strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "reduce")
     assert (strategy.reduce("sum", own, axis=None) == job.size).all()
     assert (started.wait() == job.size).all()
+
+
+def test_results_that_lie_over_other_values_are_right(strategy: Any, job: Any) -> None:
+    for _ in range(3):
+        memory = np.arange(600.0) * (job.rank + 1)
+        wanted = np.arange(599.0) * job.size * (job.size + 1) / 2
+        found = strategy.reduce("sum", memory[:-1], axis=None, out=memory[1:])
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_operation_that_is_none_is_an_error_on_all(strategy: Any, job: Any) -> None:

@@ -1,0 +1,151 @@
+"""One job at a time saves in a folder; a dead one is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.checkpoint.keep import owner
+from hpcstrat.testing.launcher import clean_environment
+
+ROOT = str(Path(hs.__file__).parents[1])
+_SAVES = """
+import sys
+import hpcstrat as hs
+manager = hs.CheckpointManager(sys.argv[1], x=hs.Variable(1.0))
+manager.save(1)
+print("saved", flush=True)
+sys.stdin.readline()
+manager.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def _other_job(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield another job, which has saved step 1 and waits for a line."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", _SAVES, str(folder)],
+        env=clean_environment(
+            {"PYTHONPATH": ROOT, "PMIX_NAMESPACE": "theirs", **environment}
+        ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "saved\n"
+        yield job
+    finally:
+        job.kill()
+        job.communicate(timeout=60)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be of a job that the other ones are not of."""
+    monkeypatch.setenv("PMIX_NAMESPACE", "ours")
+
+
+@pytest.mark.usefixtures("job")
+def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
+    with _other_job(tmp_path) as other:
+        value = hs.Variable(0.0)
+        with hs.CheckpointManager(tmp_path, x=value) as manager:
+            # Whoever only reads is welcome.
+            assert manager.restore() == 1
+            assert value.numpy() == 1.0
+            with pytest.raises(hs.CheckpointError) as told:
+                manager.save(2)
+            assert f"found another job (process {other.pid} on" in str(told.value)
+            assert str(tmp_path) in str(told.value)
+            assert len(manager.checkpoints) == 1
+            # Once it has ended, also by a signal, nobody is in the way.
+            other.kill()
+            other.wait(60)
+            manager.save(2)
+    assert not (tmp_path / owner.OWNER).exists()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_job_that_has_closed_its_manager_leaves_the_folder(tmp_path: Path) -> None:
+    with (
+        _other_job(tmp_path) as other,
+        hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)) as manager,
+    ):
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "closed\n"
+        manager.save(2)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"SLURM_JOB_ID": "7"},
+        {"PMIX_NAMESPACE": "a"},
+        {"PMIX_NAMESPACE": "", "PALS_APID": "b"},
+    ],
+)
+def test_processes_of_one_job_may_save_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
+) -> None:
+    """As after a loss: the replica that now is the first, or a run put back."""
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with _other_job(tmp_path, **names):
+        hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)).save(2)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"pid": 1}'])
+def test_what_the_file_says_does_not_matter(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / owner.OWNER).write_bytes(content)
+    with hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)) as manager:
+        manager.save(1)
+        record = json.loads((tmp_path / owner.OWNER).read_text())
+        assert record["pid"] == os.getpid()
+    with _other_job(tmp_path / "b"):
+        (tmp_path / "b" / owner.OWNER).write_bytes(content)
+        with pytest.raises(hs.CheckpointError, match="found another job"):
+            hs.CheckpointManager(tmp_path / "b", x=hs.Variable(0.0)).save(2)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("code", [38, 95, 37])
+def test_file_systems_without_locks_serve_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, "not supported")
+
+    monkeypatch.setattr(owner.fcntl, "lockf", refuse)
+    with _other_job(tmp_path):
+        hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)).save(2)
+
+
+def test_managers_of_one_process_share_a_folder(tmp_path: Path) -> None:
+    managers = [hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)) for _ in range(2)]
+    for step, manager in enumerate(managers):
+        manager.save(step)
+    managers[0].close()
+    assert (tmp_path / owner.OWNER).exists()
+    managers[1].close()
+    assert not (tmp_path / owner.OWNER).exists()
+    managers[0].save(5)
+    del managers, manager
+    assert not (tmp_path / owner.OWNER).exists()
