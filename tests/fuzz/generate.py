@@ -322,7 +322,8 @@ class _Grouped(_Maker):
 
     def restart(self) -> list[Op]:
         ops = super().restart()
-        policy = self.one(None, "first", "cycle")
+        # Where there are other groups than before, one has to be given.
+        policy = self.one("first", "cycle")
         ops[-1].args |= {"way": "groups", "size": self.one(None, 1, 1, 2)}
         ops[-1].args["per_replica"] = policy
         return ops
@@ -358,6 +359,15 @@ class _Served(_Maker):
         (optimizer,) = self.optimizers
         optimizer.options.pop("accumulate_steps", None)
         optimizer.options.pop("aggregation", None)
+        if optimizer.rule == "LAMB":
+            # Of variables in several shards it is refused.
+            optimizer.args |= {"rule": "SGD", "options": {"learning_rate": 0.25}}
+
+    def _update(self) -> tuple[str, dict[str, Any]]:
+        kind, args = super()._update()
+        # A call has no replicas of which one could fail.
+        args.pop("fault", None)
+        return kind, args
 
     def step(self) -> list[Op]:
         ways = [self.schedule, self.schedule, self.schedule]
@@ -369,8 +379,7 @@ class _Served(_Maker):
 
     def restart(self) -> list[Op]:
         ops = super().restart()
-        way = {**self._servers(), "ranks": None}
-        ops[-1].args |= self.one(way, way, way, {"servers": None, "shards": None})
+        ops[-1].args |= {**self._servers(), "ranks": None}
         return [ops[0], ops[-1], *[self.read(var) for var in self.variables]]
 
     def read(self, var: Op) -> Op:

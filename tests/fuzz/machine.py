@@ -183,9 +183,19 @@ class Machine:
         for one in declared:
             self.do(one)
         if not self.strategy.saves_checkpoints:
+            # The first worker restores for all.
+            self._wait_for_workers()
             return [self._saves, {}]
-        step = self._checkpoints().restore(per_replica=op.per_replica or "error")
+        try:
+            step = self._checkpoints().restore(per_replica=op.per_replica or "error")
+        finally:
+            self._wait_for_workers()
         return [step, {name: state.value for name, state in self.states.items()}]
+
+    def _wait_for_workers(self) -> None:
+        """Wait until all workers that share variables have come here."""
+        if self.workers is not None:
+            self.workers.Barrier()
 
     def end(self) -> None:
         """Let go of the strategy, whatever has become of it."""

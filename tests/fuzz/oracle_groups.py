@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
-
 from tests.fuzz.arithmetic import Rule, combine
 from tests.fuzz.oracle import Oracle
 from tests.fuzz.program import Op, Program

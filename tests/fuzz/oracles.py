@@ -15,7 +15,11 @@ __all__ = ["wants"]
 
 def wants(program: Program, n: int) -> list[Want]:
     """Return what each operation must give on n ranks."""
-    ways = {"groups": OracleOfGroups, "served": OracleOfServed, "shared": OracleOfServed}
+    ways = {
+        "groups": OracleOfGroups,
+        "served": OracleOfServed,
+        "shared": OracleOfServed,
+    }
     made: Any = ways.get(program.ops[0].way, Oracle)
     wants: list[Want] = made(program, n).wants()
     return wants

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import hpcstrat as hs
-from tests.fuzz.machine import ABSENT, Machine
+from tests.fuzz.machine import Machine
 from tests.fuzz.program import Op
 from tests.fuzz.replica import act
 
-__all__ = ["lookup", "made", "schedule"]
+__all__ = ["made", "schedule"]
 
 
 def made(machine: Machine, op: Op, settings: Any) -> Any:
@@ -65,7 +65,8 @@ def schedule(machine: Machine, op: Op) -> Any:
         # Each worker makes calls of its own.
         index, count = machine.strategy.worker_index, machine.workers.size
         numbers = range(index, op.calls, count)
-        return [function(_Calling(machine, number)) for number in numbers]
+        run = machine.strategy.run
+        return [run(function, (_Calling(machine, number),)) for number in numbers]
     coordinator = hs.coordinator.ClusterCoordinator(machine.strategy)
     values = [
         coordinator.schedule(function, (_Calling(machine, number),))
