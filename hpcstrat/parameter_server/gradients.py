@@ -11,6 +11,7 @@ from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, require_names
 from hpcstrat.optimizers.optimizer import Optimizer
+from hpcstrat.optimizers.routine import is_of_elements
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.variables import ServerVariable
@@ -70,6 +71,22 @@ def _conditioned(
     return pairs
 
 
+def _require_whole(
+    optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]]
+) -> None:
+    """Refuse rules that would take each shard for a whole variable, as for a norm."""
+    if is_of_elements(type(optimizer)):
+        return
+    for _, variable in pairs:
+        if variable.num_shards > 1:
+            raise ValueError(
+                f"expected a rule that treats each element by itself for "
+                f"{variable.name!r}, which lies in {variable.num_shards} shards, found "
+                f"{type(optimizer).__name__}; keep the variable in one shard, take "
+                "another rule, or say elementwise = True in its class, if it is so"
+            )
+
+
 def apply_at_servers(
     client: Client, optimizer: Optimizer, pairs: Iterable[Any], non_finite: str
 ) -> bool:
@@ -84,7 +101,9 @@ def apply_at_servers(
             f"{type(optimizer).__name__} of elsewhere, whose steps nobody could count; "
             "make it there"
         )
-    checked = _conditioned(optimizer, _checked(pairs), non_finite)
+    found = _checked(pairs)
+    _require_whole(optimizer, found)
+    checked = _conditioned(optimizer, found, non_finite)
     if checked is None:
         return False
     rate = optimizer.learning_rate

@@ -183,6 +183,11 @@ class ServerVariable(Variable):
         for shard in self._shards:
             yield shard, array[shard.start : shard.stop] if self.ndim else array
 
+    @property
+    def num_shards(self) -> int:
+        """In how many parts it lies. For the library's own modules."""
+        return len(self._shards)
+
     def _attach(self) -> None:
         """Map what can be seen from here."""
         client = self._strategy.client

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.fuzz.driver import LIMIT_SECONDS, run_programs
 from tests.fuzz.features import GATES, features
-from tests.fuzz.generate import generate
+from tests.fuzz.generate import KINDS, generate
 from tests.fuzz.judge import judge
 from tests.fuzz.losing import attempt
 from tests.fuzz.program import Program, parse
@@ -23,6 +23,7 @@ __all__ = ["main"]
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seeds", default="1:100", help="FIRST:LAST, or one")
+    parser.add_argument("--kind", default="mirrored", choices=KINDS, help="of programs")
     parser.add_argument("--ranks", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--program", type=Path, help="run the program of a listing")
     parser.add_argument("--show", action="store_true", help="print programs, run none")
@@ -61,7 +62,7 @@ def _lose(seeds: range) -> int:
 def _programs(arguments: argparse.Namespace) -> list[Program]:
     if arguments.program is not None:
         return [parse(arguments.program.read_text(encoding="utf-8"))]
-    made = map(generate, _seeds(arguments))
+    made = (generate(seed, arguments.kind) for seed in _seeds(arguments))
     kept = (p for p in made if not (arguments.gated and features(p) & set(GATES)))
     return [p for p in kept if not arguments.only or arguments.only in features(p)]
 

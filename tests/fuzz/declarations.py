@@ -17,6 +17,13 @@ _OPS = ("MpiAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
 class Declarations:
     """Draws declarations, and numbers for all that follows."""
 
+    types: tuple[str, ...] = TYPES
+    forms: tuple[str, ...] = ("rows", "rows", "list", "shuffling", "function")
+    part_saving = 0.35
+    all_named = False
+    has_plain_state = True
+    has_metrics = True
+
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._key = seed * 1000
@@ -25,7 +32,7 @@ class Declarations:
         self.metrics: list[Op] = []
         self.datasets: list[Op] = []
         self.states: list[Op] = []
-        self.has_save = self.chance(0.35)
+        self.has_save = self.chance(self.part_saving)
         self.strategy = self._make_strategy()
 
     # Choices.
@@ -61,6 +68,8 @@ class Declarations:
         }
         if self.chance(0.1):
             args["ranks"] = self.random.randrange(1, 5)
+        if self.chance(0.15):
+            args["way"] = "central"
         return Op("strategy", args)
 
     @property
@@ -73,12 +82,13 @@ class Declarations:
             self._declare_variable()
         if self.chance(0.6):
             self._declare_optimizer()
-        if self.chance(0.25):
+        if self.has_metrics and self.chance(0.25):
             rule = self.one("Mean", "Sum")
             self.metrics.append(Op("metric", {"id": "measured", "rule": rule}))
         for _ in range(self.random.randrange(2)):
-            self._declare_dataset()
-        if self.has_save and self.chance(0.4):
+            if self.forms:
+                self._declare_dataset()
+        if self.has_save and self.has_plain_state and self.chance(0.4):
             value = self.one(
                 {"step": 3, "text": "a", "list": [1.5, None, True]},
                 {"seen": (1, 2)},
@@ -95,7 +105,7 @@ class Declarations:
         ]
 
     def _declare_variable(self, **args: Any) -> Op:
-        dtype = args.pop("dtype", None) or self.one(*TYPES)
+        dtype = args.pop("dtype", None) or self.one(*self.types)
         shape = args.pop("shape", None) or self.one(*SHAPES[:4], (4, 2))
         ways = ["none", "sum", "only_first_replica"]
         ways += ["mean"] if dtype.startswith("float") else []
@@ -131,13 +141,16 @@ class Declarations:
             options["aggregation"] = "mean"
         if self.chance(0.3):
             options["missing_gradients"] = "zeros"
-        unnamed = not self.has_save and self.chance(0.25)
+        unnamed = not (self.has_save or self.all_named) and self.chance(0.25)
         halves = rule == "SGD" and "momentum" not in options and self.chance(0.2)
         if halves and self.chance(0.5):
             options.update(clip_global_norm=2.0**-10, learning_rate=512.0)
+        # The norm of all takes what is rounded of one type into the other.
+        dtypes = ("float64", "float64", "float32")
+        one = self.one(*dtypes) if "clip_global_norm" in options else None
         over = []
         for _ in range(self.random.randrange(1, 4) + unnamed):
-            dtype = "float16" if halves else self.one("float64", "float64", "float32")
+            dtype = "float16" if halves else one or self.one(*dtypes)
             more = {"name": None} if unnamed else {}
             more["shape"] = (3,) if unnamed else self.one((), (3,), (4, 2))
             over.append(self._declare_variable(dtype=dtype, sync=None, **more).id)
@@ -151,7 +164,7 @@ class Declarations:
         self.optimizers.append(Op("optimizer", {**args, "unnamed": unnamed or None}))
 
     def _declare_dataset(self) -> None:
-        form = self.one("rows", "rows", "list", "shuffling", "function")
+        form = self.one(*self.forms)
         rows, batch = self.random.randrange(1, 20), self.random.randrange(1, 7)
         args = {"id": "data", "form": form, "rows": rows, "batch": batch}
         if form == "rows" and self.chance(0.5):

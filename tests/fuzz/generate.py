@@ -7,7 +7,7 @@ from typing import Any
 from tests.fuzz.declarations import TYPES, Declarations
 from tests.fuzz.program import Op, Program
 
-__all__ = ["generate"]
+__all__ = ["KINDS", "generate"]
 
 _CLASSES = ("ValueError", "FloatingPointError", "OSError", "BadBatchError")
 _LOOPED = (3,)
@@ -121,6 +121,7 @@ class _Maker(Declarations):
     def restart(self) -> list[Op]:
         args = {**self.strategy.args, "per_worker": self.one(None, 1, 2)}
         args["ranks"] = self.one(None, 1, 2, 3, 4)
+        args["way"] = self.one(None, None, "central")
         ops = [self.save(), Op("restart", args)]
         return ops if self.chance(0.7) else [ops[0], *self.step(), ops[1]]
 
@@ -142,7 +143,8 @@ class _Maker(Declarations):
         alone = any(
             one.id == op.var and one.aggregation == "none" for one in self.variables
         )
-        return bool(op.fault or op.lacks or scatters or alone)
+        nothing = op.kind == "apply" and not any(op.gradients)
+        return bool(op.fault or op.lacks or scatters or alone or nothing)
 
     def train(self) -> list[Op]:
         """Return some steps of the optimizer."""
@@ -282,19 +284,194 @@ class _Maker(Declarations):
         return [Op("run", {"body": [call]}), *later]
 
 
-def generate(seed: int) -> Program:
+class _Grouped(_Maker):
+    """Draws programs of groups."""
+
+    types = ("float64", "float64", "float32", "int64")
+    forms = ("rows", "list", "function")
+    all_named = True
+
+    def _make_strategy(self) -> Op:
+        args = super()._make_strategy().args
+        every = self.random.randrange(1, 5)
+        rates = {"learning_rate": 1.0}, {"learning_rate": 0.5, "momentum": 0.5}
+        args |= {
+            "way": "groups",
+            "ops": None,
+            "size": self.one(None, 1, 1, 2),
+            "every": every,
+            "delay": self.one(0, 0, self.random.randrange(1, every + 1)),
+            "outer": self.one(None, *rates),
+        }
+        return Op("strategy", args)
+
+    def _declare_optimizer(self) -> None:
+        super()._declare_optimizer()
+        for variable in self.variables:
+            # What is rounded to halves, twice, is not exact.
+            if variable.start.dtype == "float16":
+                variable.args["trainable"] = False
+
+    def step(self) -> list[Op]:
+        ops = super().step()
+        if self.chance(0.7):
+            ops += [Op("round")] * self.one(1, 1, 2)
+        elif self.chance(0.15):
+            ops.append(Op("end_round"))
+        return ops
+
+    def restart(self) -> list[Op]:
+        ops = super().restart()
+        # Where there are other groups than before, one has to be given.
+        policy = self.one("first", "cycle")
+        ops[-1].args |= {"way": "groups", "size": self.one(None, 1, 1, 2)}
+        ops[-1].args["per_replica"] = policy
+        return ops
+
+
+class _Served(_Maker):
+    """Draws programs of a coordinator, or of workers that share variables."""
+
+    types = ("float64", "float64", "float32", "int64", "int32", "complex128")
+    forms = ()
+    part_saving = 0.5
+    all_named = True
+    has_plain_state = False
+    has_metrics = False
+
+    def _make_strategy(self) -> Op:
+        args = super()._make_strategy().args
+        args |= {"ops": None, "on_error": "abort", "ranks": None, "per_worker": None}
+        return Op("strategy", {**args, **self._servers()})
+
+    def _servers(self) -> dict[str, Any]:
+        return {
+            "way": self.one("served", "served", "shared"),
+            "servers": self.one(1, 1, 2),
+            "shards": self.one(None, 2, 3),
+        }
+
+    def _declare_variable(self, **args: Any) -> Op:
+        return super()._declare_variable(**{**args, "sync": None})
+
+    def _declare_optimizer(self) -> None:
+        super()._declare_optimizer()
+        (optimizer,) = self.optimizers
+        optimizer.options.pop("accumulate_steps", None)
+        optimizer.options.pop("aggregation", None)
+        if optimizer.rule == "LAMB":
+            # Of variables in several shards it is refused.
+            optimizer.args |= {"rule": "SGD", "options": {"learning_rate": 0.25}}
+
+    def _update(self) -> tuple[str, dict[str, Any]]:
+        kind, args = super()._update()
+        # A call has no replicas of which one could fail.
+        args.pop("fault", None)
+        return kind, args
+
+    def step(self) -> list[Op]:
+        ways = [self.schedule, self.schedule, self.schedule]
+        ways += [self.variable] * (len(self.variables) > 0)
+        if self.has_save and (self.variables or self.optimizers):
+            ways += [self.save, self.restart]
+        made = self.one(*ways)()
+        return made if isinstance(made, list) else [made]
+
+    def restart(self) -> list[Op]:
+        ops = super().restart()
+        ops[-1].args |= {**self._servers(), "ranks": None}
+        return [ops[0], ops[-1], *[self.read(var) for var in self.variables]]
+
+    def read(self, var: Op) -> Op:
+        return Op("read", {"var": var.id})
+
+    def schedule(self) -> Op:
+        calls = self.one(1, 1, 2, 5, 17)
+        if calls == 1:
+            body = [self._alone() for _ in range(self.random.randrange(1, 5))]
+        elif self.chance(0.1):
+            body = [self._compute(), Op("fail", {"call": self.random.randrange(calls)})]
+            body += [self._seen(var) for var in self.variables]
+        else:
+            body = self._beside()
+        return Op("schedule", {"calls": calls, "body": body})
+
+    def _compute(self) -> Op:
+        dtype, shape = self.one("float64", "int32"), self.one((), (3,), (3000,))
+        return Op("compute", {"value": self.draw(dtype, shape)})
+
+    def _seen(self, var: Op) -> Op:
+        shape = var.start.shape
+        if shape and self.chance(0.5):
+            count = self.random.randrange(1, 5)
+            ids = tuple(self.random.choices(range(shape[0]), k=count))
+            return Op("lookup", {"var": var.id, "ids": ids})
+        return Op("own", {"var": var.id})
+
+    def _alone(self) -> Op:
+        """Return what the only call of a function does."""
+        ways = [self._compute]
+        if self.variables:
+            ways += [lambda: Op(*self._update()), self._seen_one] * 2
+        if self.optimizers:
+            ways += [lambda: self._stepped(plain=False)] * 2
+        return self.one(*ways)()
+
+    def _seen_one(self) -> Op:
+        return self._seen(self.one(*self.variables))
+
+    def _stepped(self, *, plain: bool) -> Op:
+        """Return a step; of rules that look at more than one, with all gradients."""
+        optimizer = self.optimizers[0]
+        op = self._apply_one(optimizer, optimizer.over, True)
+        if plain and len(optimizer.over) == 1 and self.chance(0.5):
+            return self._apply_one(optimizer, optimizer.over, False)
+        if self.chance(0.1) and self.strategy.non_finite in ("raise", "skip"):
+            first = op.gradients[0]
+            op.gradients[0] = self.draw(first.dtype, first.shape, "nan")
+        return op
+
+    def _beside(self) -> list[Op]:
+        """Return what calls do whose order makes no difference."""
+        body, written = [self._compute()], set()
+        for optimizer in self.optimizers:
+            plain = optimizer.rule == "SGD" and "momentum" not in optimizer.options
+            if plain and self.chance(0.7):
+                body.append(self._stepped(plain=True))
+                written |= set(optimizer.over)
+        for var in self.variables:
+            if var.id in written or self.chance(0.3):
+                body += [] if var.id in written else [self._seen(var)]
+                continue
+            for _ in range(self.one(1, 1, 2)):
+                method = self.one("assign_add", "assign_sub")
+                value = self.draw(var.start.dtype, var.start.shape)
+                args = {"var": var.id, "method": method, "value": value}
+                body.append(Op("update", args))
+        self.random.shuffle(body)
+        return body
+
+
+_MAKERS = {"mirrored": _Maker, "groups": _Grouped, "served": _Served}
+KINDS = tuple(_MAKERS)
+"""What kinds of programs there are."""
+
+
+def generate(seed: int, kind: str = "mirrored") -> Program:
     """Return the program of a seed."""
-    maker = _Maker(seed)
+    maker = _MAKERS[kind](seed)
     ops = [maker.strategy, *maker.declare()]
     for _ in range(maker.random.randrange(3, 9)):
         ops += maker.step()
-    if maker.chance(0.2):
+    usual = kind == "mirrored"
+    if usual and maker.chance(0.2):
         ops += maker.parting()
-    elif maker.chance(0.08):
+    elif usual and maker.chance(0.08):
         dtype, shape = maker.one("int64", "float64"), maker.one((), (3,), (500,))
         values = [maker.draw(dtype, shape) for _ in range(2)]
         ops.append(Op("threads", {"values": values}))
     else:
         ops += [Op("read", {"var": var.id}) for var in maker.variables]
-        ops += [Op("progress", {"optimizer": one.id}) for one in maker.optimizers]
-    return Program(ops, f"seed {seed}")
+        steps = [Op("progress", {"optimizer": one.id}) for one in maker.optimizers]
+        ops += steps if kind != "served" else []
+    return Program(ops, f"seed {seed}, {kind}")

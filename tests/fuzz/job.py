@@ -37,6 +37,8 @@ def observe(
             seen.append(("raise", names, str(error)))
             if op.kind in ("strategy", "restart", "variable"):
                 break
+        if machine.over:
+            break
     return seen
 
 

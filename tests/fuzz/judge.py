@@ -9,20 +9,20 @@ import numpy as np
 
 from tests.fuzz.driver import Outcome
 from tests.fuzz.machine import ABSENT
-from tests.fuzz.oracle import Oracle
+from tests.fuzz.oracles import wants
 from tests.fuzz.program import Program
 from tests.fuzz.wanted import ALIKE, ANY, LOOSE, UNORDERED, Want
 
 __all__ = ["judge"]
 
-_TOLERANCE = {2: 4e-3, 4: 1e-5, 8: 1e-12}
+_TOLERANCE = {2: 4e-3, 4: 1e-5, 8: 1e-9}
 
 
 def judge(program: Program, n: int, outcome: Outcome) -> str:
     """Return what is wrong; an empty text if nothing is."""
     if outcome.failure:
         return outcome.failure
-    for index, want in enumerate(Oracle(program, n).wants()):
+    for index, want in enumerate(wants(program, n)):
         size = len(want.values)
         seen = [one[index] if index < len(one) else None for one in outcome.seen]
         problem = _outside(seen[size:]) or _judged(want, seen[:size])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import threading
 import time
@@ -22,7 +23,15 @@ __all__ = ["ABSENT", "Machine", "PlainState", "settle"]
 
 ABSENT = "this rank has no part in it"
 _FAR_SECONDS = 3600.0
+# In which module an operation is that is not here, so that a job loads what it needs.
+_ELSEWHERE = {"round": "grouped", "end_round": "grouped", "schedule": "served"}
+# What one of several workers does for all that share variables.
+_OF_ONE = ("assign", "rows", "save")
 _DECLARED = ("variable", "optimizer", "metric", "dataset", "state")
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"tests.fuzz.{name}")
 
 
 class PlainState:
@@ -53,6 +62,11 @@ class Machine:
         self.world, self._folder = world, folder
         self.comm: Any = None
         self.strategy: Any = None
+        self.groups: Any = None
+        # Whether the program has ended on the ranks that had a part in it.
+        self.over = False
+        # Those that share variables, where there is no coordinator.
+        self.workers: Any = None
         self._declared: list[Op] = []
         self.variables: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
@@ -65,12 +79,22 @@ class Machine:
 
     @property
     def rank(self) -> int:
-        """This replica's number, in the strategy that there is now."""
-        return int(self.strategy.replica_id)
+        """This replica's number, among those of all groups where there are some."""
+        return int(self.everyone.replica_id)
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are now."""
+        return int(self.everyone.num_replicas_in_sync)
+
+    @property
+    def everyone(self) -> Any:
+        """The strategy of all replicas."""
+        return self.strategy if self.groups is None else self.groups.everyone
 
     def struck(self, op: Op) -> bool:
         """Whether the fault of an operation is this rank's."""
-        size = self.strategy.num_replicas_in_sync
+        size = self.size
         if not op.fault or (size == 1 and op.fault[0] == "step"):
             return False
         return bool(op.fault[1] % size == self.rank)
@@ -84,8 +108,19 @@ class Machine:
             if op.kind in _DECLARED:
                 self._declared.append(op)
             return ABSENT
-        with self._planted(op):
-            return self.seen(getattr(self, f"_{op.kind}")(op))
+        try:
+            with self._planted(op):
+                return self.seen(self._done(op))
+        finally:
+            if self.workers is not None:
+                self.workers.Barrier()
+
+    def _done(self, op: Op) -> Any:
+        if op.kind in _OF_ONE and not self.strategy.saves_checkpoints:
+            return self._saves if op.kind == "save" else None
+        if op.kind in _ELSEWHERE:
+            return getattr(_module(_ELSEWHERE[op.kind]), op.kind)(self, op)
+        return getattr(self, f"_{op.kind}")(op)
 
     def seen(self, value: Any) -> Any:
         """Return a copy of this rank's part of a result."""
@@ -104,10 +139,14 @@ class Machine:
     def _strategy(self, op: Op) -> Any:
         count = op.ranks or self.world.size
         within = self.world.rank < min(count, self.world.size)
-        self.comm = self.world.Split(int(not within), self.world.rank)
+        # Servers come behind the first worker; here ranks that see nothing are last.
+        serves = self.world.rank >= min(count, self.world.size) - (op.servers or 0)
+        place = 0 if not self.world.rank else 1 if serves else 2
+        self.comm = self.world.Split(int(not within), place)
         if not within:
+            # Groups that do not fit are an error on the others only.
+            self.over = op.way == "groups" and not min(self.world.allgather(True))
             return ABSENT
-        ops = getattr(hs, op.ops)() if op.ops else None
         settings = hs.Settings(
             non_finite=op.non_finite,
             divergence=op.divergence,
@@ -115,12 +154,21 @@ class Machine:
             limit_seconds=_FAR_SECONDS,
             summary="off",
         )
-        self.strategy = hs.MultiWorkerMirroredStrategy(
+        options = {"on_error": op.on_error or "abort", "settings": settings}
+        if op.way in ("served", "shared"):
+            if op.way == "shared":
+                self.workers = self.comm.Split(int(serves), self.world.rank)
+            self.strategy = _module("served").made(self, op, settings)
+            return ABSENT if self.strategy is None else None
+        if op.way == "groups":
+            self.strategy = _module("grouped").made(self, op, **options)
+            return None
+        kinds = (hs.MultiWorkerMirroredStrategy, hs.CentralStorageStrategy)
+        self.strategy = kinds[op.way == "central"](
             comm=self.comm,
             replicas_per_worker=op.per_worker,
-            cross_device_ops=ops,
-            on_error=op.on_error or "abort",
-            settings=settings,
+            cross_device_ops=getattr(hs, op.ops)() if op.ops else None,
+            **options,
         )
         return None
 
@@ -134,16 +182,34 @@ class Machine:
             return ABSENT
         for one in declared:
             self.do(one)
-        manager = self._checkpoints()
-        step = manager.restore()
+        if not self.strategy.saves_checkpoints:
+            # The first worker restores for all.
+            self._wait_for_workers()
+            return [self._saves, {}]
+        try:
+            step = self._checkpoints().restore(per_replica=op.per_replica or "error")
+        finally:
+            self._wait_for_workers()
         return [step, {name: state.value for name, state in self.states.items()}]
+
+    def _wait_for_workers(self) -> None:
+        """Wait until all workers that share variables have come here."""
+        if self.workers is not None:
+            self.workers.Barrier()
 
     def end(self) -> None:
         """Let go of the strategy, whatever has become of it."""
         self._numpy.close()
-        if self.strategy is not None:
+        if self.workers is not None:
+            self.workers.Free()
+            self.workers = None
+        if self.groups is not None:
+            self.groups.close()
+        elif self.strategy is not None and self.strategy.applies_elsewhere:
+            self.strategy.close()
+        elif self.strategy is not None:
             settle(self.strategy, self.comm)
-        self.strategy = None
+        self.strategy = self.groups = None
         if self.comm is not None:
             self.comm.Free()
             self.comm = None
@@ -156,6 +222,7 @@ class Machine:
                 name=op.name,
                 synchronization=op.sync or "auto",
                 aggregation=op.aggregation or "none",
+                trainable=op.trainable,
             )
 
     def _optimizer(self, op: Op) -> None:
@@ -179,7 +246,7 @@ class Machine:
 
     def _dataset(self, op: Op) -> None:
         self._declared.append(op)
-        strategy = self.strategy
+        strategy = self.everyone
         if op.form == "function":
             made = strategy.distribute_datasets_from_function(
                 lambda context: iterable_of(op, context)
@@ -201,6 +268,8 @@ class Machine:
                 if hasattr(dataset, "restore_state")
             }
             things = {**self.optimizers, **self.metrics, **rows, **self.states}
+            if self.groups is not None:
+                things["groups"] = self.groups
             if self.variables:
                 things["values"] = self.variables
             with self.strategy.scope():
@@ -323,6 +392,9 @@ class Machine:
 
     def _differ(self, op: Op) -> None:
         """Write into one rank's copy, and look whether that is found."""
+        if self.strategy.is_central:
+            # The ranks of a worker have one copy, which they may not write.
+            return
         component = self.variables[op.var].component
         before = component.copy()
         if self.struck(op):

@@ -14,7 +14,7 @@ from tests.fuzz.arithmetic import combine, over_axis
 from tests.fuzz.oracle_data import Reader
 from tests.fuzz.oracle_optimizer import Optimizing
 from tests.fuzz.oracle_variables import Copies
-from tests.fuzz.program import Op, Program
+from tests.fuzz.program import Draw, Op, Program
 from tests.fuzz.wanted import ALIKE, ANY, EXACT, LOOSE, UNORDERED, Refused, Want
 
 __all__ = ["Oracle", "is_plain"]
@@ -31,12 +31,17 @@ class Oracle:
         What is run.
     n : int
         On how many ranks.
+    first, total : int
+        Number of the first of them, and how many there are, where they are a group.
     """
 
-    def __init__(self, program: Program, n: int) -> None:
-        self._program, self._ranks = program, n
+    def __init__(
+        self, program: Program, n: int, first: int = 0, total: int | None = None
+    ) -> None:
+        self._program, self._ranks, self.first = program, n, first
+        self._total = total
         self.size = 0
-        self.raises = False
+        self.raises = self.central = False
         self._after = EXACT
         self.workers: list[int] = []
         self.declared: list[Op] = []
@@ -46,21 +51,32 @@ class Oracle:
         self.datasets: dict[str, Reader] = {}
         self.states: dict[str, Any] = {}
         self.policy = "off"
-        self._saved: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self._saves = 0
 
     def wants(self) -> list[Want]:
         """Return what each operation must give."""
-        found = []
-        for op in self._program.ops:
-            try:
-                want = getattr(self, f"_{op.kind}")(op)
-            except Refused as refused:
-                want = Want([None] * self.size, refused.errors)
-            if self._after != EXACT:
-                want.mode = self._after
-            found.append(want)
-        return found
+        return [self.want(op) for op in self._program.ops]
+
+    def want(self, op: Op) -> Want:
+        """Return what the next operation must give."""
+        try:
+            want: Want = getattr(self, f"_{op.kind}")(op)
+        except Refused as refused:
+            want = Want([None] * self.size, refused.errors)
+        if self._after != EXACT:
+            want.mode = self._after
+        return want
+
+    def own(self, draw: Draw, **more: Any) -> list[Any]:
+        """Return all replicas' arrays of a draw."""
+        first = self.first
+        return [draw.value(first + rank, **more) for rank in range(self.size)]
+
+    def take(self, declared: Oracle, kept: dict[str, Any]) -> None:
+        """Take what a group declares, and what it has kept, for a restart."""
+        self.declared, self.states = declared.declared, declared.states
+        self.kept, self._saves = kept, declared._saves
 
     # What is wanted of all replicas.
 
@@ -105,9 +121,14 @@ class Oracle:
     def _strategy(self, op: Op) -> Want:
         self.size = min(op.ranks or self._ranks, self._ranks)
         self.raises, self.policy = op.on_error == "raise", op.non_finite or "off"
-        each = min(op.per_worker or self.size, self.size)
-        self.workers = [number // each for number in range(self.size)]
+        self.central = op.way == "central"
+        self.workers = self._workers_of(self.size, op)
+        self._all_workers = self._workers_of(self._total or self.size, op)
         return self.each([None] * self.size)
+
+    def _workers_of(self, size: int, op: Op) -> list[int]:
+        each = min(op.per_worker or size, size)
+        return [number // each for number in range(size)]
 
     def _restart(self, op: Op) -> Want:
         declared, self.declared = self.declared, []
@@ -116,7 +137,7 @@ class Oracle:
         self._strategy(op)
         for one in declared:
             getattr(self, f"_{one.kind}")(one)
-        saved = copy.deepcopy(self._saved)
+        saved = copy.deepcopy(self.kept)
         for name, value in saved["variables"].items():
             self.variables[name].restore(value)
         for name, state in saved["optimizers"].items():
@@ -130,7 +151,7 @@ class Oracle:
 
     def _save(self, op: Op) -> Want:
         self._saves += 1
-        self._saved = {
+        self.kept = {
             "variables": {k: v.logical() for k, v in self.variables.items()},
             "optimizers": {k: o.saved() for k, o in self.optimizers.items()},
             "metrics": {k: np.sum(m, axis=0).tolist() for k, m in self.metrics.items()},
@@ -168,10 +189,7 @@ class Oracle:
     def parts(self, op: Op) -> list[list[Any]]:
         """Return all replicas' arrays of a call, for each of its values."""
         ragged = op.axis is not None or op.kind in ("gather", "all_gather")
-        return [
-            [draw.value(rank, ragged=ragged) for rank in range(self.size)]
-            for draw in op.values
-        ]
+        return [self.own(draw, ragged=ragged) for draw in op.values]
 
     def _reduce(self, op: Op) -> Want:
         if op.fault and op.fault[0] == "text":
@@ -236,7 +254,7 @@ class Oracle:
     def _differ(self, op: Op) -> Want:
         value = self.variables[op.var].value
         same = np.array_equal(value + value.dtype.type(1), value, equal_nan=True)
-        if self.size > 1 and not same:
+        if op.fault and self.size > 1 and not same and not self.central:
             raise self.everywhere("DivergenceError")
         return self.each([None] * self.size)
 
@@ -305,13 +323,13 @@ class Oracle:
         variable = self.variables[op.var]
         if op.fault:
             raise self.told(op.fault[1], "ValueError")
-        parts = [op.value.value(rank) for rank in range(self.size)]
+        parts = self.own(op.value)
         return variable.update(op.method, parts, failed)
 
     def _in_scatter(self, op: Op, batches: Any, failed: Any) -> list[Any]:
         parts = [
-            (op.value.value(rank), op.indices[rank % len(op.indices)])
-            for rank in range(self.size)
+            (part, op.indices[(self.first + rank) % len(op.indices)])
+            for rank, part in enumerate(self.own(op.value))
         ]
         return self.variables[op.var].scatter(op.method, parts, aggregated=True)
 
@@ -319,9 +337,10 @@ class Oracle:
         return [np.array(part) for part in self.variables[op.var].parts]
 
     def _in_measure(self, op: Op, batches: Any, failed: Any) -> list[Any]:
+        parts = self.own(op.value, ragged=True)
         for rank, totals in enumerate(self.metrics[op.metric]):
             if rank != failed:
-                value = op.value.value(rank, ragged=True)
+                value = parts[rank]
                 self.metrics[op.metric][rank] = [
                     totals[0] + float(value.sum()),
                     totals[1] + value.size,
@@ -335,9 +354,11 @@ class Oracle:
         reader = self.datasets[op.dataset]
         found: list[list[Any]] = [[] for _ in range(self.size)]
         if reader.unordered:
-            every = np.sort(reader.rows)
-            return self.each([every] * self.size, mode=UNORDERED)
-        for number, batches in enumerate(reader.epoch(self.workers, op.steps)):
+            rows = np.sort(reader.rows)
+            return self.each([rows] * self.size, mode=UNORDERED)
+        own = slice(self.first, self.first + self.size)
+        for number, every in enumerate(reader.epoch(self._all_workers, op.steps)):
+            batches = every[own]
             if op.fault and op.fault[2] == number and self.size > 1:
                 return self.parted(op)
             inner = self._body(op, batches)

@@ -44,6 +44,11 @@ class Optimizing:
         kept = (self.steps, self._done, self._state, self._sums, self._had)
         return {"kept": copy.deepcopy(kept), "ends": self._ends}
 
+    def form(self) -> list[Any]:
+        """Return for which variables there is state."""
+        some = {name: bool(had) for name, had in self._had.items()}
+        return [self._built, list(self._state), list(self._sums), some]
+
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.steps, self._done, self._state, self._sums, had = saved["kept"]
@@ -106,10 +111,11 @@ class Optimizing:
             self._restart()
 
     def _gradient(self, op: Op, draw: Any, rank: int, like: Any, batches: Any) -> Any:
-        gradient = draw.value(rank)
+        number = self._oracle.first + rank
+        gradient = draw.value(number)
         if op.rows:
             dense = np.zeros_like(like)
-            np.add.at(dense, list(op.rows[rank % len(op.rows)]), gradient)
+            np.add.at(dense, list(op.rows[number % len(op.rows)]), gradient)
             gradient = dense
         if batches is not None:
             gradient = gradient * 0 + batches[rank].sum() / 4

@@ -28,7 +28,7 @@ class Copies:
     def __init__(self, op: Op, oracle: Oracle) -> None:
         self._oracle = oracle
         self._how = op.aggregation or "none"
-        self.on_write = op.sync != "on_read"
+        self.on_write = op.sync != "on_read" or oracle.central
         start = op.start.value(0)
         self.parts = [np.array(start) for _ in range(oracle.size)]
 

@@ -14,7 +14,7 @@ from tests.fuzz.program import Op
 if TYPE_CHECKING:
     from tests.fuzz.machine import Machine
 
-__all__ = ["step_of"]
+__all__ = ["act", "step_of"]
 
 
 def step_of(machine: Machine, op: Op) -> Callable[..., list[Any]]:
@@ -27,12 +27,17 @@ def step_of(machine: Machine, op: Op) -> Callable[..., list[Any]]:
         for index, inner in enumerate(op.body):
             if fails and op.fault[2] == index and machine.struck(op):
                 raise raised(op.fault[0])
-            found.append(_ACTS[inner.kind](machine, inner, batch))
+            found.append(act(machine, inner, batch))
         if fails and op.fault[2] >= len(op.body) and machine.struck(op):
             raise raised(op.fault[0])
         return found
 
     return step
+
+
+def act(machine: Any, op: Op, batch: Any) -> Any:
+    """Do an operation inside of a function, and return what it gives."""
+    return _ACTS[op.kind](machine, op, batch)
 
 
 def _all_reduce(machine: Machine, op: Op, batch: Any) -> Any:
@@ -89,7 +94,7 @@ def _measure(machine: Machine, op: Op, batch: Any) -> None:
 def _apply(machine: Machine, op: Op, batch: Any) -> bool:
     pairs = []
     without, lacking = op.lacks or (None, 0)
-    lacks = machine.rank == lacking % machine.strategy.num_replicas_in_sync
+    lacks = bool(op.lacks) and machine.rank == lacking % machine.size
     for index, (name, draw) in enumerate(zip(op.over, op.gradients, strict=True)):
         variable = machine.variables[name]
         gradient: Any = None
@@ -106,6 +111,14 @@ def _apply(machine: Machine, op: Op, batch: Any) -> bool:
     return bool(machine.optimizers[op.optimizer].apply_gradients(pairs))
 
 
+def _compute(machine: Machine, op: Op, batch: Any) -> Any:
+    return 2 * op.value.value(machine.rank)
+
+
+def _lookup(machine: Machine, op: Op, batch: Any) -> Any:
+    return hs.embedding_lookup(machine.variables[op.var], np.array(op.ids))
+
+
 _ACTS: dict[str, Callable[[Any, Op, Any], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -116,4 +129,6 @@ _ACTS: dict[str, Callable[[Any, Op, Any], Any]] = {
     "own": _own,
     "measure": _measure,
     "apply": _apply,
+    "compute": _compute,
+    "lookup": _lookup,
 }

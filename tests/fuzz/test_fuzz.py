@@ -12,7 +12,7 @@ from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.fuzz.driver import Outcome, run_programs
 from tests.fuzz.features import GATES, features
-from tests.fuzz.generate import generate
+from tests.fuzz.generate import KINDS, generate
 from tests.fuzz.judge import judge
 from tests.fuzz.losing import attempt
 from tests.fuzz.program import Program, parse
@@ -31,11 +31,11 @@ def launcher() -> str:
         pytest.skip(str(exc))
 
 
-def _programs(first: int, count: int) -> list[Program]:
+def _programs(first: int, count: int, kind: str = "mirrored") -> list[Program]:
     """Return programs without what is known not to hold."""
     made, seed = [], first
     while len(made) < count:
-        program = generate(seed)
+        program = generate(seed, kind)
         if not features(program) & set(GATES):
             made.append(program)
         seed += 1
@@ -58,10 +58,19 @@ def test_programs_do_what_the_oracle_says(n: int) -> None:
     _fail_for(programs, n, run_programs(programs, n))
 
 
+@pytest.mark.parametrize(("kind", "n"), [("groups", 3), ("served", 3)])
+def test_programs_of_groups_and_servers_do_what_the_oracle_says(
+    kind: str, n: int
+) -> None:
+    programs = _programs(5000, 15, kind)
+    _fail_for(programs, n, run_programs(programs, n))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_many_programs_do_what_the_oracle_says(n: int) -> None:
-    programs = _programs(100_000 * n, 1000)
+def test_many_programs_do_what_the_oracle_says(n: int, kind: str) -> None:
+    programs = _programs(100_000 * n, 1000, kind)
     _fail_for(programs, n, run_programs(programs, n))
 
 

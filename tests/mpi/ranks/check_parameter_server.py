@@ -482,6 +482,29 @@ def test_a_checkpoint_is_restored_on_other_shards(job: Any, tmp_path: Path) -> N
     cluster.run(restore)
 
 
+def test_rules_that_need_a_whole_variable_are_refused_for_shards(job: Any) -> None:
+    class Own(hs.optimizers.Optimizer):
+        def update(self, step: Any, gradient: Any, value: Any) -> None:
+            value -= step.rate * gradient
+
+    def steps(strategy: Any, coordinator: Any) -> None:
+        with strategy.scope():
+            table = hs.Variable(np.ones((6, 2)), name="table")
+            rules = hs.optimizers.LAMB(0.5), Own(0.5), hs.optimizers.Adam(0.5)
+        lamb, own, adam = (
+            lambda rule=rule: rule.apply_gradients([(np.ones((6, 2)), table)])
+            for rule in rules
+        )
+        for step in (lamb, own):
+            with pytest.raises(ValueError, match="'table', which lies in 3 shards"):
+                coordinator.schedule(step).fetch()
+        assert coordinator.schedule(adam).fetch()
+        assert (table.numpy() != 1).all()
+
+    partitioner = hs.partitioners.FixedShardsPartitioner(3)
+    Cluster(job).run(steps, variable_partitioner=partitioner)
+
+
 def test_a_save_while_functions_write_is_refused(job: Any, tmp_path: Path) -> None:
     cluster = Cluster(job)
 
