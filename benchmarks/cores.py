@@ -26,6 +26,7 @@ LATENCY = "latency between the cores"
 # EPYC 9004 a message takes 0.56 us between cores of one cache, and 0.8 between others.
 _APART = 1.25
 _TRIPS = 40
+_LEAST_ROUNDS = 20
 
 
 class CoreWatch:
@@ -109,10 +110,12 @@ def by_state(times: Mapping[str, Any], watch: CoreWatch) -> dict[str, dict[str, 
         moved; beside the alternatives, the latency in seconds.
     """
     states, latencies = watch.take()
-    found = {}
-    for state in (TOGETHER, APART):
+    found: dict[str, dict[str, Any]] = {}
+    counts = {state: states.count(state) for state in (TOGETHER, APART)}
+    for state, count in counts.items():
         rounds = np.array([one == state for one in states])
-        if rounds.any():
+        # A few rounds beside many others say nothing.
+        if count and count >= min(_LEAST_ROUNDS, max(counts.values())):
             found[state] = {name: values[rounds] for name, values in times.items()}
             found[state][LATENCY] = latencies[rounds]
     return found

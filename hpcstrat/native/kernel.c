@@ -5,10 +5,9 @@
  * ring, posts the header, adds the values of all ranks in the order of the ranks, and
  * writes the results, piece by piece; the next piece is laid out while this one is added.
  *
- * Every wait is bounded. What a call returns says how far it came; Python then waits with
- * its own means, which serve signals and see dead processes, and calls `go_on`. Places and
- * records follow hpcstrat/channel/places.py and hpcstrat/channel/headers.py, which do the
- * same in NumPy. No MPI in here.
+ * Every wait is bounded. What a call returns says how far it came; Python then waits with its
+ * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
+ * are those of hpcstrat/channel/places.py and hpcstrat/channel/headers.py. No MPI in here.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -229,12 +228,11 @@ static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
     memcpy(to, from, nbytes);
 }
 
-/* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie,
- * which may change while a program runs. So each rank tries them for each kind of call, and
- * takes the one that was fastest; again where that has changed, and one of the others now
- * and then. What other ranks see is the same in any case. */
+/* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie, which
+ * may change: each rank tries them, now and then again, and takes the one that was fastest. What
+ * other ranks see is the same in any case. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
-enum { FIRST_TRIALS = 4 * NUM_FORMS, BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6 };
+enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
 
 typedef struct {
     double seconds[NUM_FORMS];
@@ -243,27 +241,29 @@ typedef struct {
     int last;
 } trials;
 
-/* Each trial takes two calls: the first pays for where the one before has left the lines,
- * and is not counted. */
-static int next_form(trials *of) {
+/* A trial takes two calls, as the first pays for where the one before has left the lines;
+ * of a `lengthy` one that is little. At first all are tried, twice where they are short. */
+static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
+
+static int next_form(trials *of, int lengthy) {
     unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
-    int best = 0;
-    for (int form = 1; form < NUM_FORMS; form++)
+    unsigned each = lengthy ? 1 : 2, best = 0;
+    for (unsigned form = 1; form < NUM_FORMS; form++)
         if (of->seconds[form] < of->seconds[best]) best = form;
-    if (of->calls++ < FIRST_TRIALS) return (int)turn / 2 % NUM_FORMS;
-    int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
+    if (of->calls++ < first_trials(lengthy)) return (int)(turn / each) % NUM_FORMS;
+    unsigned other = (best + 1 + round % (NUM_FORMS - 1)) % NUM_FORMS;
     /* Those that were much slower are seldom tried again. */
     int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
-    return round && tried && turn < 2 ? other : best;
+    return (int)(tried && round && turn < each ? other : best);
 }
 
 /* Take note of how long a call has taken; return whether that has changed for good. */
-static int learn(trials *of, int form, double seconds) {
+static int learn(trials *of, int form, double seconds, int lengthy) {
     double *known = of->seconds + form;
-    int first = form != of->last;
+    int counts = form == of->last || lengthy, begins = of->calls <= first_trials(lengthy);
     of->last = form;
-    if (*known == 0 || (of->calls <= FIRST_TRIALS && seconds < *known)) *known = seconds;
-    if (first || of->calls <= FIRST_TRIALS) return 0;
+    if (*known == 0 || (begins && seconds < *known)) *known = seconds;
+    if (!counts || begins) return 0;
     /* One odd call may have other reasons; several in a row show a change. */
     int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
     of->odd = odd ? of->odd + 1 : 0;
@@ -588,7 +588,7 @@ static void begin(sum *s) {
             memset(s->kinds[i].seconds, 0, sizeof of->seconds), s->kinds[i].calls = 0;
         s->num_trials = s->kernel->num_trials;
     }
-    s->form = of ? next_form(of) : PLAIN;
+    s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
     s->timed = of != NULL;
     double start = of ? now() : 0;
     s->place = take(s->kernel, s->place_bytes);
@@ -634,7 +634,8 @@ static int advance(sum *s, uint64_t digest, long looks) {
         }
     }
     s->state = IDLE;
-    if (s->timed && learn(trials_of(s), s->form, s->seconds + now() - start))
+    if (s->timed &&
+        learn(trials_of(s), s->form, s->seconds + now() - start, s->nbytes >= LONG_FROM))
         k->wanted_trials = k->num_trials + 1;
     return DONE;
 }
