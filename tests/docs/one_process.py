@@ -58,6 +58,16 @@ def _training() -> dict[str, Any]:
     return {"weights": weights, "seen": 10 * 1000, "loss": loss}
 
 
+def _heat() -> dict[str, Any]:
+    heat = 100 * np.eye(10, 8)
+    for _ in range(40):
+        padded = np.pad(heat, 1)
+        around = padded[:-2, 1:-1] + padded[2:, 1:-1]
+        around = around + padded[1:-1, :-2] + padded[1:-1, 2:]
+        heat = heat + 0.2 * (around - 4 * heat)
+    return {"heat": heat}
+
+
 def _preemption() -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(400, 8))
     weights, _ = _fit((x, x.sum(axis=1)), shuffle=True, epochs=3, rate=0.1)
@@ -186,6 +196,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("user-guide/torch-jax.md", "jax"): _jax,
     ("user-guide/keras.md", "keras"): _keras,
     ("user-guide/training.md", ""): _training,
+    ("user-guide/simulations.md", ""): _heat,
 }
 
 
