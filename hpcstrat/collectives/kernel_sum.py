@@ -78,12 +78,25 @@ class KernelSum(Plan):
         channel.num_calls += 1
         try:
             found = self._reduce(value, out, mark, self._digest, looks)
-            if found is None:
-                channel.num_calls -= 1
-                return None
-            if type(found) is not int:
-                channel.last_call = self.call
-                return found
+        except MemoryError:
+            # Of the results: nothing has been announced.
+            channel.num_calls -= 1
+            raise
+        except BaseException as error:
+            channel.interrupted(self.call, error)
+            raise
+        if found is None:
+            channel.num_calls -= 1
+            return None
+        if type(found) is int:
+            return self._go_on(found, timeout_seconds)
+        channel.last_call = self.call
+        return found
+
+    def _go_on(self, found: int, timeout_seconds: float | None) -> Any:
+        """Wait for what the kernel has not seen; return the results."""
+        channel: Any = self.channel
+        try:
             if found == _HEADER_AWAITED and not channel.arrivals.wait(
                 channel.waiter, channel.steps, self.call, timeout_seconds
             ):

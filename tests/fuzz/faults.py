@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from hpcstrat.arrays.recycling import Recycler
+from hpcstrat.collectives.kernel_sum import KernelSum
 
 __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]
 
@@ -38,14 +39,23 @@ def raised(name: str) -> Exception:
 @contextmanager
 def memory_runs_out() -> Iterator[None]:
     """Let the next result have no memory, once."""
-    arrays = Recycler.arrays
+    arrays, repeat = Recycler.arrays, KernelSum.repeat
 
-    def fails(self: Recycler, *args: Any, **kwargs: Any) -> Any:
-        Recycler.arrays = arrays  # type: ignore[method-assign]
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        mends()
         raise MemoryError("planted")
 
-    Recycler.arrays = fails  # type: ignore[method-assign]
+    def repeats(self: KernelSum, value: Any, out: Any, seconds: Any) -> Any:
+        # The kernel makes small results itself.
+        return fails() if out is None else repeat(self, value, out, seconds)
+
+    def mends() -> None:
+        Recycler.arrays = arrays  # type: ignore[method-assign]
+        KernelSum.repeat = repeat  # type: ignore[method-assign]
+
+    Recycler.arrays = fails  # type: ignore[method-assign, assignment]
+    KernelSum.repeat = repeats  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Recycler.arrays = arrays  # type: ignore[method-assign]
+        mends()

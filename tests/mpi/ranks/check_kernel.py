@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.collectives import kernel_sum
 from tests.mpi.ranks.effort import seeds
+from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 from tests.unit.kernel_sums import TYPES, drawn, same_bits
 
 pytestmark = pytest.mark.algorithm
@@ -74,3 +76,40 @@ def _reduced(strategy: Any, op: str, arrays: list[Any], options: Any, way: int) 
 
     strategy.run(reduce)
     return found
+
+
+@pytest.mark.once
+def test_results_without_memory_are_an_error_on_all(
+    make_strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty, made = job.size - 1, kernel_sum._make_sum
+
+    class NoMemory:
+        """A sum whose results have no memory, once."""
+
+        def __init__(self, real: Any) -> None:
+            self.real, self.failed = real, False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def reduce(self, *args: Any) -> Any:
+            if self.failed:
+                return self.real.reduce(*args)
+            self.failed = True
+            raise MemoryError("no room for results")
+
+    if job.rank == faulty:
+        monkeypatch.setattr(
+            kernel_sum, "_make_sum", lambda *a, **k: NoMemory(made(*a, **k))
+        )
+    with make_strategy(comm=job) as strategy:
+        channel = strategy.collectives.channel
+        if channel is None or strategy.topology.num_workers > 1:
+            return
+        error = outcome(strategy.reduce, "sum", np.ones(3), axis=None)
+        assert_only_one_failed(error, MemoryError, faulty, job)
+        monkeypatch.undo()
+        total = strategy.reduce("sum", np.ones(3), axis=None)
+        assert (total == job.size).all()
+        assert_usable(strategy, job)
