@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,27 +205,36 @@ def strategy_of(module: torch.nn.Module) -> Strategy:
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
     """Return the strategy and the operation of the modules there are."""
     strategy = strategy or get_strategy()
-    some = list(_replicated.values())
+    strategies, ops = _candidates(strategy)
+    if len(strategies) > 1 or len(ops) > 1:
+        # Modules that the program has dropped are there until they are collected.
+        gc.collect()
+        strategies, ops = _candidates(strategy)
+    if len(strategies) > 1:
+        raise ValueError(
+            "expected modules that are replicated on one strategy, found "
+            f"{strategies}; pass the strategy"
+        )
+    if len(ops) > 1:
+        raise ValueError(
+            "expected modules that are replicated with one op, found SUM and MEAN; "
+            "scale the loss yourself"
+        )
+    return strategies[0], ops.pop() if ops else ReduceOp.MEAN
+
+
+def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
+    """Return strategies of modules, or the given one, and operations of the first."""
+    some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
         some = [
             one
             for one in some
             if not isinstance(one.strategy.collectives.channel, ClosedChannel)
         ]
-        strategies = {id(one.strategy): one.strategy for one in some}
-        if len(strategies) > 1:
-            raise ValueError(
-                "expected modules that are replicated on one strategy, found "
-                f"{list(strategies.values())}; pass the strategy"
-            )
-        strategy = next(iter(strategies.values()), strategy)
-    ops = {one.op for one in some if one.strategy is strategy}
-    if len(ops) > 1:
-        raise ValueError(
-            "expected modules that are replicated with one op, found SUM and MEAN; "
-            "scale the loss yourself"
-        )
-    return strategy, ops.pop() if ops else ReduceOp.MEAN
+        found = {id(one.strategy): one.strategy for one in some}
+        strategies = list(found.values()) or strategies
+    return strategies, {one.op for one in some if one.strategy is strategies[0]}
 
 
 class _GlobalMean(torch.autograd.Function):
