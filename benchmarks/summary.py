@@ -3,7 +3,7 @@
 ::
 
     export OMP_NUM_THREADS=1
-    mpirun -n 2 python benchmarks/bench_allreduce.py --hot --json allreduce.json
+    mpirun -n 2 python benchmarks/bench_allreduce.py --json allreduce.json
     mpirun -n 2 python benchmarks/bench_step.py --json step.json
     python benchmarks/summary.py allreduce.json step.json picture.png
 
