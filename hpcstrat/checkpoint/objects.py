@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from hpcstrat.arrays.kinds import to_host
@@ -200,6 +201,31 @@ class Objects:
         name = path.partition("/")[0]
         return [f"{name}/{p}" for p in owner[0].checkpoint_spellings(owner[1])]
 
+    def unmade(
+        self, missing: Collection[str], paths: Iterable[str], saved: Iterable[str]
+    ) -> set[str]:
+        """Return which of the missing paths a checkpoint was saved before.
+
+        They are of objects that can reset them, and have all kinds of state (such as
+        ``momentum`` in ``optimizer/momentum/w``) that the checkpoint has of them.
+        ``paths`` are those of the program, ``saved`` those of the checkpoint.
+        """
+        names = {path.partition("/")[0] for path in missing}
+        names = {n for n in names if hasattr(self._stateful.get(n), "checkpoint_reset")}
+        if not names:
+            return set()
+        now, then = _kinds(paths), _kinds(saved)
+        names = {name for name in names if then.get(name, set()) <= now[name]}
+        return {path for path in missing if path.partition("/")[0] in names}
+
+    def reset(self, paths: Sequence[str]) -> None:
+        """Put state of these paths back to what it is before its owner's first step."""
+        for name, thing in self._stateful.items():
+            own = [p.partition("/")[2] for p in paths if p.partition("/")[0] == name]
+            if own:
+                owner: Any = thing
+                owner.checkpoint_reset(own)
+
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
@@ -375,6 +401,15 @@ def is_of_group(thing: Any) -> bool:
     strategy = thing.distribute_strategy
     split = None if strategy is None else strategy.split
     return split is not None and split.part is strategy
+
+
+def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return what comes second in paths, by what comes first."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        name, _, rest = path.partition("/")
+        found[name].add(rest.partition("/")[0])
+    return found
 
 
 def _check_name(name: str) -> str:

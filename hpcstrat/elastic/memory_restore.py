@@ -106,7 +106,7 @@ def restore_snapshot(
         _give_to_newcomers(commit, handover, strategy)
     variables = objects.variables()
     # By the rules of checkpoints, but strictly: it is the same program that goes on.
-    matches = match_entries(
+    matches, unmade = match_entries(
         commit.header(),
         variables,
         objects,
@@ -127,6 +127,7 @@ def restore_snapshot(
     _restore_lost(commit, handover, strategy, values, rows)
     for match in matches:
         _assign(match, values, strategy)
+    objects.reset(unmade)
     # Parts that are lost are in no sum, and must not count in a mean either.
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)

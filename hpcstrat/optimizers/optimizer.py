@@ -626,6 +626,22 @@ class Optimizer(MadeTogether, ABC):
         if elsewhere:
             self._strategy_elsewhere.slots.wait(self)
 
+    def checkpoint_reset(self, names: Sequence[str]) -> None:
+        """Put state back to what it is before the first step.
+
+        Not collective. For the library's own modules, which restore a checkpoint that
+        was saved before these ``names`` of `checkpoint_variables` were made.
+        """
+        variables = self.checkpoint_variables()
+        for name in names:
+            # Sums and calls of an accumulation begin with 0.
+            initial = self.state.get(name.partition("/")[0], 0.0)
+            variable = variables[name]
+            if variable.lies_elsewhere:
+                variable.assign(np.full(variable.shape, initial, variable.dtype))
+            else:
+                variable.component[...] = initial
+
     def checkpoint_target(self, name: str) -> Variable | None:
         """Return where saved state can go at once, though no step has made it.
 

@@ -134,13 +134,14 @@ def match_entries(
     num_replicas: int,
     num_groups: int = 0,
     only: Collection[str] | None = None,
-) -> list[Match]:
+) -> tuple[list[Match], list[str]]:
     """Find for every variable its saved value; the same on every rank.
 
-    One match for each variable, and for each value that its owner keeps for later. The
-    rules are those of `CheckpointManager.restore`; ``num_groups`` is 0 where replicas
-    do not form groups. ValueError for an unknown ``per_replica``,
-    CheckpointMismatchError if anything does not fit, naming all of it.
+    Returns one match for each variable, and for each value that its owner keeps for
+    later; and the paths of state that an optimizer had not made yet when it was saved,
+    for `Objects.reset`. The rules are those of `CheckpointManager.restore`;
+    ``num_groups`` is 0 where replicas do not form groups. ValueError for an unknown
+    ``per_replica``, CheckpointMismatchError if anything does not fit, naming all of it.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
@@ -154,7 +155,7 @@ def match_entries(
         chooses=per_replica != "error",
     )
     # All problems at once: a restore of a large job is not tried one mistake at a time.
-    matches, problems, unused = [], [], []
+    matches, problems, unused, missing = [], [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
     for path, variable in wanted.items():
@@ -162,12 +163,14 @@ def match_entries(
         entry = header.entries[saved[0]] if saved else None
         taken.update(saved[:1])
         if entry is None:
-            problems.append(f"{path} is not in the checkpoint")
+            missing.append(path)
             continue
         problem = _misfit(entry, variable, allow_cast) or rows_misfit(entry)
         if problem:
             problems.append(f"{path} {problem}")
         matches.append(Match(entry, variable, per_replica=per_replica))
+    unmade = objects.unmade(missing, variables, header.entries)
+    problems += [f"{p} is not in the checkpoint" for p in missing if p not in unmade]
     others = header.entries.keys() - taken
     # Sorted: owners are told of the same values in the same order on all replicas.
     for path in sorted(path for path in others if is_wanted(path, only)):
@@ -189,7 +192,7 @@ def match_entries(
             f"that {'; '.join(problems)}; nothing was restored: restore it into the "
             "program that saved it, or change the variables"
         )
-    return matches
+    return matches, sorted(unmade)
 
 
 def is_wanted(path: str, only: Collection[str] | None) -> bool:

@@ -95,7 +95,7 @@ class Restorer:
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
         )
         header = renamed(file.header, rename)
-        matches = match_entries(
+        matches, unmade = match_entries(
             header,
             variables,
             self._objects,
@@ -107,6 +107,7 @@ class Restorer:
             file, matches, self._strategy, self._memory
         )
         only = rules.get("only")
+        self._objects.reset(unmade)
         now = self._strategy.num_replicas_in_sync
         self._objects.end_restore(header.num_replicas, now, only)
         self._objects.restore_states(header, only)

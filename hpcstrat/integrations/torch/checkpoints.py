@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class _Optimizer:
         tensors = {
             f"{kind}/{name}": value
             for kind, name, value in self._slots()
-            if isinstance(value, torch.Tensor)
+            if _has_memory(value)
         }
         return self._adoption.variables(dict(sorted(tensors.items())))
 
@@ -159,6 +159,12 @@ class _Optimizer:
             tensor if on_host else tensor.to(parameter.device)
         )
 
+    def checkpoint_reset(self, names: Sequence[str]) -> None:
+        """Remove slots: the optimizer makes them again at its next step."""
+        for name in names:
+            kind, _, owner = name.partition("/")
+            del self.optimizer.state[self._names[owner]][kind]
+
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Do nothing more: all is in its place."""
 
@@ -166,12 +172,13 @@ class _Optimizer:
         """Return what is no variable: options, and slots that are plain or nested.
 
         Lists of tensors, such as the history of LBFGS, have other lengths at each step,
-        so that no variable of a checkpoint would fit them.
+        so that no variable of a checkpoint would fit them; so do sparse tensors, such
+        as the momentum that SGD makes of sparse gradients.
         """
         slots = [
             [kind, name, _packed(value)]
             for kind, name, value in self._slots()
-            if not isinstance(value, torch.Tensor)
+            if not _has_memory(value)
         ]
         groups = [
             {
@@ -194,18 +201,32 @@ class _Optimizer:
                     group[key].fill_(value)
                 else:
                     group[key] = value
+        # What was made since, of the same kinds, is made again at the next step.
+        for kind, name, value in [*self._slots()]:
+            if not _has_memory(value):
+                del self.optimizer.state[self._names[name]][kind]
         for kind, name, value in saved["slots"]:
             parameter = self._names[name]
             found = _unpacked(value, parameter.device)
             self.optimizer.state[parameter][kind] = found
 
 
-# The only key of a dict that stands for a tensor in plain state.
+# The only keys of dicts that stand for tensors in plain state.
 _TENSOR = "$torch.Tensor"
+_SPARSE = "$torch.sparse_coo_tensor"
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether this is a tensor whose elements lie in memory of a fixed size."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _packed(value: Any) -> Any:
     """Return a structure with each tensor as its type, shape and bytes."""
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        own = value.detach().coalesce()
+        parts = _packed(own.indices()), _packed(own.values()), list(own.shape)
+        return {_SPARSE: list(parts)}
     if isinstance(value, torch.Tensor):
         own = value.detach().to("cpu").contiguous()
         kind = str(own.dtype).removeprefix("torch.")
@@ -222,6 +243,11 @@ def _unpacked(value: Any, device: Any = "cpu") -> Any:
         empty = torch.empty(shape, dtype=getattr(torch, kind))
         own = empty if raw is None else raw.view(empty.dtype).reshape(shape)
         return own.to(device)
+    if type(value) is dict and value.keys() == {_SPARSE}:
+        indices, values, shape = value[_SPARSE]
+        parts = _unpacked(indices, device), _unpacked(values, device)
+        made = torch.sparse_coo_tensor(*parts, shape, check_invariants=True)
+        return made.coalesce()
     return _mapped(functools.partial(_unpacked, device=device), value)
 
 

@@ -199,6 +199,9 @@ class Replicated:
         # Of one that an error has ended, nobody waits for the buckets any more.
         self._buckets = None
         self._taken.clear()
+        # Gradients that the program has dropped since, as after such an error.
+        for index in [i for i in self._touched if self._parameters[i].grad is None]:
+            del self._touched[index]
         if not self.syncs:
             return
         first = not self._is_beside_another()

@@ -309,3 +309,28 @@ def test_tensors_in_another_order_are_refused_on_all(strategy: Any, job: Any) ->
     assert isinstance(error, ValueError)
     assert "contiguous" in str(error)
     assert_usable(strategy, job)
+
+
+def test_momentum_of_sparse_gradients_is_saved_and_was_not_there_before(
+    strategy: Any, folder: Path
+) -> None:
+    """The momentum is a sparse tensor; a checkpoint from before it brings none."""
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    model = hst.replicate(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    manager = hs.CheckpointManager(folder, **hst.state(model, optimizer))
+
+    def train(rows: list[int]) -> Any:
+        optimizer.zero_grad()
+        model(torch.tensor(rows)).sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone()
+
+    played = []
+    for step, rows in enumerate([[1, 3], [3, strategy.replica_id]]):
+        path = manager.save(step)
+        played.append((path, rows, train(rows)))
+    for path, rows, wanted in played:
+        manager.restore(path)
+        torch.testing.assert_close(train(rows), wanted)
+    strategy.check_equal(model.weight.detach())

@@ -239,3 +239,42 @@ def _flip(job: Any, path: str, place: int, bit: int) -> None:
         os.pwrite(file, bytes([byte ^ bit]), place)
         os.close(file)
     job.Barrier()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_checkpoint_from_before_the_first_step_comes_back(
+    strategy: Any, folder: Path, steps: int
+) -> None:
+    """Momentum and sums made since are as before the first step."""
+
+    def train(count: int) -> Any:
+        for _ in range(count):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+        return v.component.copy()
+
+    options: dict[str, Any] = {"momentum": 0.9, "accumulate_steps": steps}
+    with strategy.scope():
+        v = hs.Variable(np.ones(3), name="v")
+        optimizer = hs.optimizers.SGD(0.1, **options)
+        other = hs.optimizers.Adam(0.1)
+    manager = hs.CheckpointManager(folder, v=v, optimizer=optimizer)
+    manager.save(0)
+    wanted = train(5)
+    for _ in range(2):
+        manager.restore()
+        np.testing.assert_array_equal(v.component, np.ones(3))
+        np.testing.assert_array_equal(train(5), wanted)
+    # Between them, where the sums are there, and the momentum is not.
+    if steps == 2:
+        manager.restore()
+        train(1)
+        manager.save(1)
+        train(4)
+        manager.restore()
+        np.testing.assert_array_equal(train(4), wanted)
+    # State of another rule is no state that came later.
+    manager.save(2)
+    strategy.run(lambda: other.apply_gradients([(np.ones(3), v)]))
+    wrong = hs.CheckpointManager(folder, v=v, optimizer=other)
+    with pytest.raises(CheckpointError, match=r"optimizer/.*/v is not in"):
+        wrong.restore()

@@ -1,0 +1,16 @@
+"""Which drawn programs rank tests run: a few, or those that DRAWN_PROGRAMS names.
+
+``DRAWN_PROGRAMS=1:2000 mpirun -n 3 python -m tests.mpi.ranks -k programs FILE``
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["seeds"]
+
+
+def seeds(few: int) -> range:
+    """Return the seeds from 1 to ``few``, or from FIRST to LAST of the environment."""
+    first, _, last = os.environ.get("DRAWN_PROGRAMS", f"1:{few}").partition(":")
+    return range(int(first), int(last or first) + 1)
