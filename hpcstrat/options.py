@@ -264,7 +264,8 @@ class InputOptions:
         Whether the pipeline itself runs on the device; needs ``PER_REPLICA`` and no
         fetching.
     experimental_per_replica_buffer_size : int
-        Batches read ahead for each replica.
+        Batches that a replica holds at once: one is the program's, the others are read
+        ahead by threads. For a `Dataset` with random access.
     independent : bool
         Allow a strategy of one replica in a job of several ranks: each rank then goes
         through the whole data set by itself.

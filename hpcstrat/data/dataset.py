@@ -1,34 +1,79 @@
-"""A data set with random access, in global batches."""
+"""Data sets: chains of methods as in tf.data, with random access where it can be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.data.batches import writable
-from hpcstrat.data.sources import open_source
+from hpcstrat.data import stages, streams
+from hpcstrat.data.batched import Batched, RowBatches
+from hpcstrat.data.elements import as_element
+from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
+from hpcstrat.data.rows import (
+    INFINITE,
+    UNKNOWN,
+    OneRow,
+    Rows,
+    ShuffledRows,
+    SourceRows,
+    Stage,
+)
+from hpcstrat.data.sources import Columns, open_source
+from hpcstrat.logs import get_logger
+from hpcstrat.options import AutoShardPolicy
+from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
 
-__all__ = ["Dataset"]
+__all__ = ["SHARD_HINT", "Dataset", "DatasetOptions"]
+
+SHARD_HINT = -1
+"""Stands for the number and the index of a shard, which distribution fills in."""
+
+_AUTOTUNE = -1
+_AUTOTUNED_BATCHES = 2
+
+
+@dataclass
+class DatasetOptions:
+    """Options of a data set, for `Dataset.with_options`.
+
+    Parameters
+    ----------
+    auto_shard_policy : AutoShardPolicy or str
+        How a data set without random access is divided between workers.
+    """
+
+    auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
 
 
 class Dataset:
-    """Examples in memory or in an HDF5 file, as global batches.
+    """Examples, or batches of them, made by a chain of methods as in tf.data.
 
-    Iterating it by itself gives global batches, as one process would train on them;
-    `Strategy.experimental_distribute_dataset` divides them between replicas, each of
-    which reads only its own rows.
+    Iterating it by itself gives its elements, as one process would train on them; each
+    ``iter()`` is the next epoch. `Strategy.experimental_distribute_dataset` divides
+    global batches between replicas.
+
+    Rows of arrays, files and sequences can be read at random, and stay so through all
+    methods but those that count or mix elements as they come: ``filter``,
+    ``interleave``, ``flat_map``, ``take_while``, ``rebatch``, ``unbatch``,
+    ``from_generator``, ``ignore_errors``, sampling and choosing, and shuffling or
+    mixing of batches. With random access every replica reads only its own rows, each
+    row comes exactly once per epoch on any number of replicas, and an iteration goes on
+    from any checkpoint.
 
     Parameters
     ----------
     source : array, nested structure of arrays, sequence, path, h5py.File or Group
         One row per example. An HDF5 file or group gives a mapping of its datasets. A
         sequence whose items are tuples or mappings of arrays, such as a map-style
-        dataset of PyTorch, gives batches of that structure.
-    batch_size : int
-        Examples in a global batch.
+        dataset of PyTorch, gives elements of that structure.
+    batch_size : int, optional
+        Examples in a global batch; default: single examples, to be batched by `batch`.
     shuffle : bool
         Whether each epoch goes through the rows in an order of its own, drawn from
         ``(seed, epoch)``.
@@ -44,37 +89,1077 @@ class Dataset:
         text is among them.
     FileNotFoundError
         If there is no such file.
+
+    Examples
+    --------
+    >>> import hpcstrat as hs
+    >>> dataset = hs.Dataset.range(5).map(lambda x: x * 10).batch(2)
+    >>> [batch.tolist() for batch in dataset]
+    [[0, 10], [20, 30], [40]]
     """
 
     def __init__(
         self,
         source: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(
-                f"expected a global batch size >= 1, found {batch_size}; change it"
-            )
-        self.columns = open_source(source)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
+        stage: Stage = SourceRows(open_source(source))
+        if shuffle:
+            stage = stages.shuffle(stage, None, seed, True)
+        if batch_size is not None:
+            stage = stages.batch(stage, _size(batch_size), drop_remainder)
+        self._set(stage)
         self.seed = seed
-        self.drop_remainder = drop_remainder
+
+    def _set(
+        self,
+        stage: Stage,
+        parents: Sequence[Dataset] = (),
+        make: Callable[..., Stage] | None = None,
+        *,
+        files: Sequence[str] | None = None,
+    ) -> None:
+        self._stage = stage
+        # How it was made, so that it can be made again of a part of the files.
+        self._parents = tuple(parents)
+        self._make = make
+        self._files = None if files is None else list(files)
+        self._is_hint = False
+        # Of a part of the files: what the whole is, which has the same specs.
+        self._whole: Dataset | None = None
+        self._opens_files: bool = any(parent._opens_files for parent in parents)
+        self._options: DatasetOptions = (
+            parents[0]._options if parents else DatasetOptions()
+        )
+        self._ahead: int = max((parent._ahead for parent in parents), default=0)
+        self.seed = parents[0].seed if parents else 0
         self._epoch = 0
+
+    @classmethod
+    def _of(cls, stage: Stage, **origin: Any) -> Dataset:
+        dataset = cls.__new__(cls)
+        dataset._set(stage, **origin)
+        return dataset
+
+    def _then(self, make: Callable[..., Stage], *others: Dataset) -> Dataset:
+        """Return the data set that a function makes of the stages."""
+        parents = (self, *others)
+        made = make(*(parent._stage for parent in parents))
+        return Dataset._of(made, parents=parents, make=make)
+
+    # Sources
+
+    @classmethod
+    def from_tensor_slices(cls, tensors: Tree) -> Dataset:
+        """Return the rows of arrays.
+
+        Not collective.
+
+        Parameters
+        ----------
+        tensors : array, or nested structure of arrays
+            Of equal first dimensions; tuples and mappings stay so, lists become arrays.
+
+        Returns
+        -------
+        Dataset
+            One element for each row.
+
+        Raises
+        ------
+        ValueError
+            For scalars, and for first dimensions that differ.
+        """
+        leaves, structure = flatten(as_element(tensors))
+        for leaf in leaves:
+            if not np.ndim(leaf):
+                raise ValueError(
+                    "expected arrays with a first dimension, found a scalar; use "
+                    "from_tensors for one element"
+                )
+        return cls._of(SourceRows(Columns(leaves, structure)))
+
+    @classmethod
+    def from_tensors(cls, tensors: Tree) -> Dataset:
+        """Return one element.
+
+        Not collective.
+
+        Parameters
+        ----------
+        tensors : array, or nested structure of arrays
+            The element.
+
+        Returns
+        -------
+        Dataset
+            Of cardinality 1.
+        """
+        return cls._of(OneRow(as_element(tensors)))
+
+    @classmethod
+    def from_generator(
+        cls,
+        generator: Callable[..., Any],
+        *,
+        output_signature: Tree = None,
+        args: tuple[Any, ...] = (),
+    ) -> Dataset:
+        """Return what a function gives anew for each epoch.
+
+        Not collective. It must give the same on every worker, unless the data set is
+        sharded.
+
+        Parameters
+        ----------
+        generator : callable
+            Returns an iterable of elements.
+        output_signature : nested structure of ArraySpec, optional
+            What each element must be; default: not checked.
+        args : tuple
+            Arguments of the function.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+
+        Raises
+        ------
+        TypeError
+            If it cannot be called; when iterated, for elements of another signature.
+        """
+        if not callable(generator):
+            raise TypeError(
+                "expected a function that returns an iterable, found "
+                f"{type(generator).__name__}; pass the function, not what it returns"
+            )
+        return cls._of(streams.generated(lambda: generator(*args), output_signature))
+
+    @classmethod
+    def range(cls, *args: int) -> Dataset:
+        """Return integers, int64.
+
+        Not collective.
+
+        Parameters
+        ----------
+        *args : int
+            As of Python's ``range``.
+
+        Returns
+        -------
+        Dataset
+            Scalars.
+        """
+        return cls._of(stages.range_of(*args))
+
+    @classmethod
+    def list_files(
+        cls, file_pattern: Any, shuffle: bool = True, seed: int | None = None
+    ) -> Dataset:
+        """Return the names of files.
+
+        Not collective.
+
+        Parameters
+        ----------
+        file_pattern : str or sequence of str
+            With ``*``, ``?`` and ``[]``.
+        shuffle : bool
+            Whether each epoch has an order of its own; else they are sorted.
+        seed : int, optional
+            Key of the order; default 0.
+
+        Returns
+        -------
+        Dataset
+            Texts; policy FILE divides them between workers.
+
+        Raises
+        ------
+        FileNotFoundError
+            If no file matches.
+        """
+        files = _matching(file_pattern)
+        dataset = cls._of_names(files)
+        return dataset.shuffle(len(files), seed) if shuffle else dataset
+
+    @classmethod
+    def _of_names(cls, files: Sequence[str]) -> Dataset:
+        column = np.array(files, np.str_)
+        dataset = cls._of(SourceRows(Columns(*flatten(column))), files=files)
+        dataset._make = None
+        return dataset
+
+    @classmethod
+    def from_text_files(cls, filenames: Any) -> Dataset:
+        """Return the lines of text files, as tf.data.TextLineDataset does.
+
+        Not collective.
+
+        Parameters
+        ----------
+        filenames : str, path, or sequence of them
+            Read as UTF-8, one after another.
+
+        Returns
+        -------
+        Dataset
+            Texts without ends of lines; policy FILE divides the files.
+        """
+        if isinstance(filenames, (str, os.PathLike, np.str_)):
+            filenames = [filenames]
+        files = [os.fspath(name) for name in filenames]
+        dataset = cls._of(streams.text_lines(files), files=files)
+        dataset._make = streams.text_lines
+        dataset._opens_files = True
+        return dataset
+
+    # Methods that keep random access
+
+    def map(
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        *,
+        deterministic: bool | None = None,
+        seed: int | None = None,
+    ) -> Dataset:
+        """Return what a function makes of each element.
+
+        Not collective.
+
+        Parameters
+        ----------
+        map_func : callable
+            Takes an element, or the parts of one that is a tuple; after `batch`, a
+            whole global batch, of which it must keep the number of rows.
+        num_parallel_calls : int, optional
+            Accepted, and ignored: the function runs in the threads that read ahead, see
+            `prefetch`.
+        deterministic : bool, optional
+            Accepted, and ignored: the order is always kept.
+        seed : int, optional
+            Gives the function an argument ``rng``, a `numpy.random.Generator` drawn
+            from the seed, the epoch and the element's number: the same on any number
+            of replicas and threads.
+
+        Returns
+        -------
+        Dataset
+            Of the same cardinality.
+        """
+        return self._then(lambda s: stages.map_elements(s, map_func, seed))
+
+    def shuffle(
+        self,
+        buffer_size: int | None = None,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool = True,
+        *,
+        blocks: int | None = None,
+        window: int = 16,
+    ) -> Dataset:
+        """Return the elements in random order.
+
+        Not collective. The order is computed from the seed, the epoch and the place,
+        and takes no memory that grows with the number of rows.
+
+        Parameters
+        ----------
+        buffer_size : int, optional
+            As in tf.data: element v comes at place ``v - (buffer_size - 1)`` at the
+            earliest; default: all elements.
+        seed : int, optional
+            Key of the order; default 0, as all ranks must have the same.
+        reshuffle_each_iteration : bool
+            Whether each epoch has an order of its own.
+        blocks : int, optional
+            Instead, permute blocks of so many rows, which are read in one go from
+            files, and mix the rows of ``window`` blocks. Rows of one window are never
+            further apart than it, so neighbours in a file often share a batch.
+        window : int
+            Number of blocks that are mixed.
+
+        Returns
+        -------
+        Dataset
+            Of the same cardinality.
+
+        Raises
+        ------
+        ValueError
+            For sizes below 1, and for a data set without an end and no buffer size.
+        """
+        seed = 0 if seed is None else int(seed)
+        again = bool(reshuffle_each_iteration)
+        if blocks is not None:
+            block, many = _size(blocks), _size(window)
+            made = self._then(
+                lambda s: stages.shuffle_blocks(s, block, many, seed, again)
+            )
+        else:
+            size = None if buffer_size is None else _size(buffer_size)
+            made = self._then(lambda s: stages.shuffle(s, size, seed, again))
+        made.seed = seed
+        return made
+
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """Return successive elements, stacked.
+
+        Not collective.
+
+        Parameters
+        ----------
+        batch_size : int
+            Elements in a global batch.
+        drop_remainder : bool
+            Whether to leave out a last batch that is not full.
+        num_parallel_calls, deterministic : optional
+            Accepted, and ignored.
+
+        Returns
+        -------
+        Dataset
+            Arrays with one dimension more.
+
+        Raises
+        ------
+        ValueError
+            For a size below 1; when iterated, for elements of different shapes.
+        """
+        size = _size(batch_size)
+        return self._then(lambda s: stages.batch(s, size, drop_remainder))
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Tree = None,
+        padding_values: Tree = None,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Return successive elements, filled up at their ends to one shape and stacked.
+
+        Not collective.
+
+        Parameters
+        ----------
+        batch_size : int
+            Elements in a global batch.
+        padded_shapes : nested structure of shapes, optional
+            None or -1 in one: the longest of the batch, as is the default.
+        padding_values : nested structure of scalars, optional
+            Default: 0, or the empty text.
+        drop_remainder : bool
+            Whether to leave out a last batch that is not full.
+
+        Returns
+        -------
+        Dataset
+            Arrays with one dimension more.
+
+        Raises
+        ------
+        ValueError
+            For a size below 1; when iterated, for arrays longer than their shape.
+        """
+        size = _size(batch_size)
+        return self._then(
+            lambda s: stages.padded_batch(
+                s, size, drop_remainder, padded_shapes, padding_values
+            )
+        )
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Return the elements several times.
+
+        Not collective. Each time is an epoch of its own for `shuffle`.
+
+        Parameters
+        ----------
+        count : int, optional
+            How often; default, and -1: without an end.
+
+        Returns
+        -------
+        Dataset
+            Of ``count`` times the cardinality.
+        """
+        times = -1 if count is None else max(int(count), -1)
+        return self._then(lambda s: stages.repeat(s, times))
+
+    def take(self, count: int) -> Dataset:
+        """Return the first elements.
+
+        Not collective.
+
+        Parameters
+        ----------
+        count : int
+            How many; -1: all.
+
+        Returns
+        -------
+        Dataset
+            At most so many elements.
+        """
+        return self._then(lambda s: stages.take(s, int(count)))
+
+    def skip(self, count: int) -> Dataset:
+        """Return all but the first elements.
+
+        Not collective.
+
+        Parameters
+        ----------
+        count : int
+            How many to leave out; -1: all.
+
+        Returns
+        -------
+        Dataset
+            The others.
+        """
+        return self._then(lambda s: stages.skip(s, int(count)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Return every ``num_shards``-th element.
+
+        Not collective.
+
+        Parameters
+        ----------
+        num_shards : int
+            Into how many parts; `SHARD_HINT` here, and for the index: into those of
+            the workers, where policy HINT says so.
+        index : int
+            Which of them.
+
+        Returns
+        -------
+        Dataset
+            The part.
+
+        Raises
+        ------
+        ValueError
+            For an index that is no part; when iterated, for a hint without policy HINT.
+        """
+        if num_shards == SHARD_HINT and index == SHARD_HINT:
+            hinted = self._then(_hinted)
+            hinted._is_hint = True
+            return hinted
+        if num_shards < 1 or not 0 <= index < num_shards:
+            raise ValueError(
+                f"expected num_shards >= 1 and an index below it, found {num_shards} "
+                f"and {index}; change them"
+            )
+        return self._then(lambda s: stages.shard(s, num_shards, index))
+
+    def cache(self, filename: str = "") -> Dataset:
+        """Return the elements of the first epoch, kept in memory as they are read.
+
+        Not collective. A shuffle before it is so frozen; shuffle after it.
+
+        Parameters
+        ----------
+        filename : str
+            Must be empty: files of a cache are not supported.
+
+        Returns
+        -------
+        Dataset
+            The same elements in each epoch.
+
+        Raises
+        ------
+        ValueError
+            For a file.
+        """
+        if filename:
+            raise ValueError(
+                f"expected a cache in memory, found the file {filename!r}; write the "
+                "elements to HDF5 and read that"
+            )
+        return self._then(stages.cache)
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return the same elements, read ahead by threads.
+
+        Not collective. An error comes at the element whose reading raised it; a
+        position counts what the program has taken.
+
+        Parameters
+        ----------
+        buffer_size : int
+            Elements read ahead; -1 (AUTOTUNE): two; 0: none. With random access it
+            counts batches, wherever it stands in the chain.
+
+        Returns
+        -------
+        Dataset
+            Of the same cardinality.
+        """
+        ahead = _AUTOTUNED_BATCHES if buffer_size == _AUTOTUNE else int(buffer_size)
+        if ahead < 0:
+            raise ValueError(
+                f"expected buffer_size >= -1, found {buffer_size}; change it"
+            )
+
+        def make(stage: Stage) -> Stage:
+            if isinstance(stage, (Rows, Batched)) or not ahead:
+                return stage
+            return read_ahead(stage, ahead)
+
+        made = self._then(make)
+        made._ahead = max(ahead, self._ahead)
+        return made
+
+    def enumerate(self, start: int = 0) -> Dataset:
+        """Return pairs of a number, int64, and an element.
+
+        Not collective.
+
+        Parameters
+        ----------
+        start : int
+            The first number.
+
+        Returns
+        -------
+        Dataset
+            Of the same cardinality.
+        """
+        return self._then(lambda s: stages.enumerate_elements(s, int(start)))
+
+    def concatenate(self, dataset: Dataset) -> Dataset:
+        """Return these elements, and then those of another data set.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            The other one.
+
+        Returns
+        -------
+        Dataset
+            Of both.
+
+        Raises
+        ------
+        TypeError
+            Where elements differ in structure or dtype.
+        """
+        return self._then(stages.concatenate, dataset)
+
+    @staticmethod
+    def zip(*datasets: Any) -> Dataset:
+        """Return elements of several data sets side by side.
+
+        Not collective.
+
+        Parameters
+        ----------
+        *datasets : Dataset, or one nested structure of them
+            As many elements as the shortest has.
+
+        Returns
+        -------
+        Dataset
+            Of elements of that structure.
+        """
+        given: Any = datasets[0] if len(datasets) == 1 else datasets
+        leaves, structure = flatten(given)
+        others: list[Dataset]
+        first: Dataset
+        first, *others = leaves
+        return first._then(
+            lambda *parts: stages.zip_elements(unflatten(structure, list(parts))),
+            *others,
+        )
+
+    # Methods that give a stream
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Return the elements for which a function is true.
+
+        Not collective. It gives up random access: each worker then goes through all
+        elements, and cuts its replicas' part out of each batch.
+
+        Parameters
+        ----------
+        predicate : callable
+            Takes an element, or the parts of one that is a tuple.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+        """
+        return self._then(lambda s: streams.selected(s, predicate))
+
+    def take_while(self, predicate: Callable[..., Any]) -> Dataset:
+        """Return the elements up to the first for which a function is false.
+
+        Not collective.
+
+        Parameters
+        ----------
+        predicate : callable
+            Takes an element, or the parts of one that is a tuple.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+        """
+        return self._then(lambda s: streams.taken_while(s, predicate))
+
+    def interleave(
+        self,
+        map_func: Callable[..., Any],
+        cycle_length: int | None = None,
+        block_length: int = 1,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """Return blocks of elements of several data sets in turn, in tf.data's order.
+
+        Not collective.
+
+        Parameters
+        ----------
+        map_func : callable
+            Makes a data set of each element.
+        cycle_length : int, optional
+            How many of them are open at once; default 2.
+        block_length : int
+            Elements taken from one before the next one's turn.
+        num_parallel_calls, deterministic : optional
+            Accepted, and ignored: the order is that of one thread.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+
+        Raises
+        ------
+        ValueError
+            For lengths below 1.
+        """
+        if cycle_length is None or cycle_length == _AUTOTUNE:
+            cycle_length = 2
+        cycle, block = _size(cycle_length), _size(block_length)
+        made = self._then(
+            lambda s: streams.interleaved(s, map_func, _stage_of, cycle, block)
+        )
+        made._opens_files = self._opens_files or self._gives_files(map_func)
+        return made
+
+    def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
+        """Return the elements of the data sets that a function makes, one by one.
+
+        Not collective.
+
+        Parameters
+        ----------
+        map_func : callable
+            Makes a data set of each element.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+        """
+        return self.interleave(map_func, 1, 1)
+
+    def _gives_files(self, map_func: Callable[..., Any]) -> bool:
+        """Whether the elements are names of files that a function opens."""
+        try:
+            if any(spec.dtype.kind != "U" for spec in flatten(self.element_spec)[0]):
+                return False
+            made = map_func(next(iter(self._stage.iterate(0))))
+        # What fails here will fail again where the program sees it.
+        except Exception:
+            return False
+        return isinstance(made, Dataset) and made._opens_files
+
+    def unbatch(self) -> Dataset:
+        """Return the rows of all batches.
+
+        Not collective.
+
+        Returns
+        -------
+        Dataset
+            Of elements with one dimension less.
+        """
+        return self._then(streams.unbatched)
+
+    def rebatch(
+        self, batch_size: int | Sequence[int], drop_remainder: bool = False
+    ) -> Dataset:
+        """Return all rows in batches of other sizes.
+
+        Not collective.
+
+        Parameters
+        ----------
+        batch_size : int or sequence of int
+            Several come in turn.
+        drop_remainder : bool
+            Whether to leave out a last batch that is not full.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+
+        Raises
+        ------
+        ValueError
+            For sizes below 1.
+        """
+        sizes = stages.sizes_of_batches(batch_size)
+        return self._then(lambda s: streams.rebatched(s, sizes, drop_remainder))
+
+    def ignore_errors(self, log_warning: bool = False) -> Dataset:
+        """Return the elements whose making does not raise.
+
+        Not collective.
+
+        Parameters
+        ----------
+        log_warning : bool
+            Whether to log each error.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+        """
+
+        def warn(error: Exception) -> None:
+            if log_warning:
+                get_logger("data").warning("left out an element: %r", error)
+
+        return self._then(lambda s: streams.kept_errors_out(s, warn))
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset],
+        choice_dataset: Dataset,
+        stop_on_empty_dataset: bool = True,
+    ) -> Dataset:
+        """Return elements of several data sets, each time of the one that is named.
+
+        Not collective.
+
+        Parameters
+        ----------
+        datasets : sequence of Dataset
+            Of elements of one structure.
+        choice_dataset : Dataset
+            Of integers, the numbers of data sets.
+        stop_on_empty_dataset : bool
+            Whether to end with the first that ends; else it is passed over.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+        """
+
+        def make(choices: Stage, *parents: Stage) -> Stage:
+            return streams.chosen(parents, choices, stop_on_empty_dataset)
+
+        return choice_dataset._then(make, *datasets)
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset],
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+    ) -> Dataset:
+        """Return elements of several data sets, drawn by weights.
+
+        Not collective.
+
+        Parameters
+        ----------
+        datasets : sequence of Dataset
+            Of elements of one structure.
+        weights : sequence of float, optional
+            Of each; default: equal.
+        seed : int, optional
+            Key of the draws; default 0.
+        stop_on_empty_dataset : bool
+            Whether to end with the first that ends; else the others go on.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+
+        Raises
+        ------
+        ValueError
+            For weights that are negative, or not one for each.
+        """
+        key = 0 if seed is None else int(seed)
+
+        def make(*parents: Stage) -> Stage:
+            return streams.sampled(parents, weights, key, stop_on_empty_dataset)
+
+        return datasets[0]._then(make, *datasets[1:])
+
+    # Other methods
+
+    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """Return what a function makes of the data set.
+
+        Not collective.
+
+        Parameters
+        ----------
+        transformation_func : callable
+            Takes the data set, returns one.
+
+        Returns
+        -------
+        Dataset
+            What it returns.
+        """
+        return transformation_func(self)
+
+    def with_options(self, options: Any) -> Dataset:
+        """Return the same elements with options.
+
+        Not collective.
+
+        Parameters
+        ----------
+        options : DatasetOptions
+            Or any object with ``auto_shard_policy``, by itself or in its
+            ``experimental_distribute``.
+
+        Returns
+        -------
+        Dataset
+            Of the same elements.
+        """
+        holder = getattr(options, "experimental_distribute", options)
+        policy = getattr(holder.auto_shard_policy, "name", holder.auto_shard_policy)
+        made = self._then(lambda stage: stage)
+        made._options = DatasetOptions(AutoShardPolicy.parse(policy))
+        return made
+
+    def options(self) -> DatasetOptions:
+        """Return the options.
+
+        Not collective.
+
+        Returns
+        -------
+        DatasetOptions
+            Those of `with_options`, or the defaults.
+        """
+        return self._options
+
+    def cardinality(self) -> int:
+        """Return the number of elements.
+
+        Not collective.
+
+        Returns
+        -------
+        int
+            -1 where there is no end, -2 where they must be gone through to be counted.
+        """
+        return self._stage.cardinality
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of an element, as ArraySpec.
+
+        Functions of `map` are called with the first elements to find out.
+        """
+        if self._whole is not None:
+            return self._whole.element_spec
+        return self._stage.spec()
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
+        """Combine all elements by a function.
+
+        Not collective.
+
+        Parameters
+        ----------
+        initial_state : object
+            The first state.
+        reduce_func : callable
+            Takes the state and an element, returns the next state.
+
+        Returns
+        -------
+        object
+            The last state.
+        """
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0; setting it makes it another one."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        """Make the next iteration another epoch.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : int
+            From 0.
+        """
+        self._epoch = int(value)
+
+    def as_numpy_iterator(self) -> Iterator[Tree]:
+        """Return ``iter`` of the data set: elements are arrays anyway.
+
+        Not collective.
+
+        Returns
+        -------
+        iterator of tree
+            The next epoch.
+        """
+        return iter(self)
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Give the elements of the next epoch."""
+        epoch = self._epoch
+        self._epoch += 1
+        stage = self._stage
+        if self._ahead and isinstance(stage, Batched):
+            return map(_own, read_batches_ahead(stage, epoch, self._ahead))
+        return map(_own, stage.iterate(epoch))
+
+    def __len__(self) -> int:
+        """Return the number of elements; raises TypeError where it is not known."""
+        if self._stage.cardinality < 0:
+            what = "no end" if self._stage.cardinality == INFINITE else "unknown length"
+            raise TypeError(
+                f"expected a data set whose elements are counted, found one of {what}; "
+                "use take(), or ask cardinality()"
+            )
+        return self._stage.cardinality
+
+    def __bool__(self) -> bool:
+        """Return True: a data set is no container that is empty or not."""
+        return True
+
+    def __repr__(self) -> str:
+        """Return what ranks compare."""
+        return f"<Dataset of {self._stage.describe()}>"
+
+    def describe(self) -> str:
+        """Say what ranks must agree on.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Sizes, orders and types, through the whole chain.
+        """
+        return f"a data set of {self._stage.describe()}"
+
+    # What distribution asks
+
+    @property
+    def stage(self) -> Stage:
+        """The last stage of the chain; for the library's own modules."""
+        return self._stage
+
+    @property
+    def ahead(self) -> int:
+        """Batches to read ahead; for the library's own modules."""
+        return self._ahead
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the source; for the library's own modules."""
+        return self._source().columns
+
+    def _source(self) -> SourceRows:
+        stage: Any = self._stage
+        while not isinstance(stage, SourceRows):
+            stage = getattr(
+                stage, "rows" if isinstance(stage, RowBatches) else "parent"
+            )
+        return stage
 
     @property
     def num_rows(self) -> int:
-        """Number of examples."""
-        return self.columns.num_rows
+        """Number of examples of an epoch: -1 without an end, -2 if it is not known."""
+        stage = self._stage
+        if isinstance(stage, Batched):
+            return stage.num_rows
+        return stage.cardinality if isinstance(stage, Rows) else UNKNOWN
 
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-        full, rest = divmod(self.num_rows, self.batch_size)
-        return int(full + (rest > 0 and not self.drop_remainder))
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a global batch; None where it is not known."""
+        size: int | None = getattr(self._stage, "batch_size", None)
+        return size
+
+    @property
+    def drop_remainder(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+        return bool(getattr(self._stage, "drop_remainder", False))
+
+    def rows(self, epoch: int, start: int, stop: int) -> Array | slice:
+        """Return which rows of the source stand at places of an epoch.
+
+        Not collective. Only for a data set of rows, shuffled or not, in batches.
+
+        Parameters
+        ----------
+        epoch : int
+            From 0.
+        start, stop : int
+            The places.
+
+        Returns
+        -------
+        ndarray of int64, or slice
+            For `Columns.read`.
+        """
+        stage: Any = self._stage
+        stage = stage.rows if isinstance(stage, RowBatches) else stage
+        if isinstance(stage, ShuffledRows):
+            return stage.rows(slice(start, stop), epoch)
+        return slice(start, stop)
 
     def order(self, epoch: int) -> Array | None:
         """Return the order of an epoch's rows.
@@ -91,53 +1176,211 @@ class Dataset:
         ndarray of int64 of shape (num_rows,), or None
             None without shuffling.
         """
-        if not self.shuffle:
+        stage: Any = self._stage
+        stage = stage.rows if isinstance(stage, RowBatches) else stage
+        if not isinstance(stage, ShuffledRows):
             return None
-        # A generator of its own for each epoch, so that a restore can begin with any.
-        key = np.random.SeedSequence((self.seed, epoch))
-        generator = np.random.Generator(np.random.Philox(key))
-        return generator.permutation(self.num_rows)
+        return stage.rows(slice(0, stage.cardinality), epoch)
 
-    def rows(self, order: Array | None, start: int, stop: int) -> Array | slice:
-        """Return which rows stand at places of an epoch.
+    def keep_old_order(self, epoch: int) -> None:
+        """Give an epoch the order of checkpoints before version 2 of positions.
+
+        Not collective. For the library's own modules.
+
+        Parameters
+        ----------
+        epoch : int
+            The epoch that was begun.
+        """
+        stage: Any = self._stage
+        stage = stage.rows if isinstance(stage, RowBatches) else stage
+        if isinstance(stage, ShuffledRows):
+            stage.keep_exact(epoch, self.seed)
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How distribution divides it between workers."""
+        return AutoShardPolicy.parse(self._options.auto_shard_policy)
+
+    @property
+    def files(self) -> list[str] | None:
+        """Names of the files that a stream reads; None if it reads none."""
+        if not self._opens_files and self._files is None:
+            return None
+        for parent in (self, *self._parents):
+            if parent._files is not None:
+                return parent._files
+        names: list[str] = []
+        for parent in self._parents:
+            if parent._opens_files:
+                return parent.files
+            spec = flatten(parent.element_spec)[0]
+            if len(spec) == 1 and spec[0].dtype.kind == "U":
+                names += [str(name) for name in parent._stage.iterate(0)]
+        return names
+
+    def shard_files(self, num_shards: int, index: int) -> Dataset:
+        """Return the chain over every ``num_shards``-th file.
 
         Not collective.
 
         Parameters
         ----------
-        order : ndarray or None
-            From `order`.
-        start, stop : int
-            The places.
+        num_shards : int
+            Into how many parts.
+        index : int
+            Which of them.
 
         Returns
         -------
-        ndarray or slice
-            For `Columns.read`.
-        """
-        return slice(start, stop) if order is None else order[start:stop]
+        Dataset
+            The part.
 
-    def describe(self) -> str:
-        """Say what ranks must agree on.
+        Raises
+        ------
+        ValueError
+            If the chain reads no files.
+        """
+        made = self._over_files(num_shards, index)
+        if made is None:
+            raise ValueError(
+                "expected a data set of files with auto-shard policy FILE, found "
+                f"{self._stage.describe()}; use policy DATA"
+            )
+        return made
+
+    def _over_files(self, num_shards: int, index: int) -> Dataset | None:
+        if self._files is not None:
+            part = self._files[index::num_shards]
+            if self._make is None:
+                return self._of_names(part)
+            return self._of(self._make(part), files=part)
+        parts = [parent._over_files(num_shards, index) for parent in self._parents]
+        if self._make is None or not self._parents:
+            return None
+        if all(part is None for part in parts):
+            if not self._opens_files:
+                return None
+            # The elements are the names that this method opens.
+            parts = [parent.shard(num_shards, index) for parent in self._parents]
+        return self._again(
+            [p or own for p, own in zip(parts, self._parents, strict=True)]
+        )
+
+    def _again(self, parents: Sequence[Dataset]) -> Dataset:
+        assert self._make is not None
+        first, *others = parents
+        made = first._then(self._make, *others)
+        made._options, made._ahead, made.seed = self._options, self._ahead, self.seed
+        made._opens_files = self._opens_files
+        made._whole = self
+        return made
+
+    def shard_by_hint(self, num_shards: int, index: int) -> Dataset:
+        """Return the chain with `SHARD_HINT` replaced; itself where there is none.
 
         Not collective.
 
+        Parameters
+        ----------
+        num_shards : int
+            Into how many parts.
+        index : int
+            Which of them.
+
         Returns
         -------
-        str
-            Size, batch size, order and types.
+        Dataset
+            The part, or the whole.
         """
-        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
-        return (
-            f"a data set of {self.columns.describe()}, in batches of "
-            f"{self.batch_size}, {order}"
+        if self._is_hint:
+            return self._parents[0].shard(num_shards, index)
+        parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
+        if all(a is b for a, b in zip(parts, self._parents, strict=True)):
+            return self
+        return self._again(parts)
+
+    def auto_shard(self, num_workers: int, index: int) -> Dataset:
+        """Return a worker's part, by the auto-shard policy.
+
+        Not collective. DATA and AUTO of a chain without files deal out elements: of
+        batches, each worker then has every ``num_workers``-th. (Distribution by a
+        strategy cuts each global batch instead.)
+
+        Parameters
+        ----------
+        num_workers : int
+            Number of workers.
+        index : int
+            Which of them.
+
+        Returns
+        -------
+        Dataset
+            The part.
+
+        Raises
+        ------
+        ValueError
+            For policy FILE without files.
+        """
+        policy = self.auto_shard_policy
+        if policy is AutoShardPolicy.AUTO:
+            has_files = self.files is not None
+            policy = AutoShardPolicy.FILE if has_files else AutoShardPolicy.DATA
+        if policy is AutoShardPolicy.FILE:
+            return self.shard_files(num_workers, index)
+        if policy is AutoShardPolicy.DATA:
+            return self.shard(num_workers, index)
+        if policy is AutoShardPolicy.HINT:
+            return self.shard_by_hint(num_workers, index)
+        return self
+
+
+def _size(value: Any) -> int:
+    if int(value) < 1:
+        raise ValueError(f"expected a global batch size >= 1, found {value}; change it")
+    return int(value)
+
+
+def _own(element: Tree) -> Tree:
+    """Return an element that the program may write; a copy of what it may not."""
+    return tree_map(_own_leaf, element)
+
+
+def _own_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf
+
+
+def _stage_of(value: Any) -> Stage:
+    if not isinstance(value, Dataset):
+        raise TypeError(
+            "expected a Dataset from the function of interleave or flat_map, found "
+            f"{type(value).__name__}; return one"
+        )
+    return value.stage
+
+
+def _hinted(parent: Stage) -> Stage:
+    def start(_: int) -> Any:
+        raise ValueError(
+            "expected a data set that is distributed with policy HINT, found "
+            "shard(SHARD_HINT, SHARD_HINT) iterated otherwise; set "
+            "DatasetOptions(auto_shard_policy='HINT')"
         )
 
-    def __iter__(self) -> Iterator[Tree]:
-        """Give the global batches of the next epoch."""
-        order = self.order(self._epoch)
-        self._epoch += 1
-        end = len(self) * self.batch_size if self.drop_remainder else self.num_rows
-        for start in range(0, end, self.batch_size):
-            stop = min(start + self.batch_size, self.num_rows)
-            yield writable(self.columns.read(self.rows(order, start, stop)))
+    return streams.Stream(start, parent.spec, f"{parent.describe()}, sharded by hint")
+
+
+def _matching(patterns: Any) -> list[str]:
+    if isinstance(patterns, (str, os.PathLike)):
+        patterns = [patterns]
+    found = {name for pattern in patterns for name in glob.glob(os.fspath(pattern))}
+    if not found:
+        raise FileNotFoundError(
+            f"expected files, found none that match {list(map(str, patterns))}; check "
+            "the pattern"
+        )
+    return sorted(found)

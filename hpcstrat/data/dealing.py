@@ -7,6 +7,7 @@ share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -21,16 +22,23 @@ from hpcstrat.data.comparing import (
     explain_difference,
     show,
 )
-from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
-from hpcstrat.data.pipelines import Place, Steps
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.iterator import (
+    DistributedIterator,
+    EpochPlace,
+    ReducibleDataset,
+)
+from hpcstrat.data.order import ORDER_VERSION
+from hpcstrat.data.pipelines import Place, Steps, iterable_steps
 from hpcstrat.data.placing import Placer, packed
+from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.errors import CollectiveError
-from hpcstrat.options import InputOptions, InputReplicationMode
+from hpcstrat.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Replicas, Tree
 from hpcstrat.values import PerReplica
 
-__all__ = ["DealtDataset"]
+__all__ = ["DealtDataset", "StreamDataset"]
 
 # What a replica says of a step: no batch on any replica any more, no batch and none
 # before, none any more, a batch.
@@ -95,6 +103,9 @@ class DealtDataset(ReducibleDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
+        return DistributedIterator(self._begin(EpochPlace(self._num_iterations, 0)))
+
+    def _begin(self, position: EpochPlace) -> _Elements:
         elements = _Elements(
             self._strategy,
             self._place,
@@ -103,9 +114,122 @@ class DealtDataset(ReducibleDataset):
             alone=self._alone,
             every=self._every,
             iteration=self._num_iterations,
+            position=position,
         )
         self._num_iterations += 1
-        return DistributedIterator(elements)
+        return elements
+
+
+class StreamDataset(DealtDataset):
+    """Per-replica batches of a chain without random access, which can be resumed.
+
+    As `DealtDataset`. A restored iteration makes the batches before its position again,
+    and leaves them out. Where workers read parts of their own (policies FILE, OFF and
+    HINT), it goes on with the same number of workers and replicas only.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    place : Place
+        This replica's.
+    dataset : Dataset
+        The chain.
+    options : InputOptions
+        As of `DealtDataset`.
+    """
+
+    def __init__(
+        self, strategy: Replicas, place: Place, dataset: Dataset, options: InputOptions
+    ) -> None:
+        super().__init__(
+            strategy, place, lambda: iterable_steps(dataset, place), options
+        )
+        self._dataset = dataset
+        self._next = (0, 0)
+        self._latest: EpochPlace | None = None
+
+    def __iter__(self) -> DistributedIterator:
+        """Begin the next epoch, or go on where `restore_state` said."""
+        epoch, position = self._next
+        self._next = (epoch + 1, 0)
+        self._latest = EpochPlace(epoch, position)
+        return DistributedIterator(self._begin(self._latest))
+
+    def _num_parts(self) -> int:
+        """Return into how many different parts the data are divided."""
+        policy = self._dataset.auto_shard_policy
+        if policy is AutoShardPolicy.AUTO and self._dataset.files is not None:
+            policy = AutoShardPolicy.FILE
+        is_cut = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        place = self._place
+        return 1 if is_cut else place.num_workers * place.num_replicas
+
+    def state(self) -> dict[str, int]:
+        """Return where the latest iteration stands.
+
+        Not collective; the same on every replica after the same step.
+
+        Returns
+        -------
+        dict of str to int
+            ``epoch``, ``global_position`` (steps taken in it), ``shuffle_seed``,
+            ``num_rows`` (-2, as it is not known), ``order_version`` and ``num_parts``.
+        """
+        epoch, position = self._next
+        if self._latest is not None:
+            epoch, position = self._latest.epoch, self._latest.position
+        return {
+            "epoch": epoch,
+            "global_position": position,
+            "shuffle_seed": self._dataset.seed,
+            "num_rows": UNKNOWN,
+            "order_version": ORDER_VERSION,
+            "num_parts": self._num_parts(),
+        }
+
+    def check_state(self, state: dict[str, int]) -> None:
+        """Check that a state is of this data set, and of as many parts.
+
+        Not collective.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another data set, or of another division of its files.
+        """
+        own = self.state()
+        for key in ("num_rows", "shuffle_seed", "num_parts"):
+            if int(state.get(key, 0)) != own[key]:
+                raise ValueError(
+                    f"expected the position in a stream with {key} {own[key]}, found "
+                    f"{state.get(key)}; restore with the data set that was saved, and "
+                    "where workers read files of their own, with as many ranks"
+                )
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`.
+
+        Raises
+        ------
+        ValueError
+            If the state is that of another data set.
+        """
+        self.check_state(state)
+        self._next = (int(state["epoch"]), int(state["global_position"]))
+        self._latest = None
 
 
 class _Elements:
@@ -121,6 +245,7 @@ class _Elements:
         alone: bool,
         every: int,
         iteration: int,
+        position: EpochPlace,
     ) -> None:
         self._strategy = strategy
         self._place = place
@@ -129,6 +254,8 @@ class _Elements:
         self._alone = alone
         self._every = every
         self._iteration = iteration
+        self._position = position
+        self._skips = position.position
         self._index = -1
         # Of the step's batch, to be compared with the other workers'.
         self._mark = _UNSEEN
@@ -153,31 +280,39 @@ class _Elements:
         if self._ended:
             raise StopIteration
         if self._place.num_replicas == 1:
+            self._position.position += 1
             parts = self._pull()
             if parts is None:
-                self._ended = True
-                raise StopIteration
+                raise self._end()
             return self._placer.place(parts[0])
         self._index += 1
+        self._position.position += 1
         self._seen, self._mark = None, _UNSEEN
         part, most, least = self._deal(self._own_parts())
         if most < _GIVES or least == _STOPPED:
-            self._ended = True
-            raise StopIteration
+            raise self._end()
         if part is not None:
             self._empty = empty_like(part)
         if least == _ENDED:
             self._empty = self._form(self._empty)
             if self._empty is None:
-                self._ended = True
-                raise StopIteration
+                raise self._end()
         return tree_map(PerReplica, self._empty if part is None else part)
+
+    def _end(self) -> StopIteration:
+        """Return what ends the loop, and go on to the next epoch."""
+        self._ended = True
+        self._position.epoch += 1
+        self._position.position = 0
+        return StopIteration()
 
     def _pull(self) -> list[Tree] | None:
         """Run the pipeline for a step; None at its end."""
         assert self._steps is not None
         if self._running is None:
             try:
+                if isinstance(self._steps.source, Dataset):
+                    self._steps.source.epoch = self._position.epoch
                 self._running = self._steps.start()
             except StopIteration as error:
                 # As in a generator (PEP 479): it is not the end of the data.
@@ -185,6 +320,10 @@ class _Elements:
                     "expected an iterator, found that its making raised StopIteration; "
                     "raise another error"
                 ) from error
+            for _ in range(self._skips):
+                # A step that failed was left out by the program, too.
+                with contextlib.suppress(Exception):
+                    next(self._running, None)
         return next(self._running, None)
 
     def _own_parts(self) -> list[Any]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.dealing import DealtDataset
-from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.data.dealing import DealtDataset, StreamDataset
+from hpcstrat.data.iterator import (
+    DistributedIterator,
+    EpochPlace,
+    ReducibleDataset,
+)
+from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
-from hpcstrat.options import InputContext, InputOptions, InputReplicationMode
+from hpcstrat.data.read_ahead import MOST_THREADS, ReadAhead, reading
+from hpcstrat.data.rows import Rows
+from hpcstrat.options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Replicas, Tree
 from hpcstrat.values import PerReplica
@@ -51,14 +64,22 @@ class DistributedDataset(ReducibleDataset):
         dataset: Dataset,
         options: InputOptions | None = None,
     ) -> None:
+        options = options or InputOptions()
+        stage = dataset.stage
+        assert isinstance(stage, Batched)
         self._strategy = strategy
         self._dataset = dataset
-        self._placer = Placer(strategy, options or InputOptions())
+        self._stage: Batched = stage
+        self._placer = Placer(strategy, options)
+        # Of the batches that a replica holds, one is the program's.
+        buffered = options.experimental_per_replica_buffer_size - 1
+        self._ahead = max(dataset.ahead, buffered)
         # An epoch that is shorter than a batch is no mistake of the batch size.
-        if strategy.replica_id == 0 and dataset.num_rows >= dataset.batch_size:
-            warn_of_idle(dataset.batch_size, strategy.num_replicas_in_sync)
+        is_short = 0 <= stage.num_rows < stage.batch_size
+        if strategy.replica_id == 0 and not is_short:
+            warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
         self._next = (0, 0)
-        self._latest: _EpochPlace | None = None
+        self._latest: EpochPlace | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -66,13 +87,18 @@ class DistributedDataset(ReducibleDataset):
 
     @property
     def cardinality(self) -> int:
-        """Number of global batches of an epoch."""
-        return len(self)
+        """Number of global batches of an epoch; -1 where it has no end."""
+        return self._stage.cardinality
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        return self._dataset.element_spec
 
     @property
     def num_rows(self) -> int:
-        """Number of examples of an epoch, over all replicas."""
-        return self._dataset.num_rows
+        """Number of examples of an epoch, over all replicas; -1 without an end."""
+        return self._stage.num_rows
 
     @property
     def epoch(self) -> int:
@@ -104,7 +130,7 @@ class DistributedDataset(ReducibleDataset):
         -------
         dict of str to int
             ``epoch``, ``global_position`` (examples given out in it, over all
-            replicas), ``shuffle_seed`` and ``num_rows``.
+            replicas), ``shuffle_seed``, ``num_rows`` and ``order_version``.
         """
         epoch, position = self._next
         if self._latest is not None:
@@ -113,7 +139,8 @@ class DistributedDataset(ReducibleDataset):
             "epoch": epoch,
             "global_position": position,
             "shuffle_seed": self._dataset.seed,
-            "num_rows": self._dataset.num_rows,
+            "num_rows": self._stage.num_rows,
+            "order_version": ORDER_VERSION,
         }
 
     def check_state(self, state: dict[str, int]) -> None:
@@ -155,8 +182,12 @@ class DistributedDataset(ReducibleDataset):
             If the state is that of another data set.
         """
         self.check_state(state)
-        self._next = (int(state["epoch"]), int(state["global_position"]))
+        epoch, position = int(state["epoch"]), int(state["global_position"])
+        self._next = epoch, position
         self._latest = None
+        if position and int(state.get("order_version", 1)) < ORDER_VERSION:
+            # The rest of that epoch must be the rest of its order.
+            self._dataset.keep_old_order(epoch)
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or go on where `restore_state` said."""
@@ -167,8 +198,8 @@ class DistributedDataset(ReducibleDataset):
             f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
         )
         with strategy.together("iteration"):
-            place = _EpochPlace(epoch, position)
-            batches = _Batches(strategy, dataset, place, self._placer)
+            place = EpochPlace(epoch, position)
+            batches = _Batches(strategy, self._stage, place, self._placer, self._ahead)
         # At once, so that a loop that is left early does not repeat its epoch.
         self._next = (epoch + 1, 0)
         self._latest = batches.place
@@ -181,25 +212,36 @@ class _Batches:
     def __init__(
         self,
         strategy: Replicas,
-        dataset: Dataset,
-        place: _EpochPlace,
+        stage: Batched,
+        place: EpochPlace,
         placer: Placer,
+        ahead: int,
     ) -> None:
         self._strategy = strategy
-        self._dataset = dataset
+        self._stage = stage
         self._placer = placer
         self.place = place
-        self._order = dataset.order(place.epoch)
-        self._end = dataset.num_rows
-        if dataset.drop_remainder:
-            self._end = len(dataset) * dataset.batch_size
         self._ended = False
+        self._reader: ReadAhead | None = None
+        if ahead > 0:
+            calls = self._calls(stage, place.epoch, place.position, strategy)
+            threads = min(ahead, MOST_THREADS)
+            self._reader = ReadAhead(calls, ahead, threads)
+
+    # The reader's threads must not hold the iterator, which ends them.
+    @staticmethod
+    def _calls(
+        stage: Batched, epoch: int, position: int, strategy: Replicas
+    ) -> Iterator[Callable[[], Tree]]:
+        while position != stage.num_rows:
+            yield _reading_own(stage, epoch, position, strategy)
+            position = stage.stop(position)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Tree:
-        place, dataset, strategy = self.place, self._dataset, self._strategy
+        place, stage, strategy = self.place, self._stage, self._strategy
         channel = strategy.collectives.channel
         # A thread that reads ahead is at no point of the program that ranks compare.
         own = threading.get_ident() == threading.main_thread().ident
@@ -209,38 +251,37 @@ class _Batches:
             channel.position.enter_next()
         if self._ended:
             raise StopIteration
-        if place.position >= self._end:
+        if place.position == stage.num_rows:
             self._ended = True
             with strategy.together(f"epoch {place.epoch}"):
+                if self._reader is not None:
+                    self._reader.close()
                 place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
         # The position moves on in any case: a batch that cannot be read is skipped.
         start = place.position
-        stop = place.position = min(start + dataset.batch_size, self._end)
-        count = strategy.num_replicas_in_sync
-        first, last = piece(stop - start, count, strategy.replica_id)
+        stop = place.position = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
-            try:
-                rows = dataset.rows(self._order, start + first, start + last)
-                batch = self._placer.place(dataset.columns.read(rows))
-            except StopIteration as error:
-                # As in a generator (PEP 479): it must not end the epoch here alone.
-                raise RuntimeError(
-                    "expected rows, found that a column raised StopIteration; raise "
-                    "another error"
-                ) from error
+            if self._reader is None:
+                batch = _reading_own(stage, place.epoch, start, strategy)()
+            else:
+                batch = next(self._reader)
+            batch = self._placer.place(batch)
+            count = strategy.num_replicas_in_sync
             return tree_map(PerReplica, batch) if count > 1 else batch
 
 
-# Shared by an iteration and its data set, whose `state` tells where the latest stands.
-class _EpochPlace:
-    """Where an iteration stands: examples given out in an epoch, over all replicas."""
+def _reading_own(
+    stage: Batched, epoch: int, start: int, strategy: Replicas
+) -> Callable[[], Tree]:
+    """Return what reads this replica's piece of a batch."""
+    count, replica = strategy.num_replicas_in_sync, strategy.replica_id
+    first, last = piece(stage.stop(start) - start, count, replica)
+    return reading(stage, epoch, start, first, last)
 
-    __slots__ = ("epoch", "position")
 
-    def __init__(self, epoch: int, position: int) -> None:
-        self.epoch = epoch
-        self.position = position
+# Policies under which workers do not read the same global batches.
+_UNEVEN = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 
 
 def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
@@ -294,11 +335,21 @@ def distribute_dataset(
         )
     _require_one_program(strategy, options)
     if isinstance(dataset, Dataset):
+        if isinstance(dataset.stage, Rows):
+            raise ValueError(
+                "expected global batches, found single examples; call batch("
+                "global_batch_size) on the data set before it is distributed"
+            )
+        if not isinstance(dataset.stage, Batched):
+            return _deal(strategy, dataset, options)
         if options.single_pipeline:
             raise ValueError(
-                "expected an iterable with single_pipeline, found a hpcstrat.Dataset, "
-                "of which every replica reads its own rows; leave single_pipeline out"
+                "expected a stream with single_pipeline, found a hpcstrat.Dataset with "
+                "random access, of which every replica reads its own rows; leave "
+                "single_pipeline out"
             )
+        if dataset.auto_shard_policy in _UNEVEN:
+            return _deal(strategy, dataset, options)
         return DistributedDataset(strategy, dataset, options)
     bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
     if bare or hasattr(dataset, "file"):
@@ -307,8 +358,14 @@ def distribute_dataset(
             f"{type(dataset).__name__}, whose rows are not batches; wrap it: "
             "hpcstrat.Dataset(arrays, batch_size)"
         )
+    return _deal(strategy, dataset, options)
+
+
+def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
     # The steps are made later, on the ranks that run a pipeline alone.
     place = Place(strategy, single=options.single_pipeline)
+    if isinstance(dataset, Dataset):
+        return StreamDataset(strategy, place, dataset, options)
     return DealtDataset(
         strategy, place, lambda: iterable_steps(dataset, place), options
     )

@@ -10,7 +10,7 @@ from hpcstrat.errors import OutOfRangeError
 from hpcstrat.observe.timeline import traced
 from hpcstrat.typing import Replicas, Tree
 
-__all__ = ["DistributedIterator", "Optional", "ReducibleDataset"]
+__all__ = ["DistributedIterator", "EpochPlace", "Optional", "ReducibleDataset"]
 
 
 class Optional:
@@ -136,10 +136,28 @@ class DistributedIterator:
 _END = object()
 
 
+class EpochPlace:
+    """Where an iteration stands in an epoch; read by the state of its data set.
+
+    The position counts examples over all replicas, or global steps.
+    """
+
+    __slots__ = ("epoch", "position")
+
+    def __init__(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self.position = position
+
+
 class ReducibleDataset:
     """What all distributed data sets share."""
 
     _strategy: Replicas
+
+    @property
+    def distribute_strategy(self) -> Replicas:
+        """The strategy between whose replicas it is divided."""
+        return self._strategy
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration."""

@@ -62,11 +62,12 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
     """Return what makes a worker's steps from global batches.
 
     The data set may have ``batch_size`` (int or None), ``auto_shard_policy``, ``files``
-    (None without files) and ``shard_files(num_shards, index)``. Raises ValueError for
-    policy ``FILE`` without files, or with fewer files than workers.
+    (None without files), ``shard_files`` and ``shard_by_hint(num_shards, index)``.
+    Raises ValueError for policy ``FILE`` without files, or with fewer than workers.
     """
     if place.num_replicas == 1:
-        return Steps(dataset, _alone)
+        hint = getattr(dataset, "shard_by_hint", None)
+        return Steps(dataset if hint is None else hint(1, 0), _alone)
     # Asked by attributes, so that any library's data sets can say it.
     policy = AutoShardPolicy.parse(
         getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
@@ -85,10 +86,13 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
                 f"with auto-shard policy FILE, found {count}; use policy DATA"
             )
         source = dataset.shard_files(place.num_workers, place.worker_id)
+    hinted = policy is AutoShardPolicy.HINT and hasattr(dataset, "shard_by_hint")
+    if hinted:
+        source = dataset.shard_by_hint(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     count, own = place.num_replicas, place.replicas
     # Whether each worker reads rows of its own, and none of the others'.
-    apart = policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
+    apart = hinted or policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
         return Steps(
             source, lambda batches: pour_slots(batches, batch_size, count, own)

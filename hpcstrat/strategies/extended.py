@@ -10,9 +10,10 @@ import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.context import CurrentStrategy, current, pop, push
+from hpcstrat.data import Dataset
 from hpcstrat.errors import OutOfRangeError
 from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.strategies.steps import Examples, MultiStepContext
+from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.tree import flatten, tree_map
 from hpcstrat.typing import Array, Tree
 from hpcstrat.values import (
@@ -515,7 +516,7 @@ class StrategyExtended:
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: Any = None
-    ) -> Examples:
+    ) -> Dataset:
         """Return the rows of arrays as examples.
 
         Not collective.
@@ -529,8 +530,8 @@ class StrategyExtended:
 
         Returns
         -------
-        Examples
-            To be put into batches.
+        Dataset
+            One element for each row; put them into batches.
 
         Raises
         ------
@@ -538,7 +539,7 @@ class StrategyExtended:
             If the first dimensions differ.
         """
         del session
-        return Examples(numpy_input)
+        return Dataset(numpy_input)
 
     def experimental_run_steps_on_iterator(
         self,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hpcstrat.context import CurrentStrategy, current
-from hpcstrat.data import Dataset
 from hpcstrat.options import ReduceOp
-from hpcstrat.tree import tree_map
 from hpcstrat.typing import Tree
 
-__all__ = ["Examples", "MultiStepContext"]
+__all__ = ["MultiStepContext"]
 
 
 class MultiStepContext:
@@ -98,75 +96,6 @@ class MultiStepContext:
     def _replica_context(self) -> Any:
         entry = current()
         return None if entry is None else entry.replica_context
-
-
-class Examples:
-    """The rows of arrays, one by one.
-
-    Parameters
-    ----------
-    source : array, or nested structure of arrays
-        Of equal first dimension.
-
-    Raises
-    ------
-    ValueError
-        If the first dimensions differ.
-    """
-
-    def __init__(self, source: Tree) -> None:
-        self._source = source
-        self._rows = self.batch(1)
-
-    def batch(
-        self,
-        batch_size: int,
-        drop_remainder: bool = False,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-    ) -> Dataset:
-        """Return a data set of global batches.
-
-        Not collective.
-
-        Parameters
-        ----------
-        batch_size : int
-            Examples in a global batch.
-        drop_remainder : bool
-            Whether to leave out a last batch that is not full.
-        shuffle : bool
-            See `Dataset`.
-        seed : int
-            See `Dataset`.
-
-        Returns
-        -------
-        Dataset
-            For ``Strategy.experimental_distribute_dataset``.
-
-        Raises
-        ------
-        ValueError
-            If the batch size is not positive.
-        """
-        return Dataset(
-            self._source,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_remainder=drop_remainder,
-        )
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-        return self._rows.num_rows
-
-    def __iter__(self) -> Iterator[Tree]:
-        """Give one example after another."""
-        for row in self._rows:
-            yield tree_map(lambda leaf: leaf[0], row)
 
 
 def _local_results(strategy: CurrentStrategy, value: Any) -> Any:

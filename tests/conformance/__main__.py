@@ -1,4 +1,4 @@
-"""Replay the captured tf.distribute programs: ``python -m tests.conformance``."""
+"""Replay captured programs of TensorFlow: ``python -m tests.conformance FILE``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.data_replay import holds_data_programs, replay_data
 from tests.conformance.divergences import check_rows
 from tests.conformance.judge import Verdict, judge, missing_part
 from tests.conformance.launch import Outcome, replay
@@ -23,7 +24,7 @@ __all__ = ["main", "replay_cases"]
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.conformance",
-        description="Replay captured tf.distribute programs on hpcstrat.",
+        description="Replay captured tf.distribute and tf.data programs on hpcstrat.",
     )
     parser.add_argument("cases", type=Path, help="the file of programs and results")
     parser.add_argument("--topic", nargs="+", action="extend", help="only these topics")
@@ -72,7 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print, and return the exit status: 0 if nothing failed."""
     arguments = _arguments(argv)
     check_rows()
-    cases = json.loads(arguments.cases.read_text(encoding="utf-8"))["cases"]
+    found = json.loads(arguments.cases.read_text(encoding="utf-8"))
+    if holds_data_programs(found):
+        results = [
+            result
+            for result in replay_data(found)
+            if (not arguments.topic or result[0]["topic"] in arguments.topic)
+            and (not arguments.id or result[0]["id"] in arguments.id)
+        ]
+        return _reported(results, arguments.report)
+    cases = found["cases"]
     if arguments.topic:
         cases = [case for case in cases if case.get("topic") in arguments.topic]
     if arguments.id:
@@ -80,9 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cases:
         print("expected at least one case, found none; check --topic and --id")
         return 2
-    results = replay_cases(cases, arguments.limit)
-    if arguments.report is not None:
-        write_report(results, arguments.report)
+    return _reported(replay_cases(cases, arguments.limit), arguments.report)
+
+
+def _reported(results: Sequence[Result], report: Path | None) -> int:
+    if report is not None:
+        write_report(results, report)
     print_report(results)
     return int(any(verdict.status == "failed" for _, verdict in results))
 

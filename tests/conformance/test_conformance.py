@@ -15,7 +15,11 @@ from tests.conformance.compare import difference, error_matches, join, local
 from tests.conformance.divergences import check_rows
 from tests.conformance.observe import own
 
-CASES = ("tf_distribute_cases.json", "neighbour_cases.json")
+CASES = (
+    "tf_distribute_cases.json",
+    "neighbour_cases.json",
+    "tf_data_cases.json",
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -190,3 +194,45 @@ def test_only_portable_error_classes_are_compared() -> None:
     assert error_matches("ValueError", seen, ["error_class"])
     assert not error_matches("RuntimeError", {**seen, "interpreter": "bug"}, [])
     assert not error_matches("RuntimeError", {"py": None}, [])
+
+
+def test_wrong_expectations_of_data_programs_are_reported_as_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = {
+        "program": [["range", 3], ["batch", 2]],
+        "cardinality": 2,
+        "element_spec": "TensorSpec(shape=(None,), dtype=tf.int64, name=None)",
+        "output": [[0, 1], [2]],
+    }
+    error = {"program": [["range", 3], ["map", "raise_at_3"]], "error": "ValueError: "}
+    cases = {
+        "right": right,
+        "output": {**right, "output": [[0, 1]]},
+        "cardinality": {**right, "cardinality": 3},
+        "spec": {**right, "element_spec": "TensorSpec(shape=(2,), dtype=tf.int64)"},
+        "no error": error,
+        "error": {**error, "program": [["range", 4], ["map", "raise_at_3"]]},
+        "class": {
+            "program": [["range", 4], ["map", "raise_at_3"]],
+            "error": "TypeError: ",
+        },
+        "unknown": {**right, "program": [["range", 3], ["snapshot", "x"]]},
+    }
+    orders = {
+        "same": {
+            "program": [["range", 9], ["shuffle", 9]],
+            "tf_epochs": [[*range(9)]] * 2,
+            "all_equal": True,
+        }
+    }
+    wrong = {"range(4).batch(2)": [[[0]], [[1]]]}
+    found = {"cases": cases, "properties": orders, "multiworker_2x1": wrong}
+    path, report = tmp_path / "cases.json", tmp_path / "report.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+    assert main([str(path), "--report", str(report)]) == 1
+    verdicts = json.loads(report.read_text(encoding="utf-8"))["cases"]
+    passed = [verdict["id"] for verdict in verdicts if verdict["status"] == "passed"]
+    assert passed == ["right", "error"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "2 passed, 7 failed, 0 declared, 1 not built"

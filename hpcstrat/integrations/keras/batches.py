@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import keras
 
@@ -81,10 +80,10 @@ class Batches(keras.utils.PyDataset):
             seed=seed,
             drop_remainder=drop_remainder,
         )
+        self._batch_size = batch_size
         # Whose rows come next; set by `distribute`'s fit.
         self.epoch = 0
         self._steps: int | None = None
-        self._order: tuple[int, Any] = (-1, None)
 
     def with_steps(self, steps: int | None) -> Batches:
         """Return one whose epochs have so many steps, and go on where one ended.
@@ -114,15 +113,10 @@ class Batches(keras.utils.PyDataset):
         dataset, strategy = self.dataset, self.distribute_strategy
         number = self.epoch * len(self) + index
         epoch, batch = divmod(number, len(dataset))
-        # TensorFlow reads ahead in threads: they see one pair or another.
-        kept, order = self._order
-        if kept != epoch:
-            order = dataset.order(epoch)
-            self._order = epoch, order
-        start = batch * dataset.batch_size
-        size = min(dataset.batch_size, dataset.num_rows - start)
+        start = batch * self._batch_size
+        size = min(self._batch_size, dataset.num_rows - start)
         first, last = share(size, strategy.num_replicas_in_sync, strategy.replica_id)
-        rows = dataset.rows(order, start + first, start + last)
+        rows = dataset.rows(epoch, start + first, start + last)
         return writable(dataset.columns.read(rows))
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate, get_worker_in
 
 from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share
+from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.strategies import Strategy
 
 __all__ = ["GlobalBatchSampler"]
@@ -87,6 +88,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             seed=seed,
             drop_remainder=drop_remainder,
         )
+        self._batch_size = batch_size
         self._epoch = self._position = 0
         # Whether the program has got a batch of the latest iteration, and not all.
         self._is_begun = False
@@ -141,7 +143,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Refuse batches of no rows, which PyTorch cannot make; on all replicas."""
         count = self.distribute_strategy.num_replicas_in_sync
         left = self._end() - self._position
-        least = left % self._rows.batch_size or min(left, self._rows.batch_size)
+        least = left % self._batch_size or min(left, self._batch_size)
         if 0 < least < count:
             raise ValueError(
                 f"expected a row of every batch for each of {count} replicas, found a "
@@ -152,27 +154,28 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def _end(self) -> int:
         rows = self._rows
-        return len(rows) * rows.batch_size if rows.drop_remainder else rows.num_rows
+        return len(rows) * self._batch_size if rows.drop_remainder else rows.num_rows
 
     def _batches(self, counts: bool) -> Iterator[list[int]]:
         rows, strategy = self._rows, self.distribute_strategy
         count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-        order, end = rows.order(self._epoch), self._end()
-        for start in range(self._position, end, rows.batch_size):
-            size = min(rows.batch_size, end - start)
+        epoch, end = self._epoch, self._end()
+        for start in range(self._position, end, self._batch_size):
+            size = min(self._batch_size, end - start)
             first, last = (start + at for at in share(size, count, replica))
             if counts:
                 self.took()
-            if order is None:
+            found = rows.rows(epoch, first, last)
+            if isinstance(found, slice):
                 yield list(range(first, last))
             else:
-                yield order[first:last].tolist()
+                yield found.tolist()
         if counts:
             self.ended()
 
     def took(self) -> None:
         """Count a batch that the program gets; for the library's own modules."""
-        self._position = min(self._position + self._rows.batch_size, self._end())
+        self._position = min(self._position + self._batch_size, self._end())
         self._is_begun = True
 
     def ended(self) -> None:
@@ -218,7 +221,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         -------
         dict of str to int
             ``epoch``, ``global_position`` (rows given out in it, over all replicas),
-            ``shuffle_seed`` and ``num_rows``.
+            ``shuffle_seed``, ``num_rows`` and ``order_version``.
 
         Raises
         ------
@@ -236,6 +239,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "global_position": self._position,
             "shuffle_seed": self._rows.seed,
             "num_rows": self._rows.num_rows,
+            "order_version": ORDER_VERSION,
         }
 
     def check_state(self, state: dict[str, int]) -> None:
@@ -280,6 +284,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch = state["epoch"]
         self._position = int(state["global_position"])
         self._is_known = True
+        if self._position and int(state.get("order_version", 1)) < ORDER_VERSION:
+            # The rest of that epoch must be the rest of its order.
+            self._rows.keep_old_order(self._epoch)
 
 
 class _Loader(DataLoader[Any]):

@@ -1,0 +1,338 @@
+"""Stages of a data set whose elements are batches of rows, each read in pieces.
+
+A batch is named by the number of rows before it: its position. So a position means the
+same with any number of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from hpcstrat.data.elements import (
+    as_element,
+    batched_spec,
+    call_with,
+    made_spec,
+    pad_and_stack,
+    spec_of,
+)
+from hpcstrat.data.rows import INFINITE, Rows, Stage, epoch_of_repetition
+from hpcstrat.tree import flatten, tree_map
+from hpcstrat.typing import Tree
+
+__all__ = [
+    "Batched",
+    "CachedBatches",
+    "MappedBatches",
+    "PaddedBatches",
+    "RepeatedBatches",
+    "RowBatches",
+    "SomeBatches",
+]
+
+
+class Batched(Stage):
+    """A stage of batches with random access.
+
+    ``num_rows`` of an epoch may be INFINITE; ``batch_size`` is that of full batches.
+    """
+
+    num_rows: int
+    batch_size: int
+    drop_remainder = False
+
+    def stop(self, position: int) -> int:
+        """Return the position behind the batch that begins at one."""
+        raise NotImplementedError
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number; the end for later ones."""
+        raise NotImplementedError
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read rows ``first`` to ``last`` of the batch that begins at ``start``."""
+        raise NotImplementedError
+
+    def iterate(self, epoch: int) -> Iterator[Tree]:
+        """Give the batches of an epoch."""
+        return _Batches(self, epoch)
+
+
+class _Batches:
+    """Batches one after another; goes on behind one that failed."""
+
+    def __init__(self, stage: Batched, epoch: int) -> None:
+        self._stage = stage
+        self._epoch = epoch
+        self._position = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tree:
+        start = self._position
+        if start == self._stage.num_rows:
+            raise StopIteration
+        stop = self._position = self._stage.stop(start)
+        return self._stage.read(self._epoch, start, 0, stop - start)
+
+
+def _cut(batch: Tree, first: int, last: int) -> Tree:
+    return tree_map(lambda leaf: leaf[first:last], batch)
+
+
+class RowBatches(Batched):
+    """Batches of successive rows."""
+
+    def __init__(self, rows: Rows, size: int, *, drop_remainder: bool) -> None:
+        self.rows = rows
+        self.batch_size = size
+        self.drop_remainder = drop_remainder
+        num_rows = rows.cardinality
+        if num_rows == INFINITE:
+            self.num_rows = self.cardinality = INFINITE
+            return
+        full, rest = divmod(num_rows, size)
+        self.cardinality = full + (rest > 0 and not drop_remainder)
+        self.num_rows = full * size if drop_remainder else num_rows
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        end = position + self.batch_size
+        return end if self.num_rows == INFINITE else min(end, self.num_rows)
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        start = batches * self.batch_size
+        return start if self.num_rows == INFINITE else min(start, self.num_rows)
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read no more than these rows."""
+        return self.rows.read(slice(start + first, start + last), epoch)
+
+    def spec(self) -> Tree:
+        """Return the rows' specs with a dimension for the batch."""
+        length = self.batch_size if self.drop_remainder else None
+        return batched_spec(self.rows.spec(), length)
+
+    def describe(self) -> str:
+        """Return the size."""
+        drop = ", the last only if full" if self.drop_remainder else ""
+        return f"{self.rows.describe()}, in batches of {self.batch_size}{drop}"
+
+
+class PaddedBatches(RowBatches):
+    """Batches of rows of different shapes, filled up to one."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        size: int,
+        *,
+        drop_remainder: bool,
+        shapes: Tree,
+        values: Tree,
+    ) -> None:
+        super().__init__(rows, size, drop_remainder=drop_remainder)
+        self._shapes, self._values = shapes, values
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read all rows of the batch, as the longest says how long each becomes."""
+        rows = self.rows.elements(slice(start, self.stop(start)), epoch)
+        return _cut(pad_and_stack(rows, self._shapes, self._values), first, last)
+
+    def spec(self) -> Tree:
+        """Return the specs of what the first rows become."""
+        return padded_spec(super().spec(), self._shapes)
+
+    def describe(self) -> str:
+        """Return the size."""
+        return f"{super().describe()}, padded"
+
+
+def padded_spec(spec: Tree, shapes: Tree) -> Tree:
+    """Return the spec of padded batches; from that of batches of the rows."""
+    leaves = flatten(spec)[0]
+    if len(leaves) == 1 and shapes is not None:
+        wanted = shapes
+        while len(wanted) == 1 and isinstance(wanted[0], (tuple, list)):
+            wanted = wanted[0]
+        (leaf,) = leaves
+        lengths = tuple(None if length == -1 else length for length in wanted)
+        return tree_map(
+            lambda _: type(leaf)((leaf.shape[0], *lengths), leaf.dtype), spec
+        )
+    return spec
+
+
+class RepeatedBatches(Batched):
+    """All batches several times; each time is an epoch of its own, and ends as one."""
+
+    def __init__(self, parent: Batched, count: int) -> None:
+        self.parent = parent
+        self._repetitions = count
+        self.batch_size = parent.batch_size
+        self.drop_remainder = parent.drop_remainder
+        is_infinite = count < 0
+        self.num_rows = INFINITE if is_infinite else parent.num_rows * count
+        self.cardinality = INFINITE if is_infinite else parent.cardinality * count
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        repetition, inner = divmod(position, self.parent.num_rows)
+        return repetition * self.parent.num_rows + self.parent.stop(inner)
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        if self.num_rows != INFINITE:
+            batches = min(batches, self.cardinality)
+        repetition, inner = divmod(batches, self.parent.cardinality)
+        return repetition * self.parent.num_rows + self.parent.rows_before(inner)
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read from a repetition."""
+        repetition, inner = divmod(start, self.parent.num_rows)
+        own = epoch_of_repetition(epoch, self._repetitions, repetition)
+        return self.parent.read(own, inner, first, last)
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return how often they come."""
+        return f"{self.parent.describe()}, {self._repetitions} times"
+
+
+class SomeBatches(Batched):
+    """Batches of another stage from one to another: take and skip.
+
+    ``last`` may be INFINITE.
+    """
+
+    def __init__(self, parent: Batched, first: int, last: int) -> None:
+        self.parent = parent
+        self.batch_size = parent.batch_size
+        self.drop_remainder = parent.drop_remainder
+        self._first = first
+        self._start = parent.rows_before(first)
+        self.num_rows = self.cardinality = INFINITE
+        if last != INFINITE or parent.cardinality != INFINITE:
+            ends = [end for end in (last, parent.cardinality) if end != INFINITE]
+            last = min(ends)
+            self.cardinality = max(last - first, 0)
+            self.num_rows = max(parent.rows_before(last) - self._start, 0)
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        return self.parent.stop(position + self._start) - self._start
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        if self.cardinality != INFINITE:
+            batches = min(batches, self.cardinality)
+        return self.parent.rows_before(self._first + batches) - self._start
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read from the other stage."""
+        return self.parent.read(epoch, start + self._start, first, last)
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return which these are."""
+        return (
+            f"{self.parent.describe()}, of these {self.cardinality} batches from "
+            f"{self._first}"
+        )
+
+
+class MappedBatches(Batched):
+    """What a function makes of each whole batch, as many rows as it had.
+
+    Raises ValueError for a function that changes the number of rows.
+    """
+
+    def __init__(self, parent: Batched, function: Callable[..., Any]) -> None:
+        self.parent = parent
+        self._function = function
+        self.batch_size = parent.batch_size
+        self.drop_remainder = parent.drop_remainder
+        self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        return self.parent.stop(position)
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        return self.parent.rows_before(batches)
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read and map the whole batch, as the function may mix its rows."""
+        size = self.stop(start) - start
+        batch = self._made(self.parent.read(epoch, start, 0, size))
+        if (first, last) == (0, size):
+            return batch
+        lengths = {leaf.shape[:1] for leaf in flatten(batch)[0]}
+        if lengths != {(size,)}:
+            raise ValueError(
+                f"expected {size} rows from the function that maps a batch, as many as "
+                f"it got, found {sorted(lengths)}; map the rows before batch(), or "
+                "distribute an iterable"
+            )
+        return _cut(batch, first, last)
+
+    def _made(self, batch: Tree) -> Tree:
+        return as_element(call_with(self._function, batch))
+
+    def spec(self) -> Tree:
+        """Return what its results have in common; calls the function."""
+        return made_spec(
+            self.parent.iterate(0),
+            self.parent.spec,
+            lambda batch: spec_of(self._made(batch)),
+        )
+
+    def describe(self) -> str:
+        """Return the function's name."""
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return f"{self.parent.describe()}, mapped by {name}"
+
+
+class CachedBatches(Batched):
+    """Batches of epoch 0, of which what was read is kept in memory."""
+
+    def __init__(self, parent: Batched) -> None:
+        self.parent = parent
+        self.batch_size = parent.batch_size
+        self.drop_remainder = parent.drop_remainder
+        self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
+        self._kept: dict[tuple[int, int, int], Tree] = {}
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        return self.parent.stop(position)
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        return self.parent.rows_before(batches)
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Copy what is kept, having read what is not."""
+        key = start, first, last
+        batch = self._kept.get(key)
+        if batch is None:
+            batch = self._kept[key] = self.parent.read(0, *key)
+        return tree_map(lambda leaf: leaf.copy(), batch)
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return that they are kept."""
+        return f"{self.parent.describe()}, cached"

@@ -1,0 +1,290 @@
+"""Elements of a data set: trees of arrays, their stacking, their shapes and dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import array_module, as_array
+from hpcstrat.tree import flatten, tree_map, unflatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = [
+    "ArraySpec",
+    "as_element",
+    "batched_spec",
+    "call_with",
+    "made_spec",
+    "merged_spec",
+    "pad_and_stack",
+    "require_same_structure",
+    "row_of",
+    "spec_of",
+    "stack",
+]
+
+_PROBED = 3
+_MOST_PROBED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of an array in the elements of a data set.
+
+    Parameters
+    ----------
+    shape : tuple of int or None, or None
+        None stands for a length, or a shape, that differs between elements.
+    dtype : dtype
+        Of NumPy.
+    """
+
+    shape: tuple[int | None, ...] | None
+    dtype: Any
+
+    def __repr__(self) -> str:
+        """Return it as tf.TensorSpec is shown."""
+        return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"
+
+
+def as_element(value: Any) -> Tree:
+    """Return a value with arrays as leaves; lists become arrays, as in tf.data."""
+    if isinstance(value, dict):
+        return type(value)({key: as_element(part) for key, part in value.items()})
+    if isinstance(value, tuple):
+        parts = [as_element(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value
+    return as_array(value)
+
+
+def call_with(function: Callable[..., Any], element: Tree, **options: Any) -> Any:
+    """Call a function with an element; a tuple gives one argument for each part."""
+    if type(element) is tuple:
+        return function(*element, **options)
+    return function(element, **options)
+
+
+def row_of(block: Tree, index: int) -> Tree:
+    """Return one row of stacked elements."""
+    return tree_map(lambda leaf: leaf[index], block)
+
+
+def stack(elements: Sequence[Tree]) -> Tree:
+    """Stack elements of one structure along a new first dimension.
+
+    Raises ValueError where structures or shapes differ.
+    """
+    leaves, structure = _leaves_of_all(elements)
+    return unflatten(structure, [_stacked(column) for column in leaves])
+
+
+def _leaves_of_all(elements: Sequence[Tree]) -> tuple[list[tuple[Any, ...]], Any]:
+    flat = [flatten(element) for element in elements]
+    structure = flat[0][1]
+    for _, other in flat:
+        if other != structure:
+            raise ValueError(
+                f"expected elements of one structure in a batch, found {structure} and "
+                f"{other}; return the same structure for every element"
+            )
+    return list(zip(*(leaves for leaves, _ in flat), strict=True)), structure
+
+
+def _stacked(column: Sequence[Any]) -> Array:
+    shapes = {np.shape(leaf) for leaf in column}
+    if len(shapes) > 1:
+        found = " and ".join(str(shape) for shape in sorted(shapes)[:2])
+        raise ValueError(
+            f"expected elements of one shape in a batch, found {found}; use "
+            "padded_batch, or cut them to one shape by map"
+        )
+    stacked: Array = array_module(column[0]).stack(column)
+    return stacked
+
+
+def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
+    """Stack elements, each array filled up at its ends to the longest, or to a shape.
+
+    ``shapes`` and ``values`` have the elements' structure, or None for the defaults:
+    the longest of the batch, and zero or the empty text. Raises ValueError for arrays
+    that are longer than their shape.
+    """
+    columns, structure = _leaves_of_all(elements)
+    wanted = _per_leaf(shapes, structure, len(columns), is_shape=True)
+    fills = _per_leaf(values, structure, len(columns), is_shape=False)
+    padded = [
+        _padded(column, shape, fill)
+        for column, shape, fill in zip(columns, wanted, fills, strict=True)
+    ]
+    return unflatten(structure, padded)
+
+
+def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list[Any]:
+    """Return a value for each leaf; one value alone stands for all of them."""
+    if given is None:
+        return [None] * count
+    if count == 1 and (is_shape or not isinstance(given, (tuple, list, dict))):
+        only = given
+        while is_shape and len(only) == 1 and isinstance(only[0], (tuple, list)):
+            only = only[0]
+        return [only]
+    if not is_shape and not isinstance(given, (tuple, list, dict)):
+        return [given] * count
+    parts: list[Any] = list(given.values()) if isinstance(given, dict) else list(given)
+    if isinstance(given, dict):
+        parts = [given[key] for key in sorted(given)]
+    if len(parts) != count:
+        raise ValueError(
+            f"expected padding for each of {count} arrays of an element, found "
+            f"{len(parts)}; give it in the structure {structure}"
+        )
+    return parts
+
+
+def _padded(column: Sequence[Any], wanted: Any, fill: Any) -> Array:
+    ranks = {np.ndim(leaf) for leaf in column}
+    if len(ranks) > 1:
+        raise ValueError(
+            "expected arrays of one number of dimensions in a padded batch, found "
+            f"{sorted(ranks)}; give all the same"
+        )
+    if ranks == {0}:
+        return _stacked(column)
+    longest = [
+        max(lengths) for lengths in zip(*(leaf.shape for leaf in column), strict=True)
+    ]
+    shape = list(longest)
+    for axis, length in enumerate(wanted or ()):
+        if length is None or length == -1:
+            continue
+        if longest[axis] > length:
+            raise ValueError(
+                f"expected arrays of at most {length} along dimension {axis} in a "
+                f"padded batch, found {longest[axis]}; give a larger padded_shapes"
+            )
+        shape[axis] = length
+    first = column[0]
+    dtype = np.result_type(*(leaf.dtype for leaf in column))
+    fill = _fill_value(dtype) if fill is None else fill
+    whole: Array = array_module(first).full((len(column), *shape), fill, dtype)
+    for row, leaf in zip(whole, column, strict=True):
+        row[tuple(slice(length) for length in leaf.shape)] = leaf
+    return whole
+
+
+def _fill_value(dtype: Any) -> Any:
+    return {"U": "", "S": b""}.get(dtype.kind, 0)
+
+
+def spec_of(element: Tree) -> Tree:
+    """Return the shape and dtype of each array of an element."""
+    return tree_map(lambda leaf: ArraySpec(np.shape(leaf), leaf.dtype), element)
+
+
+def merged_spec(specs: Sequence[Tree]) -> Tree:
+    """Return what holds for all of some specs; lengths that differ become None.
+
+    Raises ValueError where the structures differ.
+    """
+    leaves, structure = _leaves_of_all(specs)
+    return unflatten(structure, [_merged(column) for column in leaves])
+
+
+def _merged(column: Sequence[ArraySpec]) -> ArraySpec:
+    shapes = [spec.shape for spec in column]
+    dtypes = {spec.dtype for spec in column}
+    dtype = column[0].dtype if len(dtypes) == 1 else np.result_type(*dtypes)
+    if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
+        return ArraySpec(None, dtype)
+    lengths = (set(axis) for axis in zip(*shapes, strict=True))
+    shape = tuple(found.pop() if len(found) == 1 else None for found in lengths)
+    return ArraySpec(shape, dtype)
+
+
+def made_spec(
+    elements: Iterator[Tree],
+    spec: Callable[[], Tree],
+    spec_of_made: Callable[[Tree], Tree],
+) -> Tree:
+    """Return what the results of a function have in common, by calling it.
+
+    With the first elements for which it does not raise, and with one of other lengths
+    where those of their ``spec`` differ; where there are none, with arrays of ones and
+    of twos. ``spec_of_made`` calls it.
+    """
+    found: list[Tree] = []
+    first: Tree = None
+    for _ in range(_MOST_PROBED):
+        try:
+            element = next(elements)
+            found.append(spec_of_made(element))
+        except StopIteration:
+            break
+        # An element that fails says nothing of the others; iterating will tell.
+        except Exception:
+            continue
+        first = element if len(found) == 1 else first
+        if len(found) == _PROBED:
+            break
+    known = spec()
+    if not found:
+        found = [spec_of_made(_example(known, number)) for number in (1, 2)]
+    elif any(leaf.shape and None in leaf.shape for leaf in flatten(known)[0]):
+        with contextlib.suppress(Exception):
+            found.append(spec_of_made(_resized(first, known)))
+    return merged_spec(found)
+
+
+def _resized(element: Tree, spec: Tree) -> Tree:
+    """Return an element with other lengths where they differ between elements."""
+    leaves, structure = flatten(element)
+    specs = flatten(spec)[0]
+    resized = []
+    for leaf, known in zip(leaves, specs, strict=True):
+        shape = [
+            length if fixed is not None else length - 1 if length > 1 else length + 1
+            for length, fixed in zip(np.shape(leaf), known.shape or (), strict=False)
+        ]
+        resized.append(np.resize(leaf, shape) if shape else leaf)
+    return unflatten(structure, resized)
+
+
+def _example(spec: Tree, number: int) -> Tree:
+    def array(leaf: ArraySpec) -> Any:
+        shape = [number if length is None else length for length in leaf.shape or ()]
+        value = str(number) if leaf.dtype.kind in "US" else number
+        return np.full(shape, value, leaf.dtype)[()]
+
+    return tree_map(array, spec)
+
+
+def batched_spec(spec: Tree, length: int | None) -> Tree:
+    """Return the spec of stacked elements; None for a length that is not fixed."""
+    return tree_map(
+        lambda leaf: ArraySpec(
+            None if leaf.shape is None else (length, *leaf.shape), leaf.dtype
+        ),
+        spec,
+    )
+
+
+def require_same_structure(first: Tree, second: Tree) -> None:
+    """Raise TypeError where elements differ in structure or dtype."""
+    (one, structure), (two, other) = flatten(first), flatten(second)
+    types = [[_type_of(leaf) for leaf in leaves] for leaves in (one, two)]
+    if structure != other or types[0] != types[1]:
+        raise TypeError(
+            f"expected elements of one structure and dtype, found {first} and "
+            f"{second}; cast them by map"
+        )
+
+
+def _type_of(spec: ArraySpec) -> str:
+    # Texts of any length are one type, as in TensorFlow.
+    return spec.dtype.kind if spec.dtype.kind in "US" else str(spec.dtype)

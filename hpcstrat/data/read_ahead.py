@@ -1,0 +1,199 @@
+"""Reading ahead: threads make elements before the program asks for them.
+
+They hold the pool, and never the iterator: where that is dropped, closed or at its end,
+they end, too. Elements come in order; an error comes at the element that raised it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from hpcstrat.data.batched import Batched
+from hpcstrat.data.rows import Stage
+from hpcstrat.data.streams import Stream
+from hpcstrat.typing import Tree
+
+__all__ = ["MOST_THREADS", "ReadAhead", "read_ahead", "read_batches_ahead", "reading"]
+
+MOST_THREADS = 4
+"""Threads of one iteration over batches."""
+
+
+class _Ticket:
+    """One element that a thread is to make."""
+
+    __slots__ = ("_done", "error", "make", "value")
+
+    def __init__(self, make: Callable[[], Tree]) -> None:
+        self.make: Any = make
+        self.value: Tree = None
+        self.error: BaseException | None = None
+        # A lock costs less than an Event.
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def work(self) -> None:
+        """Make the element, in a thread."""
+        try:
+            self.value = self.make()
+        except BaseException as error:
+            self.error = error
+        self.make = None
+        self._done.release()
+
+    def wait(self) -> Tree:
+        """Return the element, or raise its error."""
+        self._done.acquire()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return self.value
+
+
+def _serve(tickets: Any) -> None:
+    """Make elements until a None comes; the body of a thread."""
+    while True:
+        ticket = tickets.get()
+        if ticket is None:
+            return
+        ticket.work()
+        # An idle thread must not keep the latest element.
+        del ticket
+
+
+def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
+    """Drop what waits, and end the threads; called once, from any thread."""
+    is_closed[0] = True
+    try:
+        while True:
+            tickets.get_nowait()
+    except queue.Empty:
+        pass
+    for _ in range(count):
+        tickets.put(None)
+
+
+class ReadAhead:
+    """Iterates over what ``calls`` return when called, ``depth`` of them ahead.
+
+    StopIteration of a call ends it. Calls run in ``num_threads`` threads, each with
+    several at a time in no fixed order if there is more than one.
+    """
+
+    def __init__(
+        self, calls: Iterator[Callable[[], Tree]], depth: int, num_threads: int
+    ) -> None:
+        self._calls = calls
+        self._depth = depth
+        self._ready: deque[_Ticket] = deque()
+        self._tickets: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_closed = [False]
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._tickets,),
+                name=f"hpcstrat-reader-{index}",
+                daemon=True,
+            )
+            for index in range(num_threads)
+        ]
+        self._finish = weakref.finalize(
+            self, _end, self._tickets, num_threads, self._is_closed
+        )
+        for thread in self._threads:
+            thread.start()
+        self._ask()
+
+    def _ask(self) -> None:
+        while len(self._ready) < self._depth:
+            call = next(self._calls, None)
+            if call is None:
+                return
+            ticket = _Ticket(call)
+            self._ready.append(ticket)
+            self._tickets.put(ticket)
+
+    def __iter__(self) -> Self:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> Tree:
+        """Return the next element, or raise the error of its making."""
+        if self._is_closed[0] or not self._ready:
+            self.close()
+            raise StopIteration
+        ticket = self._ready.popleft()
+        try:
+            value = ticket.wait()
+        except StopIteration:
+            self.close()
+            raise
+        finally:
+            if not self._is_closed[0]:
+                self._ask()
+        return value
+
+    def close(self) -> None:
+        """End the threads, once what they are making is made."""
+        self._finish()
+        self._ready.clear()
+        for thread in self._threads:
+            thread.join()
+
+
+def _endless(call: Callable[[], Tree]) -> Iterator[Callable[[], Tree]]:
+    while True:
+        yield call
+
+
+def read_ahead(parent: Stage, depth: int) -> Stream:
+    """Return a stage whose elements a thread makes ahead."""
+
+    def start(epoch: int) -> Iterator[Tree]:
+        elements = parent.iterate(epoch)
+        # One thread: an iterator has one place.
+        return ReadAhead(_endless(lambda: next(elements)), depth, 1)
+
+    return Stream(
+        start,
+        parent.spec,
+        parent.describe(),
+        cardinality=parent.cardinality,
+        size=getattr(parent, "batch_size", None),
+    )
+
+
+def read_batches_ahead(stage: Batched, epoch: int, depth: int) -> ReadAhead:
+    """Return an iterator over an epoch's batches, read ahead by several threads."""
+
+    def calls() -> Iterator[Callable[[], Tree]]:
+        position = 0
+        while position != stage.num_rows:
+            stop = stage.stop(position)
+            yield reading(stage, epoch, position, 0, stop - position)
+            position = stop
+
+    return ReadAhead(calls(), depth, min(depth, MOST_THREADS))
+
+
+def reading(
+    stage: Batched, epoch: int, start: int, first: int, last: int
+) -> Callable[[], Tree]:
+    """Return what reads rows of a batch, and never seems to be the end of the data."""
+
+    def read() -> Tree:
+        try:
+            return stage.read(epoch, start, first, last)
+        except StopIteration as error:
+            # As in a generator (PEP 479): it must not end the epoch.
+            raise RuntimeError(
+                "expected rows, found that a column raised StopIteration; raise "
+                "another error"
+            ) from error
+
+    return read

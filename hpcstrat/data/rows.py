@@ -1,0 +1,609 @@
+"""Stages of a data set whose elements can be read at random, by their places.
+
+Each stage reads the rows at places of an epoch, in blocks: the elements stacked along a
+first dimension. So every replica can read its own part of any batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.data.elements import (
+    ArraySpec,
+    as_element,
+    call_with,
+    made_spec,
+    merged_spec,
+    require_same_structure,
+    row_of,
+    spec_of,
+    stack,
+)
+from hpcstrat.data.order import Order, Permutation, generator_of
+from hpcstrat.data.sources import Columns
+from hpcstrat.tree import flatten, tree_map, unflatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = [
+    "INFINITE",
+    "UNKNOWN",
+    "CachedRows",
+    "ConcatenatedRows",
+    "MappedRows",
+    "OneRow",
+    "RangeRows",
+    "RepeatedRows",
+    "Rows",
+    "ShuffledRows",
+    "SourceRows",
+    "Stage",
+    "StridedRows",
+    "ZippedRows",
+    "epoch_of_repetition",
+]
+
+INFINITE = -1
+"""Cardinality of a data set without an end."""
+
+UNKNOWN = -2
+"""Cardinality of a data set whose elements have to be gone through to be counted."""
+
+Places = slice | Array
+"""Places of an epoch: a slice with start and stop, or an array of int64."""
+
+_BLOCK_ROWS = 256
+
+
+class Stage:
+    """A step of a chain: gives elements, epoch after epoch."""
+
+    cardinality: int = UNKNOWN
+
+    def iterate(self, epoch: int) -> Iterator[Tree]:
+        """Give the elements of an epoch; goes on behind an element that failed."""
+        raise NotImplementedError
+
+    def spec(self) -> Tree:
+        """Return an ArraySpec for each array of an element."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Say what ranks must agree on."""
+        raise NotImplementedError
+
+
+class Rows(Stage):
+    """A stage with random access."""
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once where elements are wanted one by one."""
+        return _BLOCK_ROWS
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read the elements at places, stacked, in the order given."""
+        raise NotImplementedError
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read the elements at places one by one; they may differ in shape."""
+        block = self.read(places, epoch)
+        return [row_of(block, index) for index in range(_count(places))]
+
+    def iterate(self, epoch: int) -> Iterator[Tree]:
+        """Give the elements of an epoch."""
+        return _Elements(self, epoch)
+
+    def spec(self) -> Tree:
+        """Return the specs of an array of no rows, without the first dimension."""
+        block = self.read(slice(0, 0), 0)
+        return tree_map(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), block)
+
+
+class _Elements:
+    """Elements one after another, read in blocks."""
+
+    def __init__(self, rows: Rows, epoch: int) -> None:
+        self._rows = rows
+        self._epoch = epoch
+        self._place = 0
+        self._ready: deque[Tree] = deque()
+        # Behind an error rows are read one by one, up to here.
+        self._careful = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tree:
+        if not self._ready:
+            if self._place == self._rows.cardinality:
+                raise StopIteration
+            self._fetch()
+        return self._ready.popleft()
+
+    def _fetch(self) -> None:
+        place, end = self._place, self._rows.cardinality
+        stop = place + (1 if place < self._careful else self._rows.block_rows)
+        if end != INFINITE:
+            stop = min(stop, end)
+        self._place = stop
+        try:
+            self._ready.extend(self._rows.elements(slice(place, stop), self._epoch))
+        except Exception:
+            if stop == place + 1:
+                raise
+            self._place, self._careful = place, stop
+            self._fetch()
+
+
+def _count(places: Places) -> int:
+    return places.stop - places.start if isinstance(places, slice) else len(places)
+
+
+def as_places(places: Places) -> Array:
+    """Return places as an array of int64."""
+    if isinstance(places, slice):
+        return np.arange(places.start, places.stop)
+    return places
+
+
+def epoch_of_repetition(epoch: int, count: int, repetition: int) -> int:
+    """Return the epoch of the parent of ``repeat``: another one each time."""
+    if count == INFINITE:
+        return (epoch << 32) | repetition
+    return epoch * count + repetition
+
+
+class SourceRows(Rows):
+    """The rows of columns."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self.cardinality = columns.num_rows
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read rows; slices of arrays in memory are views that cannot be written."""
+        return self.columns.read(places)
+
+    def describe(self) -> str:
+        """Return number and types of the rows."""
+        return self.columns.describe()
+
+
+class RangeRows(Rows):
+    """Integers in even steps, int64."""
+
+    def __init__(self, start: int, step: int, cardinality: int) -> None:
+        self._start, self._step = start, step
+        self.cardinality = cardinality
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Compute the integers."""
+        return self._start + as_places(places) * self._step
+
+    def describe(self) -> str:
+        """Return the numbers."""
+        return f"a range of {self.cardinality} from {self._start} by {self._step}"
+
+
+class OneRow(Rows):
+    """One element."""
+
+    def __init__(self, element: Tree) -> None:
+        self._element = element
+        self.cardinality = 1
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Repeat it as often as it is asked for."""
+        count = _count(places)
+        return tree_map(
+            lambda leaf: (
+                np.stack([np.asarray(leaf)] * count)
+                if count
+                else np.asarray(leaf)[np.newaxis][:0]
+            ),
+            self._element,
+        )
+
+    def describe(self) -> str:
+        """Return its types."""
+        return f"one element of {spec_of(self._element)}"
+
+
+class StridedRows(Rows):
+    """Every ``step``-th row of another stage, from ``first``: take, skip and shard."""
+
+    def __init__(self, parent: Rows, first: int, step: int, cardinality: int) -> None:
+        self.parent = parent
+        self._first, self._step = first, step
+        self.cardinality = cardinality
+
+    def _inner(self, places: Places) -> Places:
+        if isinstance(places, slice) and self._step == 1:
+            return slice(places.start + self._first, places.stop + self._first)
+        return self._first + as_places(places) * self._step
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from the other stage."""
+        return self.parent.read(self._inner(places), epoch)
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from the other stage."""
+        return self.parent.elements(self._inner(places), epoch)
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once."""
+        return self.parent.block_rows
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return which rows these are."""
+        return (
+            f"{self.parent.describe()}, of these {self.cardinality} from "
+            f"{self._first} by {self._step}"
+        )
+
+
+class RepeatedRows(Rows):
+    """All rows several times; each time is an epoch of its own."""
+
+    def __init__(self, parent: Rows, count: int) -> None:
+        self.parent = parent
+        self._repetitions = count
+        self.cardinality = INFINITE if count < 0 else parent.cardinality * count
+
+    def _parts(self, places: Places, epoch: int) -> Iterator[tuple[Places, int, Any]]:
+        """Give runs of places of one repetition, and where they belong."""
+        length = self.parent.cardinality
+        flat = as_places(places)
+        repetitions = flat // length
+        for number in np.unique(repetitions):
+            inside = np.flatnonzero(repetitions == number)
+            inner: Places = flat[inside] - number * length
+            if isinstance(places, slice):
+                inner = slice(int(inner[0]), int(inner[-1]) + 1)  # type: ignore[index]
+            own = epoch_of_repetition(epoch, self._repetitions, int(number))
+            yield inner, own, inside
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from each repetition, and put the parts together."""
+        if not _count(places):
+            return self.parent.read(slice(0, 0), epoch)
+        parts = [
+            (inside, self.parent.read(inner, own))
+            for inner, own, inside in self._parts(places, epoch)
+        ]
+        return _joined(parts, _count(places))
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from each repetition."""
+        found: list[Tree] = [None] * _count(places)
+        for inner, own, inside in self._parts(places, epoch):
+            for index, element in zip(
+                inside, self.parent.elements(inner, own), strict=True
+            ):
+                found[index] = element
+        return found
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once."""
+        return self.parent.block_rows
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return how often they come."""
+        return f"{self.parent.describe()}, {self._repetitions} times"
+
+
+def _joined(parts: list[tuple[Any, Tree]], count: int) -> Tree:
+    """Put blocks together, each at its places."""
+    if len(parts) == 1:
+        return parts[0][1]
+    flat = [(inside, *flatten(block)) for inside, block in parts]
+    columns = []
+    for index, first in enumerate(flat[0][1]):
+        dtype = np.result_type(*(leaves[index].dtype for _, leaves, _ in flat))
+        shapes = {leaves[index].shape[1:] for _, leaves, _ in flat}
+        if len(shapes) > 1:
+            raise ValueError(
+                "expected elements of one shape in a batch, found "
+                f"{' and '.join(map(str, sorted(shapes)))}; use padded_batch"
+            )
+        if is_device(first):
+            import sys
+
+            whole = sys.modules["cupy"].empty((count, *first.shape[1:]), dtype)
+        else:
+            whole = np.empty((count, *first.shape[1:]), dtype)
+        for inside, leaves, _ in flat:
+            whole[inside] = leaves[index]
+        columns.append(whole)
+    return unflatten(flat[0][2], columns)
+
+
+class ShuffledRows(Rows):
+    """Rows in an order of each epoch's own, or in that of epoch 0 only."""
+
+    def __init__(
+        self,
+        parent: Rows,
+        make_order: Callable[[int], Order],
+        name: str,
+        *,
+        reshuffles: bool = True,
+    ) -> None:
+        self.parent = parent
+        self._make_order = make_order
+        self._name = name
+        self._reshuffles = reshuffles
+        self.cardinality = parent.cardinality
+        # Epochs that were begun under version 1 of the order, with their orders.
+        self._exact: dict[int, Order] = {}
+        self._orders: dict[int, Order] = {}
+
+    def keep_exact(self, epoch: int, seed: int) -> None:
+        """Give an epoch the order that version 1 of a position means."""
+        order = Permutation(self.cardinality, seed, epoch, exact=True)
+        self._exact = {epoch: order}
+
+    def rows(self, places: Places, epoch: int) -> Array:
+        """Return which rows of the other stage stand at places."""
+        if not self._reshuffles:
+            epoch = 0
+        order = self._exact.get(epoch) or self._orders.get(epoch)
+        if order is None:
+            order = self._make_order(epoch)
+            # Two are used where a batch, or a reader, is across the end of an epoch.
+            kept = list(self._orders.items())[-1:]
+            self._orders = dict([*kept, (epoch, order)])
+        return order.rows(as_places(places))
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read the rows of the epoch's order."""
+        return self.parent.read(self.rows(places, epoch), epoch)
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read the rows of the epoch's order."""
+        return self.parent.elements(self.rows(places, epoch), epoch)
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once."""
+        return self.parent.block_rows
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return how they are shuffled."""
+        return f"{self.parent.describe()}, {self._name}"
+
+
+class MappedRows(Rows):
+    """What a function makes of each row.
+
+    With a seed the function also gets ``rng``, a generator of the row's own.
+    """
+
+    def __init__(
+        self, parent: Rows, function: Callable[..., Any], seed: int | None
+    ) -> None:
+        self.parent = parent
+        self._function = function
+        self._seed = seed
+        self.cardinality = parent.cardinality
+
+    def _made(self, element: Tree, epoch: int, place: int) -> Tree:
+        if self._seed is None:
+            return as_element(call_with(self._function, element))
+        rng = generator_of(self._seed, epoch, place)
+        return as_element(call_with(self._function, element, rng=rng))
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Call the function with each row."""
+        return [
+            self._made(element, epoch, int(place))
+            for place, element in zip(
+                as_places(places).tolist(),
+                self.parent.elements(places, epoch),
+                strict=True,
+            )
+        ]
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Call the function with each row; of no rows, with one to know their form."""
+        if _count(places):
+            return stack(self.elements(places, epoch))
+        start = places.start if isinstance(places, slice) else 0
+        last = self.cardinality - 1 if self.cardinality != INFINITE else start
+        start = max(min(start, last), 0)
+        block = stack(self.elements(slice(start, start + 1), epoch))
+        return tree_map(lambda leaf: leaf[:0], block)
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once: one, for a function that may fail."""
+        return 1
+
+    def iterate(self, epoch: int) -> Iterator[Tree]:
+        """Call the function when an element is asked for."""
+        places = iter(range(1 << 62))
+
+        def make(element: Tree) -> Tree:
+            return self._made(element, epoch, next(places))
+
+        return map(make, self.parent.iterate(epoch))
+
+    def spec(self) -> Tree:
+        """Return what its results have in common; calls the function."""
+        return made_spec(
+            self.parent.iterate(0),
+            self.parent.spec,
+            lambda element: spec_of(self._made(element, 0, 0)),
+        )
+
+    def describe(self) -> str:
+        """Return the function's name."""
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        seed = "" if self._seed is None else f" with seed {self._seed}"
+        return f"{self.parent.describe()}, mapped by {name}{seed}"
+
+
+class ZippedRows(Rows):
+    """Elements of several stages side by side, as many as the shortest has."""
+
+    def __init__(self, parents: Tree) -> None:
+        self._parents, self._structure = flatten(parents)
+        lengths = [p.cardinality for p in self._parents if p.cardinality != INFINITE]
+        self.cardinality = min(lengths, default=INFINITE)
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from all."""
+        parts = [parent.read(places, epoch) for parent in self._parents]
+        return unflatten(self._structure, parts)
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from all."""
+        columns = [parent.elements(places, epoch) for parent in self._parents]
+        return [
+            unflatten(self._structure, list(row)) for row in zip(*columns, strict=True)
+        ]
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once."""
+        return int(min(parent.block_rows for parent in self._parents))
+
+    def spec(self) -> Tree:
+        """Return those of all."""
+        return unflatten(self._structure, [parent.spec() for parent in self._parents])
+
+    def describe(self) -> str:
+        """Return what they are."""
+        return f"({' beside '.join(parent.describe() for parent in self._parents)})"
+
+
+class ConcatenatedRows(Rows):
+    """The rows of one stage, and then those of another.
+
+    Raises TypeError where their elements differ in structure or dtype.
+    """
+
+    def __init__(self, first: Rows, second: Rows) -> None:
+        require_same_structure(first.spec(), second.spec())
+        self._first, self._second = first, second
+        lengths = first.cardinality, second.cardinality
+        self.cardinality = INFINITE if INFINITE in lengths else sum(lengths)
+
+    def _parts(self, places: Places) -> Iterator[tuple[Rows, Places, Any]]:
+        border = self._first.cardinality
+        if border == INFINITE:
+            yield self._first, places, slice(None)
+            return
+        flat = as_places(places)
+        is_second = flat >= border
+        for rows, inside, offset in (
+            (self._first, np.flatnonzero(~is_second), 0),
+            (self._second, np.flatnonzero(is_second), border),
+        ):
+            if inside.size:
+                inner: Places = flat[inside] - offset
+                if isinstance(places, slice):
+                    inner = slice(int(inner[0]), int(inner[-1]) + 1)  # type: ignore[index]
+                yield rows, inner, inside
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from both, and put the parts together."""
+        if not _count(places):
+            return self._first.read(places, epoch)
+        parts = [
+            (inside, rows.read(inner, epoch))
+            for rows, inner, inside in self._parts(places)
+        ]
+        return _joined(parts, _count(places))
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from both."""
+        found: list[Tree] = []
+        order: list[int] = []
+        for rows, inner, inside in self._parts(places):
+            found += rows.elements(inner, epoch)
+            order += np.arange(_count(places))[inside].tolist()
+        return [found[index] for index in np.argsort(order)]
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once."""
+        return min(self._first.block_rows, self._second.block_rows)
+
+    def spec(self) -> Tree:
+        """Return what both have in common."""
+        return merged_spec([self._first.spec(), self._second.spec()])
+
+    def describe(self) -> str:
+        """Return both."""
+        return f"({self._first.describe()}, then {self._second.describe()})"
+
+
+class CachedRows(Rows):
+    """Rows of epoch 0, kept in memory as they are read."""
+
+    def __init__(self, parent: Rows) -> None:
+        self.parent = parent
+        self.cardinality = parent.cardinality
+        self._lock = threading.Lock()
+        self._kept: dict[int, Tree] = {}
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read what is not yet kept."""
+        wanted = as_places(places).tolist()
+        with self._lock:
+            missing = sorted({place for place in wanted if place not in self._kept})
+        if missing:
+            found = self.parent.elements(np.array(missing), 0)
+            # A view of a block would keep the whole block in memory.
+            copies = [tree_map(_frozen, element) for element in found]
+            with self._lock:
+                self._kept.update(zip(missing, copies, strict=True))
+        return [self._kept[place] for place in wanted]
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows to read at once: one, as each is copied by itself."""
+        return 1
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Stack the rows that are kept, having read those that are not."""
+        if not _count(places):
+            return self.parent.read(places, 0)
+        return stack(self.elements(places, epoch))
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+    def describe(self) -> str:
+        """Return that they are kept."""
+        return f"{self.parent.describe()}, cached"
+
+
+def _frozen(leaf: Any) -> Any:
+    """Return a copy that programs cannot write; on a GPU, where none is, a copy."""
+    copy = leaf.copy()
+    if isinstance(copy, np.ndarray):
+        copy.flags.writeable = False
+    return copy

@@ -1,0 +1,238 @@
+"""The methods of a data set on its stages: random access is kept where it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data import streams
+from hpcstrat.data.batched import (
+    Batched,
+    CachedBatches,
+    MappedBatches,
+    PaddedBatches,
+    RepeatedBatches,
+    RowBatches,
+    SomeBatches,
+)
+from hpcstrat.data.order import BlockOrder, BufferedOrder, Order, Permutation
+from hpcstrat.data.rows import (
+    INFINITE,
+    UNKNOWN,
+    CachedRows,
+    ConcatenatedRows,
+    MappedRows,
+    RangeRows,
+    RepeatedRows,
+    Rows,
+    ShuffledRows,
+    Stage,
+    StridedRows,
+    ZippedRows,
+)
+from hpcstrat.tree import flatten
+from hpcstrat.typing import Tree
+
+__all__ = [
+    "batch",
+    "cache",
+    "concatenate",
+    "enumerate_elements",
+    "map_elements",
+    "padded_batch",
+    "range_of",
+    "repeat",
+    "shard",
+    "shuffle",
+    "shuffle_blocks",
+    "sizes_of_batches",
+    "skip",
+    "take",
+    "zip_elements",
+]
+
+
+def _less(cardinality: int, count: int) -> int:
+    """Return how many elements are left of a cardinality behind ``count``."""
+    return cardinality if cardinality < 0 else max(cardinality - count, 0)
+
+
+def _at_most(cardinality: int, count: int) -> int:
+    if cardinality == INFINITE:
+        return count
+    return UNKNOWN if cardinality == UNKNOWN else min(cardinality, count)
+
+
+def range_of(*numbers: int) -> Rows:
+    """Return integers, given as to ``range``."""
+    whole = range(*numbers)
+    return RangeRows(whole.start, whole.step, len(whole))
+
+
+def take(parent: Stage, count: int) -> Stage:
+    """Return the first elements; all for -1."""
+    if count < 0:
+        return parent
+    cardinality = _at_most(parent.cardinality, count)
+    if isinstance(parent, Rows):
+        return StridedRows(parent, 0, 1, cardinality)
+    if isinstance(parent, Batched):
+        return SomeBatches(parent, 0, count)
+    return streams.strided(parent, 0, 1, count, cardinality)
+
+
+def skip(parent: Stage, count: int) -> Stage:
+    """Return all but the first elements; none for -1."""
+    if count < 0:
+        return take(parent, 0)
+    cardinality = _less(parent.cardinality, count)
+    if isinstance(parent, Rows):
+        return StridedRows(parent, count, 1, cardinality)
+    if isinstance(parent, Batched):
+        return SomeBatches(parent, count, INFINITE)
+    return streams.strided(parent, count, 1, None, cardinality)
+
+
+def shard(parent: Stage, num_shards: int, index: int) -> Stage:
+    """Return every ``num_shards``-th element, from ``index``."""
+    cardinality = parent.cardinality
+    if cardinality >= 0:
+        cardinality = len(range(index, cardinality, num_shards))
+    if isinstance(parent, Rows):
+        return StridedRows(parent, index, num_shards, cardinality)
+    return streams.strided(parent, index, num_shards, None, cardinality)
+
+
+def repeat(parent: Stage, count: int) -> Stage:
+    """Return the elements ``count`` times, without an end for -1."""
+    if not count and not isinstance(parent, (Rows, Batched)):
+        return streams.strided(parent, 0, 1, 0, 0)
+    if not parent.cardinality or not count:
+        return take(parent, 0)
+    if isinstance(parent, (Rows, Batched)) and parent.cardinality == INFINITE:
+        return parent
+    if isinstance(parent, Rows):
+        return RepeatedRows(parent, count)
+    if isinstance(parent, Batched):
+        return RepeatedBatches(parent, count)
+    return streams.repeated(parent, count)
+
+
+def shuffle(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Stage:
+    """Return the elements in an order of each epoch's own."""
+    num_rows = parent.cardinality
+    if not isinstance(parent, Rows):
+        if size is None and num_rows == INFINITE:
+            raise _endless()
+        return streams.buffered(parent, size, seed, reshuffles)
+    is_whole = size is None or 0 <= num_rows <= size
+    if is_whole and num_rows == INFINITE:
+        raise _endless()
+
+    def order(epoch: int) -> Order:
+        if is_whole:
+            return Permutation(num_rows, seed, epoch)
+        assert size is not None
+        length = None if num_rows == INFINITE else num_rows
+        return BufferedOrder(length, size, seed, epoch)
+
+    name = f"shuffled by seed {seed}"
+    if not is_whole:
+        name += f" through a buffer of {size}"
+    if not reshuffles:
+        name += ", always the same"
+    return ShuffledRows(parent, order, name, reshuffles=reshuffles)
+
+
+def _endless() -> ValueError:
+    return ValueError(
+        "expected a buffer_size to shuffle a data set without an end, found None; "
+        "shuffle before repeat(), or pass buffer_size"
+    )
+
+
+def shuffle_blocks(
+    parent: Stage, block: int, window: int, seed: int, reshuffles: bool
+) -> Stage:
+    """Return blocks of rows in random order, mixed within windows of blocks."""
+    if not isinstance(parent, Rows) or parent.cardinality == INFINITE:
+        raise ValueError(
+            "expected rows that can be read at random, and have an end, to shuffle by "
+            f"blocks, found {parent.describe()}; shuffle by blocks before filter(), "
+            "batch() and repeat(), or pass buffer_size"
+        )
+    num_rows = parent.cardinality
+    name = f"shuffled by seed {seed} in windows of {window} blocks of {block}"
+    return ShuffledRows(
+        parent,
+        lambda epoch: BlockOrder(num_rows, block, window, seed, epoch),
+        name if reshuffles else f"{name}, always the same",
+        reshuffles=reshuffles,
+    )
+
+
+def batch(parent: Stage, size: int, drop_remainder: bool) -> Stage:
+    """Return successive elements, stacked."""
+    if isinstance(parent, Rows):
+        return RowBatches(parent, size, drop_remainder=drop_remainder)
+    return streams.batches(parent, size, drop_remainder)
+
+
+def padded_batch(
+    parent: Stage, size: int, drop_remainder: bool, shapes: Tree, values: Tree
+) -> Stage:
+    """Return successive elements, filled up to one shape and stacked."""
+    if isinstance(parent, Rows):
+        return PaddedBatches(
+            parent, size, drop_remainder=drop_remainder, shapes=shapes, values=values
+        )
+    return streams.padded(parent, size, drop_remainder, shapes, values)
+
+
+def map_elements(
+    parent: Stage, function: Callable[..., Any], seed: int | None
+) -> Stage:
+    """Return what a function makes of each element."""
+    if isinstance(parent, Rows):
+        return MappedRows(parent, function, seed)
+    if isinstance(parent, Batched) and seed is None:
+        return MappedBatches(parent, function)
+    return streams.mapped(parent, function, seed)
+
+
+def cache(parent: Stage) -> Stage:
+    """Return the elements of epoch 0, kept in memory."""
+    if isinstance(parent, Rows):
+        return CachedRows(parent)
+    if isinstance(parent, Batched):
+        return CachedBatches(parent)
+    return streams.cached(parent)
+
+
+def concatenate(first: Stage, second: Stage) -> Stage:
+    """Return the elements of one stage, and then those of another."""
+    if isinstance(first, Rows) and isinstance(second, Rows):
+        return ConcatenatedRows(first, second)
+    return streams.concatenated(first, second)
+
+
+def zip_elements(parents: Tree) -> Stage:
+    """Return elements of several stages side by side."""
+    if all(isinstance(stage, Rows) for stage in flatten(parents)[0]):
+        return ZippedRows(parents)
+    return streams.zipped(parents)
+
+
+def enumerate_elements(parent: Stage, start: int) -> Stage:
+    """Return pairs of a number and an element."""
+    return zip_elements((RangeRows(start, 1, INFINITE), parent))
+
+
+def sizes_of_batches(sizes: int | Sequence[int]) -> list[int]:
+    """Return the sizes of `rebatch`, one or several."""
+    found = [int(size) for size in np.atleast_1d(np.asarray(sizes))]
+    if not found or min(found) < 0 or max(found) < 1:
+        raise ValueError(f"expected batch sizes >= 1, found {sizes}; change them")
+    return found
