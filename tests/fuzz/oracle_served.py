@@ -16,6 +16,15 @@ _OF_ONE = ("assign", "rows", "save")
 _STARTS = ("strategy", "restart")
 
 
+def _writes(op: Op) -> bool:
+    """Whether functions that are called several times write variables."""
+    return (
+        op.kind == "schedule"
+        and op.calls > 1
+        and any(one.kind in ("apply", "scatter", "update") for one in op.body)
+    )
+
+
 class OracleOfServed(Oracle):
     """Goes through a program of a coordinator, or of workers that share variables.
 
@@ -24,11 +33,15 @@ class OracleOfServed(Oracle):
     """
 
     def wants(self) -> list[Want]:
-        """Return what each operation must give, up to one that ends the program."""
+        """Return what each operation must give, up to one that ends the program.
+
+        Calls that have not begun when one fails are not made, so that nobody knows how
+        often a function has written.
+        """
         found: list[Want] = []
         for op in self._program.ops:
             found.append(self.want(op))
-            if op.kind in _STARTS and any(found[-1].errors):
+            if any(found[-1].errors) and (op.kind in _STARTS or _writes(op)):
                 break
         return found
 

@@ -94,7 +94,7 @@ def _measure(machine: Machine, op: Op, batch: Any) -> None:
 def _apply(machine: Machine, op: Op, batch: Any) -> bool:
     pairs = []
     without, lacking = op.lacks or (None, 0)
-    lacks = bool(op.lacks) and machine.rank == lacking % machine.size
+    lacks = bool(op.lacks) and (machine.rank - lacking) % machine.size == 0
     for index, (name, draw) in enumerate(zip(op.over, op.gradients, strict=True)):
         variable = machine.variables[name]
         gradient: Any = None

@@ -39,6 +39,8 @@ class _Calling:
     def __init__(self, machine: Machine, number: int) -> None:
         self.variables, self.optimizers = machine.variables, machine.optimizers
         self.rank = number
+        # Each call is the only replica of its kind.
+        self.size = 1
 
     def struck(self, op: Op) -> bool:
         return False

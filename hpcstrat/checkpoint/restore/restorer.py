@@ -108,8 +108,12 @@ class Restorer:
         )
         only = rules.get("only")
         self._objects.reset(unmade)
-        now = self._strategy.num_replicas_in_sync
-        self._objects.end_restore(header.num_replicas, now, only)
+        saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
+        rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
+        if rows and split is not None:
+            # What a group accumulates is of its own replicas.
+            saved, now = saved // rows[0], now // split.num_groups
+        self._objects.end_restore(saved, now, only)
         self._objects.restore_states(header, only)
         taken = {match.entry.path for match in matches}
         self.last = RestoreReport(

@@ -290,6 +290,47 @@ def test_other_groups_restore_by_a_rule_or_name_what_does_not_fit(
     )
 
 
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_what_groups_have_accumulated_is_theirs_on_fewer_replicas(
+    job: Any, folder: Path, fewer: int
+) -> None:
+    """The mean over the one replica of a group stays that over one."""
+    if job.size <= fewer:
+        pytest.skip("no replica would be left")
+    options: dict[str, Any] = {"learning_rate": 1.0, "accumulate_steps": 2}
+    options["aggregation"] = "mean"
+
+    def made(comm: Any) -> tuple[Any, ...]:
+        groups = hs.SyncGroups(every=2, size=1, comm=comm)
+        with groups.strategy.scope():
+            value = hs.Variable(np.zeros(2), name="value")
+            optimizer = hs.optimizers.SGD(**options)
+        manager = hs.CheckpointManager(
+            folder, groups=groups, value=value, optimizer=optimizer
+        )
+
+        def step(gradient: float) -> None:
+            pairs = [(np.full(2, gradient), value)]
+            groups.strategy.run(optimizer.apply_gradients, args=(pairs,))
+
+        return groups, manager, value, step
+
+    groups, manager, _, step = made(job)
+    with groups:
+        step(10.0 + job.rank)
+        manager.save(1)
+        manager.close()
+    count = job.size - fewer
+    comm = job.Split(int(job.rank >= count), job.rank)
+    if job.rank < count:
+        groups, manager, value, step = made(comm)
+        with groups:
+            manager.restore(per_replica="cycle")
+            step(20.0)
+            assert value.numpy().tolist() == [-(30.0 + job.rank) / 2] * 2
+    comm.Free()
+
+
 def test_copies_that_differ_in_one_group_are_told_everywhere(
     make: Any, folder: Path, job: Any
 ) -> None:
