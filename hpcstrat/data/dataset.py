@@ -1183,15 +1183,7 @@ class Dataset:
         return stage.rows(slice(0, stage.cardinality), epoch)
 
     def keep_old_order(self, epoch: int) -> None:
-        """Give an epoch the order of checkpoints before version 2 of positions.
-
-        Not collective. For the library's own modules.
-
-        Parameters
-        ----------
-        epoch : int
-            The epoch that was begun.
-        """
+        """Give an epoch the order that position version 1 means."""
         stage: Any = self._stage
         stage = stage.rows if isinstance(stage, RowBatches) else stage
         if isinstance(stage, ShuffledRows):

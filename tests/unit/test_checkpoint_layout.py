@@ -52,6 +52,7 @@ ITERATOR_ATTRIBUTES = {
     "epoch": INT64,
     "global_position": INT64,
     "num_rows": INT64,
+    "order_version": INT64,
     "shuffle_seed": INT64,
 }
 
@@ -330,7 +331,13 @@ def test_reader_of_the_specification_reads_it(path: Path) -> None:
     assert values["optimizer/iterations"] == 1
     assert len(values) == 8
     assert positions == {
-        "data": {"epoch": 0, "global_position": 0, "num_rows": 10, "shuffle_seed": 3}
+        "data": {
+            "epoch": 0,
+            "global_position": 0,
+            "num_rows": 10,
+            "order_version": 2,
+            "shuffle_seed": 3,
+        }
     }
     assert states == {"counter": Counter().state}
 
