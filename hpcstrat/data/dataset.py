@@ -1183,7 +1183,7 @@ class Dataset:
         return stage.rows(slice(0, stage.cardinality), epoch)
 
     def keep_old_order(self, epoch: int) -> None:
-        """Give an epoch the order that position version 1 means."""
+        """Give an epoch order version 1; for the library's own modules."""
         stage: Any = self._stage
         stage = stage.rows if isinstance(stage, RowBatches) else stage
         if isinstance(stage, ShuffledRows):
