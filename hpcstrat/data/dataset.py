@@ -13,6 +13,7 @@ import numpy as np
 from hpcstrat.data import stages, streams
 from hpcstrat.data.batched import Batched, RowBatches
 from hpcstrat.data.elements import as_element
+from hpcstrat.data.files.rows import FileRows, files_of
 from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
 from hpcstrat.data.rows import (
     INFINITE,
@@ -107,7 +108,10 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        stage: Stage = SourceRows(open_source(source))
+        is_path = isinstance(source, (str, os.PathLike))
+        stage: Stage = (
+            FileRows(files_of(source)) if is_path else SourceRows(open_source(source))
+        )
         if shuffle:
             stage = stages.shuffle(stage, None, seed, True)
         if batch_size is not None:
@@ -239,6 +243,65 @@ class Dataset:
                 f"{type(generator).__name__}; pass the function, not what it returns"
             )
         return cls._of(streams.generated(lambda: generator(*args), output_signature))
+
+    @classmethod
+    def from_files(
+        cls,
+        paths: Any,
+        columns: str | Sequence[str] | None = None,
+        *,
+        dimension: str | None = None,
+        decode: bool = True,
+    ) -> Dataset:
+        """Return the rows of HDF5, NetCDF-4, NumPy, Parquet files or Zarr stores.
+
+        Not collective. Rows keep their random access, over all files; files and
+        columns are opened, and nothing is read yet. All files must have the same
+        columns; numbers of rows may differ.
+
+        Of NetCDF-4 files the fields along one dimension are columns: without
+        coordinates and bounds. Missing values become NaN, and scaled integers numbers
+        (CF 1.11, sections 2.5.1 and 8.1).
+
+        Parameters
+        ----------
+        paths : str, path, or sequence of them
+            With patterns such as ``data/*.h5``, whose files are sorted. A folder means
+            the ``*.parquet`` in it.
+        columns : str or sequence of str, optional
+            Names, or patterns, such as ``fields/*``; default: all. A single name gives
+            bare arrays, all else mappings, nested as groups are.
+        dimension : str, optional
+            Of NetCDF-4: that of the rows; default: the unlimited one, else the one that
+            most fields have first.
+        decode : bool
+            Of NetCDF-4: whether to apply fill values, scale and offset.
+
+        Returns
+        -------
+        Dataset
+            One element for each row.
+
+        Raises
+        ------
+        FileNotFoundError
+            If nothing matches.
+        ValueError
+            If a file cannot be read, a column is missing, lengths of columns differ
+            within a file, or shapes or dtypes between files; the file is named. When
+            iterated, if a file has changed.
+        ImportError
+            If ``zarr`` or ``pyarrow`` is needed, and not installed.
+        """
+        names = files_of(paths)
+
+        def make(part: Sequence[str]) -> Stage:
+            return FileRows(part, columns, dimension=dimension, decode=decode)
+
+        dataset = cls._of(make(names), files=names)
+        dataset._make = make
+        dataset._opens_files = True
+        return dataset
 
     @classmethod
     def range(cls, *args: int) -> Dataset:

@@ -37,6 +37,7 @@ __all__ = [
     "ConcatenatedRows",
     "MappedRows",
     "OneRow",
+    "Places",
     "RangeRows",
     "RepeatedRows",
     "Rows",
@@ -45,6 +46,7 @@ __all__ = [
     "Stage",
     "StridedRows",
     "ZippedRows",
+    "as_places",
     "epoch_of_repetition",
 ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.data.files.columns import runs_of
 from hpcstrat.tree import flatten, is_leaf, unflatten
 from hpcstrat.typing import Array, Tree
 
@@ -128,9 +129,13 @@ def _read(column: Any, rows: Array | slice) -> Tree:
     if not rows.size:
         return as_array(column[0:0])
     if type(column).__module__.startswith("h5py"):
-        # HDF5 wants increasing indices, each once.
+        # Slices of runs take a tenth of the time that HDF5 takes for a list of rows.
         increasing, places = np.unique(rows, return_inverse=True)
-        whole: Array = column[increasing]
+        parts = [
+            column[int(increasing[start]) : int(increasing[end - 1]) + 1]
+            for start, end in runs_of(increasing)
+        ]
+        whole: Array = np.concatenate(parts)
         return whole[places]
     # One by one: a sequence of Python takes no array of indices.
     return as_array([column[int(row)] for row in rows])
@@ -139,20 +144,8 @@ def _read(column: Any, rows: Array | slice) -> Tree:
 def open_source(source: Any) -> Columns:
     """Return a source as columns; see `Dataset`.
 
-    All datasets of an HDF5 file or group become a mapping of columns, by name; a file
-    that is opened here stays open as long as they live.
+    All datasets of an HDF5 file or group become a mapping of columns, by name.
     """
-    if isinstance(source, (str, os.PathLike)):
-        import h5py
-
-        path = os.fspath(source)
-        if not os.path.exists(path):
-            raise FileNotFoundError(
-                f"expected an HDF5 file with the data set, found nothing at {path}; "
-                "check the path"
-            )
-        # All ranks of a node read it, and file systems of clusters often have no locks.
-        source = h5py.File(path, "r", locking=False)
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
@@ -160,8 +153,8 @@ def open_source(source: Any) -> Columns:
         if isinstance(leaf, (str, bytes, os.PathLike)):
             raise ValueError(
                 f"expected arrays, or the path of one HDF5 file, found {leaf!r:.80} "
-                "among the columns; pass a path by itself, one file for each Dataset, "
-                "and text as a NumPy array"
+                "among the columns; pass paths to Dataset.from_files, and text as a "
+                "NumPy array"
             )
     # Arrays of other libraries become NumPy's or CuPy's, without a copy; files stay.
     leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]

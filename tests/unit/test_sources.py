@@ -93,5 +93,5 @@ def test_item_of_another_structure_is_refused() -> None:
     [["a.h5", "b.h5"], {"x": np.zeros(2), "y": "b.h5"}, (Path("a.h5"),), [b"a", b"b"]],
 )
 def test_paths_and_text_are_never_columns_of_characters(source: Any) -> None:
-    with pytest.raises(ValueError, match="pass a path by itself"):
+    with pytest.raises(ValueError, match="pass paths to Dataset"):
         Dataset(source, batch_size=2)

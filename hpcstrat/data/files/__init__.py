@@ -1,0 +1,1 @@
+"""Rows of files: HDF5, NetCDF-4, NumPy, Zarr and Parquet."""

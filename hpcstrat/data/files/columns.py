@@ -1,0 +1,306 @@
+"""Columns of files, and how their rows are read with few and large system calls.
+
+A column reads rows in increasing order. Contiguous ones are read by ``preadv`` at their
+place in the file, run by run; all others in slabs, such as the chunks of a compressed
+dataset, which a cache keeps for the rows of the next batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcstrat.typing import Array
+
+__all__ = [
+    "Column",
+    "ContiguousColumn",
+    "DecodedColumn",
+    "OpenFiles",
+    "PaddedColumn",
+    "SlabCache",
+    "SlabColumn",
+]
+
+# Rows between two runs that are cheaper read than skipped by another system call.
+_MOST_GAP_BYTES = 4096
+# A run that takes longer comes from a disk: the kernel is then told of all runs first.
+_COLD_SECONDS = 30e-6
+_FEW_RUNS = 4
+# Linux takes no more vectors, and no more bytes, in one call.
+_MOST_BYTES = 0x7FFFF000
+
+
+class Column(Protocol):
+    """Rows of one array of a file."""
+
+    num_rows: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Read rows, in increasing order, into an array of their shape."""
+        ...
+
+
+class _OpenFile:
+    """A file descriptor, closed when nobody uses it any more."""
+
+    def __init__(self, path: str, seen: tuple[int, int]) -> None:
+        try:
+            self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"expected the file {path}, of which rows are to be read, found it "
+                "gone; put it back, and make the data set anew"
+            ) from error
+        status = os.fstat(self.fd)
+        found = status.st_size, status.st_mtime_ns
+        if found != seen:
+            raise ValueError(
+                f"expected {path} as it was when the data set was made ({seen[0]} "
+                f"bytes), found it changed ({found[0]} bytes); make the data set anew"
+            )
+
+    def __del__(self) -> None:
+        fd = getattr(self, "fd", None)
+        if fd is not None:
+            os.close(fd)
+
+
+class OpenFiles:
+    """File descriptors of a data set, of which the latest used ones are kept open."""
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, path: str) -> None:
+        """Note size and time of a file, which must not change from now on."""
+        status = os.stat(path)
+        self._seen[path] = status.st_size, status.st_mtime_ns
+
+    def size(self, path: str) -> int:
+        """Return the size that a file had."""
+        return self._seen[path][0]
+
+    def get(self, path: str) -> _OpenFile:
+        """Return an open file; it stays open as long as this is held."""
+        with self._lock:
+            found = self._open.get(path)
+            if found is None:
+                found = self._open[path] = _OpenFile(path, self._seen[path])
+            self._open.move_to_end(path)
+            while len(self._open) > self._most:
+                self._open.popitem(last=False)
+        return found
+
+
+def runs_of(rows: Array, most_gap: int = 0) -> Iterator[tuple[int, int]]:
+    """Give the ends of runs of increasing rows, as places in ``rows``.
+
+    ``most_gap`` rows may be missing between two rows of a run.
+    """
+    if not len(rows):
+        return
+    ends = np.flatnonzero(np.diff(rows) > most_gap + 1) + 1
+    start = 0
+    for end in ends.tolist():
+        yield start, end
+        start = end
+    yield start, len(rows)
+
+
+class ContiguousColumn:
+    """Rows that lie one behind the other at a place of a file.
+
+    ``shape`` is that of all rows, ``dtype`` the stored one.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        path: str,
+        *,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._offset = offset
+        self.num_rows, self.shape = shape[0], shape[1:]
+        self._stored = np.dtype(dtype)
+        self.dtype = self._stored.newbyteorder("=")
+        count = int(np.prod(self.shape, dtype=np.int64))
+        self._row_bytes = self._stored.itemsize * count
+        self._most_gap = _MOST_GAP_BYTES // max(self._row_bytes, 1)
+        self._is_cold = False
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Read rows, in increasing order, into an array."""
+        if not len(rows) or not self._row_bytes:
+            return
+        file = self._files.get(self._path)
+        runs = list(runs_of(rows, self._most_gap))
+        firsts = rows[[start for start, _ in runs]].tolist()
+        lasts = rows[[end - 1 for _, end in runs]].tolist()
+        if self._is_cold and len(runs) > _FEW_RUNS:
+            for first, last in zip(firsts, lasts, strict=True):
+                place, size = self._place(first, last)
+                os.posix_fadvise(file.fd, place, size, os.POSIX_FADV_WILLNEED)
+        began = time.perf_counter()
+        flat = out.reshape(len(rows), -1).view(np.uint8)
+        for (start, end), first, last in zip(runs, firsts, lasts, strict=True):
+            place, size = self._place(first, last)
+            if size == (end - start) * self._row_bytes:
+                self._read(file.fd, flat[start:end], place)
+                continue
+            # With rows in between that nobody wants.
+            whole = np.empty((last - first + 1, self._row_bytes), np.uint8)
+            self._read(file.fd, whole, place)
+            flat[start:end] = whole[rows[start:end] - first]
+        if len(runs) > _FEW_RUNS:
+            seconds = (time.perf_counter() - began) / len(runs)
+            # Known to the kernel before, cold rows come as fast as warm ones.
+            self._is_cold = self._is_cold or seconds > _COLD_SECONDS
+        if self._stored != self.dtype:
+            out.byteswap(inplace=True)
+
+    def _place(self, first: int, last: int) -> tuple[int, int]:
+        size = (last - first + 1) * self._row_bytes
+        return self._offset + first * self._row_bytes, size
+
+    def _read(self, fd: int, into: Array, place: int) -> None:
+        view = memoryview(into).cast("B")  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+            count = os.preadv(fd, [view[done : done + _MOST_BYTES]], place + done)
+            if not count:
+                raise ValueError(
+                    f"expected {len(view)} bytes at {place} of {self._path}, found its "
+                    f"end after {done}: it was shortened; make the data set anew"
+                )
+            done += count
+
+
+class SlabCache:
+    """The slabs that were used last, up to a number of bytes.
+
+    Threads that want the same one at the same time wait for the first.
+    """
+
+    def __init__(self, most_bytes: int = 256 << 20) -> None:
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[Any, Array] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._loading: dict[Any, threading.Lock] = {}
+
+    def get(self, key: Any, load: Callable[[], Array]) -> Array:
+        """Return a slab, loading it where it is not kept."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+            loading = self._loading.setdefault(key, threading.Lock())
+        with loading:
+            with self._lock:
+                found = self._kept.get(key)
+            if found is None:
+                found = load()
+                self._keep(key, found)
+        return found
+
+    def _keep(self, key: Any, slab: Array) -> None:
+        with self._lock:
+            self._kept[key] = slab
+            self._bytes += slab.nbytes
+            self._loading.pop(key, None)
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._bytes -= dropped.nbytes
+
+
+class SlabColumn:
+    """Rows that are read in slabs: chunks, row groups, or runs of another library.
+
+    ``load(slab)`` returns the rows of a slab; slabs begin at the rows ``starts``.
+    """
+
+    def __init__(
+        self,
+        cache: SlabCache,
+        key: Any,
+        starts: Array,
+        load: Callable[[int], Array],
+        *,
+        num_rows: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+    ) -> None:
+        self._cache = cache
+        self._key = key
+        self._starts = starts
+        self._load = load
+        self.num_rows, self.shape = num_rows, shape
+        self.dtype = np.dtype(dtype).newbyteorder("=")
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Read rows, in increasing order, into an array."""
+        slabs = np.searchsorted(self._starts, rows, side="right") - 1
+        borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
+        for start, end in itertools.pairwise(borders if len(rows) else []):
+            slab = int(slabs[start])
+            values = self._cache.get((self._key, slab), partial(self._load, slab))
+            inside = rows[start:end] - self._starts[slab]
+            first, last = int(inside[0]), int(inside[-1])
+            if last - first == end - start - 1:
+                out[start:end] = values[first : last + 1]
+            else:
+                out[start:end] = values[inside]
+
+
+class PaddedColumn:
+    """A column that is shorter than its dimension: the rows behind it are one value."""
+
+    def __init__(self, column: Column, num_rows: int, value: Any) -> None:
+        self._column = column
+        self._value = value
+        self.num_rows = num_rows
+        self.shape, self.dtype = column.shape, column.dtype
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Read rows, in increasing order, into an array."""
+        count = int(np.searchsorted(rows, self._column.num_rows))
+        self._column.read(rows[:count], out[:count])
+        out[count:] = self._value
+
+
+class DecodedColumn:
+    """A column whose stored values stand for others."""
+
+    def __init__(
+        self, column: Column, dtype: Any, decode: Callable[[Array, Array], None]
+    ) -> None:
+        self._column = column
+        self._decode = decode
+        self.num_rows, self.shape = column.num_rows, column.shape
+        self.dtype = np.dtype(dtype)
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Read rows, in increasing order, into an array."""
+        stored = np.empty((len(rows), *self.shape), self._column.dtype)
+        self._column.read(rows, stored)
+        self._decode(stored, out)

@@ -1,0 +1,182 @@
+"""Columns of NumPy, Zarr and Parquet files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data.files.columns import (
+    Column,
+    ContiguousColumn,
+    OpenFiles,
+    SlabCache,
+    SlabColumn,
+)
+from hpcstrat.typing import Array
+
+__all__ = ["is_zarr", "npy_column", "parquet_columns", "zarr_columns"]
+
+
+def _not_installed(library: str, path: str) -> ImportError:
+    return ImportError(
+        f"expected {library}, which reads {path}, found that it is not installed; "
+        "install hpcstrat[files]"
+    )
+
+
+def npy_column(path: str, files: OpenFiles) -> Column:
+    """Return the array of a file of `numpy.save` as a column."""
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, in_fortran_order, dtype = read(file)
+        except ValueError as error:
+            raise ValueError(
+                f"expected an array of numpy.save in {path}, found none: {error}"
+            ) from error
+        offset = file.tell()
+    if not shape or in_fortran_order or dtype.hasobject:
+        raise ValueError(
+            f"expected rows of numbers in C order in {path}, found shape {shape} of "
+            f"{dtype}{' in Fortran order' if in_fortran_order else ''}; save "
+            "numpy.ascontiguousarray(array)"
+        )
+    return ContiguousColumn(files, path, offset=offset, shape=shape, dtype=dtype)
+
+
+def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
+    """Return the arrays of a Zarr store as columns; ``zarr`` must be installed."""
+    try:
+        import zarr
+    except ImportError as error:
+        raise _not_installed("zarr", path) from error
+    store = zarr.open(path, mode="r")
+    arrays: Iterable[tuple[str, Any]] = [("", store)]
+    if hasattr(store, "members"):
+        arrays = [
+            (name, item)
+            for name, item in store.members(max_depth=None)
+            if hasattr(item, "dtype")
+        ]
+    found: dict[str, Column] = {}
+    for name, array in arrays:
+        if not array.shape:
+            continue
+        size = array.shards[0] if getattr(array, "shards", None) else array.chunks[0]
+        found[name] = SlabColumn(
+            cache,
+            (path, name),
+            np.arange(0, max(array.shape[0], 1), size),
+            _Slices(array, size),
+            num_rows=array.shape[0],
+            shape=tuple(array.shape[1:]),
+            dtype=array.dtype,
+        )
+    return found
+
+
+class _Slices:
+    """Reads rows of an array of Zarr, a row of chunks at once."""
+
+    def __init__(self, array: Any, size: int) -> None:
+        self._array, self._size = array, size
+
+    def __call__(self, slab: int) -> Array:
+        start = slab * self._size
+        stop = min(start + self._size, self._array.shape[0])
+        return np.asarray(self._array[start:stop])
+
+
+def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
+    """Return the columns of a Parquet file; ``pyarrow`` must be installed."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise _not_installed("pyarrow", path) from error
+    try:
+        file = parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"expected a Parquet file at {path}, found one that pyarrow cannot open: "
+            f"{error}; check that it was written to its end"
+        ) from error
+    metadata = file.metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    starts = np.cumsum([0, *sizes])[:-1] if sizes else np.zeros(1, np.int64)
+    found: dict[str, Column] = {}
+    for name in file.schema_arrow.names:
+        groups = _RowGroups(path, name)
+        first = groups.empty(file.schema_arrow)
+        if first is None:
+            # Of lists the length of the first row must be that of all.
+            first = groups(0) if sizes else np.empty((0, 0))
+        found[name] = SlabColumn(
+            cache,
+            (path, name),
+            starts,
+            groups,
+            num_rows=metadata.num_rows,
+            shape=first.shape[1:],
+            dtype=first.dtype,
+        )
+    return found
+
+
+class _RowGroups:
+    """Reads a column of a Parquet file, a row group at once."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path, self._name = path, name
+
+    def empty(self, schema: Any) -> Array | None:
+        """Return no rows of the column's type; None where the type does not say."""
+        import pyarrow
+
+        kind = schema.field(self._name).type
+        if pyarrow.types.is_fixed_size_list(kind):
+            inner = np.dtype(kind.value_type.to_pandas_dtype())
+            return np.empty((0, kind.list_size), inner)
+        if pyarrow.types.is_primitive(kind):
+            return np.empty(0, kind.to_pandas_dtype())
+        if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+            return np.empty(0, object)
+        return None
+
+    def __call__(self, group: int) -> Array:
+        from pyarrow import parquet
+
+        # A file for each call: readers may be several threads.
+        with parquet.ParquetFile(self._path) as file:
+            column = file.read_row_group(group, columns=[self._name]).column(0)
+        if column.null_count:
+            raise ValueError(
+                f"expected a value in each row of {self._name} of {self._path}, found "
+                f"{column.null_count} without one in row group {group}; fill them, or "
+                "choose other columns="
+            )
+        values = column.combine_chunks()
+        if hasattr(values, "flatten") and str(values.type).find("list") >= 0:
+            rows = values.flatten().to_numpy(zero_copy_only=False)
+            if len(values) and len(rows) % len(values):
+                raise ValueError(
+                    f"expected lists of one length in {self._name} of {self._path}, "
+                    "found several; pad them when they are written"
+                )
+            lists: Array = rows.reshape(len(values), -1)
+            return lists
+        array: Array = values.to_numpy(zero_copy_only=False)
+        return array
+
+
+def is_zarr(path: str) -> bool:
+    """Whether a folder is a Zarr store."""
+    names = ("zarr.json", ".zgroup", ".zarray")
+    return any(os.path.exists(os.path.join(path, name)) for name in names)

@@ -1,0 +1,218 @@
+"""Rows of many files, one file behind the other, as one stage of a data set."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data.files.columns import Column, OpenFiles, SlabCache
+from hpcstrat.data.files.hdf5 import datasets_of, hdf5_column, open_hdf5
+from hpcstrat.data.files.netcdf import decoded, fields_of, is_netcdf, padded
+from hpcstrat.data.files.others import (
+    is_zarr,
+    npy_column,
+    parquet_columns,
+    zarr_columns,
+)
+from hpcstrat.data.rows import Places, Rows, as_places
+from hpcstrat.typing import Array, Tree
+
+__all__ = ["FileRows", "files_of"]
+
+_SHOWN = 6
+
+
+def files_of(paths: Any) -> list[str]:
+    """Return the files that a path, a pattern, or a list of them means, in order.
+
+    A folder means the Parquet files in it, unless it is a Zarr store. Raises
+    FileNotFoundError for what is not there.
+    """
+    given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else list(paths)
+    found: list[str] = []
+    for entry in given:
+        if not isinstance(entry, (str, bytes, os.PathLike)):
+            raise ValueError(
+                f"expected paths of files, found {type(entry).__name__}; pass arrays "
+                "to Dataset.from_tensor_slices"
+            )
+        path = os.fsdecode(entry)
+        if os.path.isdir(path) and not is_zarr(path):
+            names = sorted(glob.glob(os.path.join(glob.escape(path), "*.parquet")))
+        elif os.path.exists(path):
+            names = [path]
+        else:
+            names = sorted(glob.glob(path))
+        if not names:
+            raise FileNotFoundError(
+                f"expected a file, or a pattern that matches some, found nothing at "
+                f"{path}; check the path"
+            )
+        found += names
+    return found
+
+
+class _File:
+    """One file: its columns by path, and its number of rows."""
+
+    def __init__(self, path: str, columns: dict[str, Column]) -> None:
+        self.path = path
+        self.columns = columns
+        lengths = {name: column.num_rows for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            shown = ", ".join(
+                f"{name}: {n}" for name, n in list(lengths.items())[:_SHOWN]
+            )
+            raise ValueError(
+                f"expected columns with the same number of rows in {path}, found "
+                f"{{{shown}}}; choose those of the examples by columns="
+            )
+        self.num_rows = next(iter(lengths.values()))
+
+
+class FileRows(Rows):
+    """The rows of files, as a mapping of columns, nested as the files' groups.
+
+    ``columns`` chooses by name or pattern; one name alone gives a bare array. Raises
+    ValueError where files, or columns, do not fit together.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        columns: str | Sequence[str] | None = None,
+        *,
+        dimension: str | None = None,
+        decode: bool = True,
+    ) -> None:
+        self.paths = list(paths)
+        self._files = OpenFiles()
+        self._cache = SlabCache()
+        self._dimension, self._decode = dimension, decode
+        wanted = [columns] if isinstance(columns, str) else columns
+        opened = [self._open(path, wanted) for path in self.paths]
+        first = opened[0]
+        for other in opened[1:]:
+            _require_alike(first, other)
+        self._parts = opened
+        self._starts = np.cumsum([0, *(file.num_rows for file in opened)])
+        self.cardinality = int(self._starts[-1])
+        self._is_bare = isinstance(columns, str) and list(first.columns) == [columns]
+        self._is_bare = self._is_bare or list(first.columns) == [""]
+
+    def _open(self, path: str, wanted: Sequence[str] | None) -> _File:
+        if os.path.isdir(path):
+            return _File(path, _chosen(zarr_columns(path, self._cache), wanted, path))
+        self._files.note(path)
+        if path.endswith(".npy"):
+            return _File(path, _chosen({"": npy_column(path, self._files)}, None, path))
+        if path.endswith((".parquet", ".pq")):
+            found = parquet_columns(path, self._cache)
+            return _File(path, _chosen(found, wanted, path))
+        return self._open_hdf5(path, wanted)
+
+    def _open_hdf5(self, path: str, wanted: Sequence[str] | None) -> _File:
+        file = open_hdf5(path)
+        datasets = dict(datasets_of(file))
+        netcdf, length = is_netcdf(file, path), None
+        if netcdf and datasets:
+            fields, length = fields_of(datasets, self._dimension, path)
+            # A coordinate that is asked for by name is meant.
+            named = {name: datasets[name] for name in wanted or () if name in datasets}
+            datasets = {**fields, **named}
+        chosen = _chosen(datasets, wanted, path)
+        columns: dict[str, Column] = {}
+        for name, dataset in chosen.items():
+            column = hdf5_column(dataset, path, self._files, self._cache)
+            if netcdf and length is not None:
+                column = padded(column, dataset, length)
+                column = decoded(column, dataset) if self._decode else column
+            columns[name] = column
+        return _File(path, columns)
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read rows, in the order given."""
+        rows = as_places(places)
+        inverse = None
+        if not isinstance(places, slice) and len(rows) > 1:
+            ordered = bool((np.diff(rows) > 0).all())
+            if not ordered:
+                rows, inverse = np.unique(rows, return_inverse=True)
+        ends = np.searchsorted(rows, self._starts)
+        found: dict[str, Array] = {}
+        for name, first in self._parts[0].columns.items():
+            out = np.empty((len(rows), *first.shape), first.dtype)
+            for index, file in enumerate(self._parts):
+                start, end = int(ends[index]), int(ends[index + 1])
+                if start < end:
+                    own = rows[start:end] - self._starts[index]
+                    file.columns[name].read(own, out[start:end])
+            out = out.astype(np.str_) if out.dtype == object else out
+            found[name] = out if inverse is None else out[inverse]
+        return self._structured(found)
+
+    def _structured(self, found: dict[str, Array]) -> Tree:
+        if self._is_bare:
+            return next(iter(found.values()))
+        tree: dict[str, Any] = {}
+        for name, array in found.items():
+            *groups, last = name.split("/")
+            inside = tree
+            for group in groups:
+                inside = inside.setdefault(group, {})
+            inside[last] = array
+        return tree
+
+    def describe(self) -> str:
+        """Return number and types of the rows."""
+        kinds = ", ".join(
+            f"{name} {column.dtype}{list(column.shape)}"
+            for name, column in self._parts[0].columns.items()
+        )
+        names = [os.path.basename(path) for path in self.paths]
+        shown = ", ".join(names[:2] + (["..."] if len(names) > 2 else []))
+        return f"{self.cardinality} rows of {len(names)} files ({shown}): {kinds}"
+
+
+def _chosen(
+    found: dict[str, Any], wanted: Sequence[str] | None, path: str
+) -> dict[str, Any]:
+    """Return the columns that names and patterns mean, in their order."""
+    if not found:
+        raise ValueError(f"expected columns with rows in {path}, found none")
+    if wanted is None:
+        return found
+    chosen: dict[str, Any] = {}
+    for pattern in wanted:
+        names = [name for name in found if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            shown = ", ".join(sorted(found)[: 4 * _SHOWN])
+            raise ValueError(
+                f"expected the column {pattern} in {path}, found {shown}; change "
+                "columns="
+            )
+        chosen.update((name, found[name]) for name in names)
+    return chosen
+
+
+def _require_alike(first: _File, other: _File) -> None:
+    if set(first.columns) != set(other.columns):
+        differing = sorted(set(first.columns) ^ set(other.columns))[:_SHOWN]
+        raise ValueError(
+            f"expected the same columns in {first.path} and {other.path}, found "
+            f"{', '.join(differing)} in one of them only; choose those of all files by "
+            "columns="
+        )
+    for name, column in first.columns.items():
+        found = other.columns[name]
+        if (column.dtype, column.shape) != (found.dtype, found.shape):
+            raise ValueError(
+                f"expected {name} as {column.dtype}{list(column.shape)} in "
+                f"{other.path}, as in {first.path}, found {found.dtype}"
+                f"{list(found.shape)}; leave it out by columns=, or convert the file"
+            )
