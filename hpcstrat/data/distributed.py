@@ -19,7 +19,7 @@ from hpcstrat.data.iterator import (
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
-from hpcstrat.data.read_ahead import MOST_THREADS, ReadAhead, reading
+from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
 from hpcstrat.data.rows import Rows
 from hpcstrat.options import (
     AutoShardPolicy,
@@ -225,8 +225,7 @@ class _Batches:
         self._reader: ReadAhead | None = None
         if ahead > 0:
             calls = self._calls(stage, place.epoch, place.position, strategy)
-            threads = min(ahead, MOST_THREADS)
-            self._reader = ReadAhead(calls, ahead, threads)
+            self._reader = ReadAhead(calls, ahead, num_readers(ahead))
 
     # The reader's threads must not hold the iterator, which ends them.
     @staticmethod

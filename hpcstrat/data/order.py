@@ -201,6 +201,7 @@ class BlockOrder:
         self._num_rows = num_rows
         self._block = block
         self._window = block * window
+        self._group = self._window * max(_WINDOW_ROWS // self._window, 1)
         self._key = seed, epoch
         num_blocks = -(-num_rows // block)
         self._blocks = Permutation(num_blocks, seed, epoch)
@@ -222,23 +223,37 @@ class BlockOrder:
 
     def rows(self, places: Array) -> Array:
         """Return the rows at places in any order."""
+        if not len(places):
+            return places
+        first = int(places[0]) // self._group
+        start = first * self._group
+        inside = places - start
+        if inside.min() >= 0 and inside.max() < self._group:
+            found: Array = self._of_group(first)[inside]
+            return found
         found = np.empty(len(places), np.int64)
-        windows = places // self._window
-        for window in np.unique(windows):
-            inside = windows == window
-            rows = self._of_window(int(window))
-            found[inside] = rows[places[inside] - window * self._window]
+        groups = places // self._group
+        for group in np.unique(groups):
+            inside = groups == group
+            rows = self._of_group(int(group))
+            found[inside] = rows[places[inside] - group * self._group]
         return found
 
-    def _of_window(self, window: int) -> Array:
+    def _of_group(self, group: int) -> Array:
+        """Return the rows of some windows, which are computed together."""
         rows: Array
         kept, rows = self._latest
-        if kept != window:
-            start = window * self._window
-            places = np.arange(start, min(start + self._window, self._num_rows))
+        if kept != group:
+            start = group * self._group
+            places = np.arange(start, min(start + self._group, self._num_rows))
             places[places >= self._hole] += self._short
             blocks = self._blocks.rows(places // self._block)
             rows = blocks * self._block + places % self._block
-            rows = generator_of(*self._key, window + 1).permutation(rows)
-            self._latest = window, rows
+            # Sorted by random numbers in each window, the last of which may be short.
+            keys = generator_of(*self._key, group + 1).random(self._group)
+            keys[len(rows) :] = 1
+            by_key = keys.reshape(-1, self._window).argsort(axis=1, kind="stable")
+            by_key += np.arange(0, self._group, self._window)[:, np.newaxis]
+            rows = rows[by_key.reshape(-1)[: len(rows)]]
+            self._latest = group, rows
         return rows

@@ -6,6 +6,7 @@ they end, too. Elements come in order; an error comes at the element that raised
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -18,10 +19,9 @@ from hpcstrat.data.rows import Stage
 from hpcstrat.data.streams import Stream
 from hpcstrat.typing import Tree
 
-__all__ = ["MOST_THREADS", "ReadAhead", "read_ahead", "read_batches_ahead", "reading"]
+__all__ = ["ReadAhead", "num_readers", "read_ahead", "read_batches_ahead", "reading"]
 
-MOST_THREADS = 4
-"""Threads of one iteration over batches."""
+_MOST_THREADS = 4
 
 
 class _Ticket:
@@ -53,6 +53,16 @@ class _Ticket:
             error, self.error = self.error, None
             raise error
         return self.value
+
+
+def num_readers(depth: int) -> int:
+    """Return how many threads read so many batches ahead.
+
+    As many as this rank has cores: while one waits for the disk, and another one
+    unpacks; at least two, as waiting takes no core.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(depth, _MOST_THREADS, max(cores, 2))
 
 
 def _serve(tickets: Any) -> None:
@@ -178,7 +188,7 @@ def read_batches_ahead(stage: Batched, epoch: int, depth: int) -> ReadAhead:
             yield reading(stage, epoch, position, 0, stop - position)
             position = stop
 
-    return ReadAhead(calls(), depth, min(depth, MOST_THREADS))
+    return ReadAhead(calls(), depth, num_readers(depth))
 
 
 def reading(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.data.files.columns import runs_of
+from hpcstrat.data.runs import runs_of
 from hpcstrat.tree import flatten, is_leaf, unflatten
 from hpcstrat.typing import Array, Tree
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from hpcstrat.data import Dataset, DatasetOptions
 from hpcstrat.data.files import columns as file_columns
-from hpcstrat.data.files.columns import OpenFiles, SlabCache, runs_of
+from hpcstrat.data.files.columns import OpenFiles, SlabCache
+from hpcstrat.data.runs import runs_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {},
@@ -244,22 +245,22 @@ def test_cold_runs_are_announced_and_rows_stay_right(
 ) -> None:
     values = np.random.default_rng(1).normal(size=(5000, 300))
     np.save(tmp_path / "x.npy", values)
-    monkeypatch.setattr(file_columns, "_COLD_SECONDS", 0.0)
+    monkeypatch.setattr(file_columns, "_COLD_SECONDS", -1.0)
     stage: Any = Dataset.from_files(tmp_path / "x.npy").stage
     for seed in range(3):
         places = np.random.default_rng(seed).permutation(5000)[:200]
         np.testing.assert_array_equal(stage.read(places, 0), values[places])
 
 
-@given(st.sets(st.integers(0, 60)), st.integers(0, 4))
-def test_runs_have_all_rows_and_no_large_gap(found: set[int], gap: int) -> None:
+@given(st.sets(st.integers(0, 60)))
+def test_runs_have_all_rows_and_no_gap(found: set[int]) -> None:
     rows = np.array(sorted(found), np.int64)
-    runs = list(runs_of(rows, gap))
+    runs = list(runs_of(rows))
     assert [place for run in runs for place in range(*run)] == list(range(len(rows)))
     for start, end in runs:
-        assert (np.diff(rows[start:end]) <= gap + 1).all()
+        assert (np.diff(rows[start:end]) == 1).all()
     for (_, end), (start, _) in itertools.pairwise(runs):
-        assert rows[start] - rows[end - 1] > gap + 1
+        assert rows[start] - rows[end - 1] > 1
 
 
 def test_slabs_are_loaded_once_and_dropped_when_they_are_too_many() -> None:

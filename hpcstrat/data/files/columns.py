@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,11 +32,14 @@ __all__ = [
 
 # Rows between two runs that are cheaper read than skipped by another system call.
 _MOST_GAP_BYTES = 4096
-# A run that takes longer comes from a disk: the kernel is then told of all runs first.
-_COLD_SECONDS = 30e-6
+# Runs that take longer, besides being copied, come from a disk: the kernel is then told
+# of all runs of a batch before the first is read, and fetches them at the same time.
+_COLD_SECONDS = 6e-6
+_BYTES_PER_SECOND = 2e9
 _FEW_RUNS = 4
 # Linux takes no more vectors, and no more bytes, in one call.
 _MOST_BYTES = 0x7FFFF000
+_MOST_VECTORS = 1024
 
 
 class Column(Protocol):
@@ -46,8 +49,11 @@ class Column(Protocol):
     shape: tuple[int, ...]
     dtype: Any
 
-    def read(self, rows: Array, out: Array) -> None:
-        """Read rows, in increasing order, into an array of their shape."""
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
+        """Read rows, in increasing order, into an array of their shape.
+
+        Each goes to its place in the array; without ``places``, one after another.
+        """
         ...
 
 
@@ -56,13 +62,13 @@ class _OpenFile:
 
     def __init__(self, path: str, seen: tuple[int, int]) -> None:
         try:
-            self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"expected the file {path}, of which rows are to be read, found it "
                 "gone; put it back, and make the data set anew"
             ) from error
-        status = os.fstat(self.fd)
+        status = os.fstat(self.number)
         found = status.st_size, status.st_mtime_ns
         if found != seen:
             raise ValueError(
@@ -71,9 +77,9 @@ class _OpenFile:
             )
 
     def __del__(self) -> None:
-        fd = getattr(self, "fd", None)
-        if fd is not None:
-            os.close(fd)
+        number = getattr(self, "number", None)
+        if number is not None:
+            os.close(number)
 
 
 class OpenFiles:
@@ -106,21 +112,6 @@ class OpenFiles:
         return found
 
 
-def runs_of(rows: Array, most_gap: int = 0) -> Iterator[tuple[int, int]]:
-    """Give the ends of runs of increasing rows, as places in ``rows``.
-
-    ``most_gap`` rows may be missing between two rows of a run.
-    """
-    if not len(rows):
-        return
-    ends = np.flatnonzero(np.diff(rows) > most_gap + 1) + 1
-    start = 0
-    for end in ends.tolist():
-        yield start, end
-        start = end
-    yield start, len(rows)
-
-
 class ContiguousColumn:
     """Rows that lie one behind the other at a place of a file.
 
@@ -147,51 +138,82 @@ class ContiguousColumn:
         self._most_gap = _MOST_GAP_BYTES // max(self._row_bytes, 1)
         self._is_cold = False
 
-    def read(self, rows: Array, out: Array) -> None:
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read rows, in increasing order, into an array."""
         if not len(rows) or not self._row_bytes:
             return
-        file = self._files.get(self._path)
-        runs = list(runs_of(rows, self._most_gap))
-        firsts = rows[[start for start, _ in runs]].tolist()
-        lasts = rows[[end - 1 for _, end in runs]].tolist()
+        fd = self._files.get(self._path)
+        ends = np.flatnonzero(np.diff(rows) > self._most_gap + 1) + 1
+        starts = np.concatenate([[0], ends])
+        ends = np.append(ends, len(rows))
+        firsts = self._offset + rows[starts] * self._row_bytes
+        sizes = (rows[ends - 1] + 1) * self._row_bytes + self._offset - firsts
+        runs = list(
+            zip(
+                starts.tolist(),
+                ends.tolist(),
+                firsts.tolist(),
+                sizes.tolist(),
+                strict=True,
+            )
+        )
         if self._is_cold and len(runs) > _FEW_RUNS:
-            for first, last in zip(firsts, lasts, strict=True):
-                place, size = self._place(first, last)
-                os.posix_fadvise(file.fd, place, size, os.POSIX_FADV_WILLNEED)
+            for _, _, place, size in runs:
+                os.posix_fadvise(fd.number, place, size, os.POSIX_FADV_WILLNEED)
         began = time.perf_counter()
-        flat = out.reshape(len(rows), -1).view(np.uint8)
-        for (start, end), first, last in zip(runs, firsts, lasts, strict=True):
-            place, size = self._place(first, last)
-            if size == (end - start) * self._row_bytes:
-                self._read(file.fd, flat[start:end], place)
-                continue
-            # With rows in between that nobody wants.
-            whole = np.empty((last - first + 1, self._row_bytes), np.uint8)
-            self._read(file.fd, whole, place)
-            flat[start:end] = whole[rows[start:end] - first]
+        self._read_runs(fd.number, runs, rows, out, places)
         if len(runs) > _FEW_RUNS:
-            seconds = (time.perf_counter() - began) / len(runs)
-            # Known to the kernel before, cold rows come as fast as warm ones.
-            self._is_cold = self._is_cold or seconds > _COLD_SECONDS
-        if self._stored != self.dtype:
+            seconds = time.perf_counter() - began - out.nbytes / _BYTES_PER_SECOND
+            self._is_cold = seconds / len(runs) > _COLD_SECONDS
+        if self._stored != self.dtype and places is None:
             out.byteswap(inplace=True)
+        elif self._stored != self.dtype:
+            out[places] = out[places].byteswap()
 
-    def _place(self, first: int, last: int) -> tuple[int, int]:
-        size = (last - first + 1) * self._row_bytes
-        return self._offset + first * self._row_bytes, size
+    def _read_runs(
+        self,
+        fd: int,
+        runs: list[tuple[int, int, int, int]],
+        rows: Array,
+        out: Array,
+        places: Array | None,
+    ) -> None:
+        """Read runs: from and to which of the rows, their place and size in the file."""
+        flat = out.reshape(len(out), -1).view(np.uint8)
+        lines = memoryview(flat)  # type: ignore[arg-type]
+        # Each row to where it belongs, so that none is copied once more.
+        own = [] if places is None else [lines[n : n + 1] for n in places.tolist()]
+        for start, end, place, size in runs:
+            if size != (end - start) * self._row_bytes:
+                # With rows in between that nobody wants.
+                whole = np.empty((size // self._row_bytes, self._row_bytes), np.uint8)
+                self._read(fd, [whole.data], place)
+                inside = slice(start, end) if places is None else places[start:end]
+                flat[inside] = whole[rows[start:end] - rows[start]]
+            elif places is None:
+                self._read(fd, [lines[start:end]], place)
+            elif end - start <= _MOST_VECTORS and size <= _MOST_BYTES:
+                buffers = own[start:end]
+                if os.preadv(fd, buffers, place) != size:
+                    self._read(fd, buffers, place)
+            else:
+                for number, buffer in enumerate(own[start:end]):
+                    self._read(fd, [buffer], place + number * self._row_bytes)
 
-    def _read(self, fd: int, into: Array, place: int) -> None:
-        view = memoryview(into).cast("B")  # type: ignore[arg-type]
+    def _read(self, fd: int, buffers: list[memoryview], place: int) -> None:
+        """Read what lies behind a place of the file into buffers, one after another."""
         done = 0
-        while done < len(view):
-            count = os.preadv(fd, [view[done : done + _MOST_BYTES]], place + done)
-            if not count:
-                raise ValueError(
-                    f"expected {len(view)} bytes at {place} of {self._path}, found its "
-                    f"end after {done}: it was shortened; make the data set anew"
-                )
-            done += count
+        for buffer in buffers:
+            flat = buffer.cast("B")
+            # Linux may give less than was asked for, and does at the end of a file.
+            while flat:
+                count = os.preadv(fd, [flat[:_MOST_BYTES]], place + done)
+                if not count:
+                    raise ValueError(
+                        f"expected bytes at {place + done} of {self._path}, found its "
+                        "end before: it was shortened; make the data set anew"
+                    )
+                flat, done = flat[count:], done + count
 
 
 class SlabCache:
@@ -257,7 +279,7 @@ class SlabColumn:
         self.num_rows, self.shape = num_rows, shape
         self.dtype = np.dtype(dtype).newbyteorder("=")
 
-    def read(self, rows: Array, out: Array) -> None:
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read rows, in increasing order, into an array."""
         slabs = np.searchsorted(self._starts, rows, side="right") - 1
         borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
@@ -266,10 +288,9 @@ class SlabColumn:
             values = self._cache.get((self._key, slab), partial(self._load, slab))
             inside = rows[start:end] - self._starts[slab]
             first, last = int(inside[0]), int(inside[-1])
-            if last - first == end - start - 1:
-                out[start:end] = values[first : last + 1]
-            else:
-                out[start:end] = values[inside]
+            is_run = last - first == end - start - 1
+            found = values[first : last + 1] if is_run else values[inside]
+            out[slice(start, end) if places is None else places[start:end]] = found
 
 
 class PaddedColumn:
@@ -281,11 +302,15 @@ class PaddedColumn:
         self.num_rows = num_rows
         self.shape, self.dtype = column.shape, column.dtype
 
-    def read(self, rows: Array, out: Array) -> None:
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read rows, in increasing order, into an array."""
         count = int(np.searchsorted(rows, self._column.num_rows))
-        self._column.read(rows[:count], out[:count])
-        out[count:] = self._value
+        if places is None:
+            self._column.read(rows[:count], out[:count])
+            out[count:] = self._value
+        else:
+            self._column.read(rows[:count], out, places[:count])
+            out[places[count:]] = self._value
 
 
 class DecodedColumn:
@@ -299,8 +324,13 @@ class DecodedColumn:
         self.num_rows, self.shape = column.num_rows, column.shape
         self.dtype = np.dtype(dtype)
 
-    def read(self, rows: Array, out: Array) -> None:
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read rows, in increasing order, into an array."""
         stored = np.empty((len(rows), *self.shape), self._column.dtype)
         self._column.read(rows, stored)
-        self._decode(stored, out)
+        if places is None:
+            self._decode(stored, out)
+        else:
+            found = np.empty(stored.shape, self.dtype)
+            self._decode(stored, found)
+            out[places] = found

@@ -197,10 +197,10 @@ class _Chunks:
         places = self._places.get(slab, [])
         file = self._files.get(self._path)
         if len(places) == 1 and self._chunk[1:] == self._shape[1:]:
-            return self._chunk_at(file.fd, places[0])[:num_rows]
+            return self._chunk_at(file.number, places[0])[:num_rows]
         rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
         for place in places:
-            chunk = self._chunk_at(file.fd, place)
+            chunk = self._chunk_at(file.number, place)
             # Those at the edges are filled up.
             inside = [
                 slice(start, min(start + length, end))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.data.files.columns import Column, OpenFiles, SlabCache
 from hpcstrat.data.files.hdf5 import datasets_of, hdf5_column, open_hdf5
 from hpcstrat.data.files.netcdf import decoded, fields_of, is_netcdf, padded
@@ -93,6 +95,8 @@ class FileRows(Rows):
         self.paths = list(paths)
         self._files = OpenFiles()
         self._cache = SlabCache()
+        # Fresh memory costs more, in page faults, than to copy a batch.
+        self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
         wanted = [columns] if isinstance(columns, str) else columns
         opened = [self._open(path, wanted) for path in self.paths]
@@ -137,24 +141,38 @@ class FileRows(Rows):
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Read rows, in the order given."""
-        rows = as_places(places)
-        inverse = None
-        if not isinstance(places, slice) and len(rows) > 1:
-            ordered = bool((np.diff(rows) > 0).all())
-            if not ordered:
-                rows, inverse = np.unique(rows, return_inverse=True)
+        rows, inverse = as_places(places), None
+        where: Array | None = None
+        if not isinstance(places, slice):
+            where = np.argsort(rows)
+            rows = rows[where]
+            if (rows[1:] == rows[:-1]).any():
+                # Of rows that come several times each is read once.
+                rows, inverse = np.unique(places, return_inverse=True)
+                where = None
         ends = np.searchsorted(rows, self._starts)
         found: dict[str, Array] = {}
         for name, first in self._parts[0].columns.items():
-            out = np.empty((len(rows), *first.shape), first.dtype)
+            out = self._empty((len(rows), *first.shape), first.dtype)
             for index, file in enumerate(self._parts):
                 start, end = int(ends[index]), int(ends[index + 1])
                 if start < end:
                     own = rows[start:end] - self._starts[index]
-                    file.columns[name].read(own, out[start:end])
+                    column = file.columns[name]
+                    if where is None:
+                        column.read(own, out[start:end])
+                    else:
+                        column.read(own, out, where[start:end])
             out = out.astype(np.str_) if out.dtype == object else out
             found[name] = out if inverse is None else out[inverse]
         return self._structured(found)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return memory of a batch that nobody holds any more, or new one."""
+        if dtype.hasobject:
+            return np.empty(shape, dtype)
+        with self._recycling:
+            return self._memory.empty(shape, dtype)
 
     def _structured(self, found: dict[str, Array]) -> Tree:
         if self._is_bare:

@@ -1,0 +1,23 @@
+"""Runs of neighbouring rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpcstrat.typing import Array
+
+__all__ = ["runs_of"]
+
+
+def runs_of(rows: Array) -> Iterator[tuple[int, int]]:
+    """Give the ends of runs of increasing rows, as places in ``rows``."""
+    if not len(rows):
+        return
+    ends = np.flatnonzero(np.diff(rows) > 1) + 1
+    start = 0
+    for end in ends.tolist():
+        yield start, end
+        start = end
+    yield start, len(rows)
