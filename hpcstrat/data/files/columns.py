@@ -178,7 +178,7 @@ class ContiguousColumn:
         out: Array,
         places: Array | None,
     ) -> None:
-        """Read runs: from and to which of the rows, their place and size in the file."""
+        """Read runs: the first and last of their rows, place and size in the file."""
         flat = out.reshape(len(out), -1).view(np.uint8)
         lines = memoryview(flat)  # type: ignore[arg-type]
         # Each row to where it belongs, so that none is copied once more.
