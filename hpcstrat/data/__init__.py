@@ -1,6 +1,6 @@
 """Input: data sets, and their division between replicas."""
 
-from hpcstrat.data.dataset import SHARD_HINT, Dataset, DatasetOptions
+from hpcstrat.data.dataset import SHARD_HINT, Dataset, DatasetOptions, mix
 from hpcstrat.data.dealing import DealtDataset, StreamDataset
 from hpcstrat.data.distributed import (
     DistributedDataset,
@@ -22,4 +22,5 @@ __all__ = [
     "StreamDataset",
     "distribute_dataset",
     "distribute_from_function",
+    "mix",
 ]

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import stages, streams
+from hpcstrat.data import mixing, stages, streams
 from hpcstrat.data.batched import Batched, RowBatches
-from hpcstrat.data.elements import as_element
+from hpcstrat.data.elements import as_element, call_with, pad_and_stack, stack
 from hpcstrat.data.files.rows import FileRows, files_of
 from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
 from hpcstrat.data.rows import (
@@ -30,7 +30,7 @@ from hpcstrat.options import AutoShardPolicy
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
 
-__all__ = ["SHARD_HINT", "Dataset", "DatasetOptions"]
+__all__ = ["SHARD_HINT", "Dataset", "DatasetOptions", "mix"]
 
 SHARD_HINT = -1
 """Stands for the number and the index of a shard, which distribution fills in."""
@@ -900,6 +900,109 @@ class Dataset:
         sizes = stages.sizes_of_batches(batch_size)
         return self._then(lambda s: streams.rebatched(s, sizes, drop_remainder))
 
+    def pack(self, length: int, padding_value: Any = 0) -> Dataset:
+        """Return sequences of any lengths packed into rows of one length, in order.
+
+        Not collective. A row is filled with whole sequences until the next one does not
+        fit; so each batch has the same number of tokens on every replica.
+
+        Parameters
+        ----------
+        length : int
+            Of a row: the first dimension of its arrays.
+        padding_value : scalar
+            What fills the end of a row.
+
+        Returns
+        -------
+        Dataset
+            Of mappings: ``values`` in the elements' structure, ``segments``, int32 (1
+            for the first sequence of the row and so on, 0 for the padding), and
+            ``positions``, int32, in each sequence.
+
+        Raises
+        ------
+        ValueError
+            For a length below 1; when iterated, for a sequence that is longer.
+        """
+        size = _size(length)
+        return self._then(lambda s: mixing.packed(s, size, padding_value))
+
+    def bucket_by_sequence_length(
+        self,
+        element_length_func: Callable[..., int],
+        bucket_boundaries: Sequence[int],
+        bucket_batch_sizes: Sequence[int],
+        *,
+        padded_shapes: Tree = None,
+        padding_values: Tree = None,
+        pad_to_bucket_boundary: bool = False,
+        no_padding: bool = False,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Return padded batches of elements of similar length, in tf.data's order.
+
+        Not collective.
+
+        Parameters
+        ----------
+        element_length_func : callable
+            Takes an element, or the parts of one that is a tuple; returns its length.
+        bucket_boundaries : sequence of int
+            Increasing; a bucket has the lengths from one boundary to below the next.
+        bucket_batch_sizes : sequence of int
+            One more than boundaries. Sizes in inverse proportion to the lengths give
+            each batch about as many tokens.
+        padded_shapes, padding_values : optional
+            As of `padded_batch`.
+        pad_to_bucket_boundary : bool
+            Whether to pad to one below the bucket's upper boundary.
+        no_padding : bool
+            Whether the elements of a bucket have one shape already.
+        drop_remainder : bool
+            Whether to leave out batches that are not full at the end.
+
+        Returns
+        -------
+        Dataset
+            Of unknown cardinality.
+
+        Raises
+        ------
+        ValueError
+            For boundaries that do not increase, and another number of sizes.
+        """
+        bounds, sizes = list(bucket_boundaries), list(map(_size, bucket_batch_sizes))
+
+        def collate(bucket: int, rows: Sequence[Tree]) -> Tree:
+            if no_padding:
+                return stack(rows)
+            if not pad_to_bucket_boundary:
+                return pad_and_stack(rows, padded_shapes, padding_values)
+            if bucket == len(bounds):
+                raise ValueError(
+                    f"expected elements shorter than {bounds[-1]} to be padded to a "
+                    "boundary, found a longer one; filter them out, or add a boundary"
+                )
+            shapes = tree_map(
+                lambda leaf: (bounds[bucket] - 1, *np.shape(leaf)[1:]), rows[0]
+            )
+            return pad_and_stack(rows, flatten(shapes)[0], padding_values)
+
+        def length_of(element: Tree) -> int:
+            return int(call_with(element_length_func, element))
+
+        return self._then(
+            lambda s: mixing.bucketed(
+                s,
+                length_of,
+                bounds,
+                sizes,
+                collate=collate,
+                drop_remainder=drop_remainder,
+            )
+        )
+
     def ignore_errors(self, log_warning: bool = False) -> Dataset:
         """Return the elements whose making does not raise.
 
@@ -1390,6 +1493,57 @@ class Dataset:
         if policy is AutoShardPolicy.HINT:
             return self.shard_by_hint(num_workers, index)
         return self
+
+
+def mix(
+    datasets: Sequence[Dataset],
+    weights: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+) -> Dataset:
+    """Return the elements of several data sets, mixed by weights, without an end.
+
+    Not collective. With random access, unlike `Dataset.sample_from_datasets`: on any
+    number of replicas, and after a restore, each row of a data set comes exactly once
+    in each of its own epochs, which begin when it has been gone through.
+
+    Parameters
+    ----------
+    datasets : sequence of Dataset
+        Of elements of one structure, with random access, not yet in batches.
+    weights : sequence of float, optional
+        Shares of the elements, to 1/4096; default: equal.
+    seed : int
+        Key of the order in which they alternate.
+
+    Returns
+    -------
+    Dataset
+        Of infinite cardinality.
+
+    Raises
+    ------
+    ValueError
+        For a data set without random access, or elements, and for weights that are not
+        positive, or not one for each.
+    TypeError
+        Where elements differ in structure or dtype.
+    """
+    for dataset in datasets:
+        if not isinstance(dataset.stage, Rows) or not dataset.stage.cardinality:
+            raise ValueError(
+                "expected data sets of rows that can be read at random, found "
+                f"{dataset!r}; mix before batch() and filter(), or use "
+                "sample_from_datasets"
+            )
+
+    def make(*parents: Rows) -> Stage:
+        return mixing.MixedRows(parents, weights, seed)
+
+    first, *others = datasets
+    mixed = first._then(make, *others)
+    mixed.seed = seed
+    return mixed
 
 
 def _size(value: Any) -> int:

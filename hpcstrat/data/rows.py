@@ -48,6 +48,7 @@ __all__ = [
     "ZippedRows",
     "as_places",
     "epoch_of_repetition",
+    "join_blocks",
 ]
 
 INFINITE = -1
@@ -284,7 +285,7 @@ class RepeatedRows(Rows):
             (inside, self.parent.read(inner, own))
             for inner, own, inside in self._parts(places, epoch)
         ]
-        return _joined(parts, _count(places))
+        return join_blocks(parts, _count(places))
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read from each repetition."""
@@ -310,7 +311,7 @@ class RepeatedRows(Rows):
         return f"{self.parent.describe()}, {self._repetitions} times"
 
 
-def _joined(parts: list[tuple[Any, Tree]], count: int) -> Tree:
+def join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
     """Put blocks together, each at its places."""
     if len(parts) == 1:
         return parts[0][1]
@@ -536,7 +537,7 @@ class ConcatenatedRows(Rows):
             (inside, rows.read(inner, epoch))
             for rows, inner, inside in self._parts(places)
         ]
-        return _joined(parts, _count(places))
+        return join_blocks(parts, _count(places))
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read from both."""

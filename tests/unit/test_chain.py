@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.data import INFINITE, UNKNOWN, ArraySpec, Dataset, DatasetOptions
+from hpcstrat.data import (
+    INFINITE,
+    UNKNOWN,
+    ArraySpec,
+    Dataset,
+    DatasetOptions,
+    mix,
+)
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.rows import Rows
 from hpcstrat.tree import tree_map
@@ -315,3 +322,71 @@ def test_the_error_of_a_reader_has_its_traceback() -> None:
         next(iterator)
     assert any(entry.name == "broken" for entry in caught.traceback)
     assert plain(next(iterator)) == [6, 7]
+
+
+@pytest.mark.parametrize("weights", [None, [3, 1], [0.999, 0.001]])
+def test_a_mix_has_each_row_once_in_each_epoch_of_its_source(weights: Any) -> None:
+    first = Dataset.range(700).shuffle(seed=1)
+    second = Dataset.range(1000, 1030)
+    mixed = mix([first, second], weights, seed=3)
+    assert mixed.cardinality() == INFINITE
+    rows = [int(row) for row in mixed.take(20_000)]
+    for low, size in ((0, 700), (1000, 30)):
+        own = [row - low for row in rows if low <= row < low + size]
+        share = 0.5 if weights is None else weights[low > 0] / sum(weights)
+        assert abs(len(own) - share * 20_000) <= 30
+        for start in range(0, len(own) - size, size):
+            assert sorted(own[start : start + size]) == list(range(size))
+    second_rows = [row for row in rows if row >= 1000][:30]
+    assert second_rows == list(range(1000, 1030))[: len(second_rows)]
+    stage: Any = mixed.batch(8).stage
+    assert plain(stage.read(0, 8000, 2, 5)) == rows[8002:8005]
+    assert [int(row) for row in mixed.take(20_000)] == rows
+    with pytest.raises(ValueError, match="mix before batch"):
+        mix([first.batch(2), second])
+    with pytest.raises(ValueError, match="leave out those"):
+        mix([first, second], [1, 0])
+
+
+def sequences() -> Dataset:
+    lengths = [3, 5, 1, 8, 2, 2, 7, 4]
+    return Dataset.from_tensor_slices(np.array(lengths)).map(lambda n: np.full(n, n))
+
+
+def test_sequences_are_packed_whole_and_in_order() -> None:
+    rows = list(sequences().pack(8))
+    assert [row["values"].tolist() for row in rows] == [
+        [3, 3, 3, 5, 5, 5, 5, 5],
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [8] * 8,
+        [2, 2, 2, 2, 0, 0, 0, 0],
+        [7] * 7 + [0],
+        [4, 4, 4, 4, 0, 0, 0, 0],
+    ]
+    assert rows[3]["segments"].tolist() == [1, 1, 2, 2, 0, 0, 0, 0]
+    assert rows[3]["positions"].tolist() == [0, 1, 0, 1, 0, 0, 0, 0]
+    spec = sequences().pack(8).element_spec
+    assert spec["values"] == ArraySpec((8,), np.dtype(np.int64))
+    iterator = iter(sequences().pack(7))
+    assert sum(next(iterator)["segments"].tolist()) == 3
+    with pytest.raises(ValueError, match="greater length"):
+        [next(iterator) for _ in range(4)]
+    assert next(iterator)["values"].tolist() == [2, 2, 2, 2, 0, 0, 0]
+
+
+def test_buckets_are_those_of_tf_data() -> None:
+    batches = list(sequences().bucket_by_sequence_length(len, [3, 6], [2, 2, 1]))
+    assert [plain(batch) for batch in batches] == [
+        [[3, 3, 3, 0, 0], [5, 5, 5, 5, 5]],
+        [[8] * 8],
+        [[1, 0], [2, 2]],
+        [[7] * 7],
+        [[2, 2]],
+        [[4, 4, 4, 4]],
+    ]
+    full = sequences().bucket_by_sequence_length(
+        len, [3, 9], [2, 2, 1], pad_to_bucket_boundary=True, drop_remainder=True
+    )
+    assert [batch.shape for batch in full] == [(2, 8), (2, 2), (2, 8)]
+    with pytest.raises(ValueError, match="one batch size more"):
+        sequences().bucket_by_sequence_length(len, [3], [2])
