@@ -130,7 +130,7 @@ class Objects:
             for variable in self.variables().values()
             if isinstance(variable, DistributedVariable) or variable.lies_elsewhere
         ]
-        for name, thing in self._iterators.items():
+        for name, thing in [*self._iterators.items(), *self._python.items()]:
             strategy = getattr(thing, "distribute_strategy", None)
             if strategy is not None and strategy.distributes:
                 found.append(strategy)

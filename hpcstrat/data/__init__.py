@@ -1,13 +1,14 @@
 """Input: data sets, and their division between replicas."""
 
 from hpcstrat.data.dataset import SHARD_HINT, Dataset, DatasetOptions, mix
-from hpcstrat.data.dealing import DealtDataset, StreamDataset
+from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.distributed import (
     DistributedDataset,
     distribute_dataset,
     distribute_from_function,
 )
 from hpcstrat.data.elements import ArraySpec
+from hpcstrat.data.resuming import StatefulDataset, StreamDataset
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "DatasetOptions",
     "DealtDataset",
     "DistributedDataset",
+    "StatefulDataset",
     "StreamDataset",
     "distribute_dataset",
     "distribute_from_function",

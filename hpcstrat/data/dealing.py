@@ -28,17 +28,15 @@ from hpcstrat.data.iterator import (
     EpochPlace,
     ReducibleDataset,
 )
-from hpcstrat.data.order import ORDER_VERSION
-from hpcstrat.data.pipelines import Place, Steps, iterable_steps
+from hpcstrat.data.pipelines import Place, Steps
 from hpcstrat.data.placing import Placer, packed
-from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.errors import CollectiveError
-from hpcstrat.options import AutoShardPolicy, InputOptions, InputReplicationMode
+from hpcstrat.options import InputOptions, InputReplicationMode
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Replicas, Tree
 from hpcstrat.values import PerReplica
 
-__all__ = ["DealtDataset", "StreamDataset"]
+__all__ = ["DealtDataset"]
 
 # What a replica says of a step: no batch on any replica any more, no batch and none
 # before, none any more, a batch.
@@ -118,118 +116,6 @@ class DealtDataset(ReducibleDataset):
         )
         self._num_iterations += 1
         return elements
-
-
-class StreamDataset(DealtDataset):
-    """Per-replica batches of a chain without random access, which can be resumed.
-
-    As `DealtDataset`. A restored iteration makes the batches before its position again,
-    and leaves them out. Where workers read parts of their own (policies FILE, OFF and
-    HINT), it goes on with the same number of workers and replicas only.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    place : Place
-        This replica's.
-    dataset : Dataset
-        The chain.
-    options : InputOptions
-        As of `DealtDataset`.
-    """
-
-    def __init__(
-        self, strategy: Replicas, place: Place, dataset: Dataset, options: InputOptions
-    ) -> None:
-        super().__init__(
-            strategy, place, lambda: iterable_steps(dataset, place), options
-        )
-        self._dataset = dataset
-        self._next = (0, 0)
-        self._latest: EpochPlace | None = None
-
-    def __iter__(self) -> DistributedIterator:
-        """Begin the next epoch, or go on where `restore_state` said."""
-        epoch, position = self._next
-        self._next = (epoch + 1, 0)
-        self._latest = EpochPlace(epoch, position)
-        return DistributedIterator(self._begin(self._latest))
-
-    def _num_parts(self) -> int:
-        """Return into how many different parts the data are divided."""
-        policy = self._dataset.auto_shard_policy
-        if policy is AutoShardPolicy.AUTO and self._dataset.files is not None:
-            policy = AutoShardPolicy.FILE
-        is_cut = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        place = self._place
-        return 1 if is_cut else place.num_workers * place.num_replicas
-
-    def state(self) -> dict[str, int]:
-        """Return where the latest iteration stands.
-
-        Not collective; the same on every replica after the same step.
-
-        Returns
-        -------
-        dict of str to int
-            ``epoch``, ``global_position`` (steps taken in it), ``shuffle_seed``,
-            ``num_rows`` (-2, as it is not known), ``order_version`` and ``num_parts``.
-        """
-        epoch, position = self._next
-        if self._latest is not None:
-            epoch, position = self._latest.epoch, self._latest.position
-        return {
-            "epoch": epoch,
-            "global_position": position,
-            "shuffle_seed": self._dataset.seed,
-            "num_rows": UNKNOWN,
-            "order_version": ORDER_VERSION,
-            "num_parts": self._num_parts(),
-        }
-
-    def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set, and of as many parts.
-
-        Not collective.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`.
-
-        Raises
-        ------
-        ValueError
-            If it is that of another data set, or of another division of its files.
-        """
-        own = self.state()
-        for key in ("num_rows", "shuffle_seed", "num_parts"):
-            if int(state.get(key, 0)) != own[key]:
-                raise ValueError(
-                    f"expected the position in a stream with {key} {own[key]}, found "
-                    f"{state.get(key)}; restore with the data set that was saved, and "
-                    "where workers read files of their own, with as many ranks"
-                )
-
-    def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on where another stood.
-
-        Not collective: call it on every replica with the same state.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`.
-
-        Raises
-        ------
-        ValueError
-            If the state is that of another data set.
-        """
-        self.check_state(state)
-        self._next = (int(state["epoch"]), int(state["global_position"]))
-        self._latest = None
 
 
 class _Elements:

@@ -10,7 +10,7 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.dealing import DealtDataset, StreamDataset
+from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import (
     DistributedIterator,
     EpochPlace,
@@ -20,6 +20,7 @@ from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
+from hpcstrat.data.resuming import StatefulDataset, StreamDataset
 from hpcstrat.data.rows import Rows
 from hpcstrat.options import (
     AutoShardPolicy,
@@ -365,6 +366,8 @@ def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDatas
     place = Place(strategy, single=options.single_pipeline)
     if isinstance(dataset, Dataset):
         return StreamDataset(strategy, place, dataset, options)
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        return StatefulDataset(strategy, place, dataset, options)
     return DealtDataset(
         strategy, place, lambda: iterable_steps(dataset, place), options
     )

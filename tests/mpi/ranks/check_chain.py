@@ -241,3 +241,55 @@ def test_chains_go_into_checkpoints(strategy: Any, job: Any, tmp_path: Path) -> 
         manager.restore()
         assert gathered(strategy, job, iter(data), 2) == rest
         manager.close()
+
+
+class Stateful:
+    """An iterable that can save its position, with a generator's state as an array."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(3)
+        self._at: tuple[int, Any] | None = None
+        self._position = 0
+        self._order: Any = None
+
+    def __iter__(self) -> Any:
+        if self._at is None:
+            self._position, self._order = 0, self._generator.permutation(20)
+        else:
+            (self._position, self._order), self._at = self._at, None
+        while self._position < 20:
+            self._position += 4
+            yield self._order[self._position - 4 : self._position]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "order": self._order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = int(state["position"]), np.asarray(state["order"])
+
+
+def test_positions_of_iterables_go_into_checkpoints(
+    make_strategy: Any, job: Any, tmp_path: Path
+) -> None:
+    folder = job.bcast(str(tmp_path / "checkpoints"))
+    rest: Any = None
+    count = max(job.size - 1, 1)
+    comm = job.Split(0 if job.rank < count else 1, job.rank)
+    with make_strategy() as strategy:
+        data = strategy.experimental_distribute_dataset(Stateful())
+        manager = hs.CheckpointManager(folder, data=data)
+        iterator = iter(data)
+        gathered(strategy, job, iterator, 2)
+        manager.save(1)
+        manager.close()
+        rest = [joined(step) for step in gathered(strategy, job, iterator, 9)]
+        assert len(rest) == 3
+    if job.rank < count:
+        with make_strategy(comm=comm) as strategy:
+            data = strategy.experimental_distribute_dataset(Stateful())
+            manager = hs.CheckpointManager(folder, data=data)
+            manager.restore()
+            found = gathered(strategy, comm, iter(data), 9)
+            assert [joined(step) for step in found] == rest
+            manager.close()
+    comm.Free()

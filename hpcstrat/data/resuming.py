@@ -1,0 +1,225 @@
+"""Streams and iterables that go on where a checkpoint found them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import as_array
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.dealing import DealtDataset
+from hpcstrat.data.iterator import DistributedIterator, EpochPlace
+from hpcstrat.data.order import ORDER_VERSION
+from hpcstrat.data.pipelines import Place, iterable_steps
+from hpcstrat.data.rows import UNKNOWN
+from hpcstrat.options import AutoShardPolicy, InputOptions
+from hpcstrat.tree import flatten, unflatten
+from hpcstrat.typing import Replicas
+
+__all__ = ["StatefulDataset", "StreamDataset"]
+
+
+class StreamDataset(DealtDataset):
+    """Per-replica batches of a chain without random access, which can be resumed.
+
+    As `DealtDataset`. A restored iteration makes the batches before its position again,
+    and leaves them out. Where workers read parts of their own (policies FILE, OFF and
+    HINT), it goes on with the same number of workers and replicas only.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    place : Place
+        This replica's.
+    dataset : Dataset
+        The chain.
+    options : InputOptions
+        As of `DealtDataset`.
+    """
+
+    def __init__(
+        self, strategy: Replicas, place: Place, dataset: Dataset, options: InputOptions
+    ) -> None:
+        super().__init__(
+            strategy, place, lambda: iterable_steps(dataset, place), options
+        )
+        self._dataset = dataset
+        self._next = (0, 0)
+        self._latest: EpochPlace | None = None
+
+    def __iter__(self) -> DistributedIterator:
+        """Begin the next epoch, or go on where `restore_state` said."""
+        epoch, position = self._next
+        self._next = (epoch + 1, 0)
+        self._latest = EpochPlace(epoch, position)
+        return DistributedIterator(self._begin(self._latest))
+
+    def _num_parts(self) -> int:
+        """Return into how many different parts the data are divided."""
+        policy = self._dataset.auto_shard_policy
+        if policy is AutoShardPolicy.AUTO and self._dataset.files is not None:
+            policy = AutoShardPolicy.FILE
+        is_cut = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        place = self._place
+        return 1 if is_cut else place.num_workers * place.num_replicas
+
+    def state(self) -> dict[str, int]:
+        """Return where the latest iteration stands.
+
+        Not collective; the same on every replica after the same step.
+
+        Returns
+        -------
+        dict of str to int
+            ``epoch``, ``global_position`` (steps taken in it), ``shuffle_seed``,
+            ``num_rows`` (-2, as it is not known), ``order_version`` and ``num_parts``.
+        """
+        epoch, position = self._next
+        if self._latest is not None:
+            epoch, position = self._latest.epoch, self._latest.position
+        return {
+            "epoch": epoch,
+            "global_position": position,
+            "shuffle_seed": self._dataset.seed,
+            "num_rows": UNKNOWN,
+            "order_version": ORDER_VERSION,
+            "num_parts": self._num_parts(),
+        }
+
+    def check_state(self, state: dict[str, int]) -> None:
+        """Check that a state is of this data set, and of as many parts.
+
+        Not collective.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another data set, or of another division of its files.
+        """
+        own = self.state()
+        for key in ("num_rows", "shuffle_seed", "num_parts"):
+            if int(state.get(key, 0)) != own[key]:
+                raise ValueError(
+                    f"expected the position in a stream with {key} {own[key]}, found "
+                    f"{state.get(key)}; restore with the data set that was saved, and "
+                    "where workers read files of their own, with as many ranks"
+                )
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`.
+
+        Raises
+        ------
+        ValueError
+            If the state is that of another data set.
+        """
+        self.check_state(state)
+        self._next = (int(state["epoch"]), int(state["global_position"]))
+        self._latest = None
+
+
+class StatefulDataset(DealtDataset):
+    """Per-replica batches of an iterable that can save its position itself.
+
+    As `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``, as
+    torchdata's StatefulDataLoader does. All workers read the same batches, so that its
+    position means the same on any number of replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    place : Place
+        This replica's.
+    iterable : iterable
+        Gives global batches.
+    options : InputOptions
+        As of `DealtDataset`.
+    """
+
+    def __init__(
+        self, strategy: Replicas, place: Place, iterable: Any, options: InputOptions
+    ) -> None:
+        super().__init__(
+            strategy, place, lambda: iterable_steps(iterable, place), options
+        )
+        self._iterable = iterable
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the iterable's position, behind the batches that were given out.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        dict
+            Of numbers, text and bytes: that of replica 0, on all.
+
+        Raises
+        ------
+        ValueError
+            Where workers read parts of their own, which have no common position.
+        """
+        mine: dict[str, Any] = {}
+        several = self._place.num_replicas > 1
+        if self._steps is not None and (self._steps.shared or not several):
+            mine = self._own_state()
+        if several:
+            found = self._strategy.collectives.all_gather_object(mine, "position")
+            mine = found[0]
+        if not mine:
+            raise ValueError(
+                "expected workers that read the same batches, so that there is one "
+                "position to save, found parts of their own; use auto-shard policy "
+                "DATA or single_pipeline=True, or leave the data set out"
+            )
+        return mine
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the position of this replica's iterable."""
+        leaves, structure = flatten(self._iterable.state_dict())
+        arrays: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            # Such as the state of a generator of random numbers, a tensor of torch's.
+            if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__"):
+                array = np.ascontiguousarray(as_array(leaf))
+                is_tensor = not isinstance(leaf, (np.ndarray, np.generic))
+                parts = [array.dtype.str, list(array.shape), array.tobytes()]
+                arrays.append([number, is_tensor, *parts])
+                leaves[number] = None
+        return {"state": unflatten(structure, leaves), "arrays": arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict
+            Of replica 0.
+        """
+        if self._steps is None:
+            return
+        leaves, structure = flatten(state["state"])
+        torch = sys.modules.get("torch")
+        for number, is_tensor, dtype, shape, data in state["arrays"]:
+            array = np.frombuffer(data, dtype).reshape(shape).copy()
+            tensor = torch is not None and is_tensor
+            leaves[number] = torch.from_numpy(array) if tensor else array  # type: ignore[union-attr]
+        self._iterable.load_state_dict(unflatten(structure, leaves))
