@@ -21,6 +21,7 @@ from hpcstrat.bench.scaling import Wish, run_scaling
 from hpcstrat.bench.shapes import MODELS
 from hpcstrat.bench.web_page import page
 from hpcstrat.checkpoint.bench.scratch import scratch
+from hpcstrat.cli.input_command import input_command
 from hpcstrat.cli.predict_command import predict_command
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cluster_resolver import launch_from_environment
@@ -39,6 +40,7 @@ def bench() -> None:
     """Measure how a job scales, report on it, and predict larger ones."""
 
 
+bench.add_command(input_command)
 bench.add_command(predict_command)
 
 

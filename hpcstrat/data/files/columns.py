@@ -43,8 +43,9 @@ _MOST_VECTORS = 1024
 
 
 class Column(Protocol):
-    """Rows of one array of a file."""
+    """Rows of one array of a file; ``how`` says to people how they are read."""
 
+    how: str
     num_rows: int
     shape: tuple[int, ...]
     dtype: Any
@@ -117,6 +118,8 @@ class ContiguousColumn:
 
     ``shape`` is that of all rows, ``dtype`` the stored one.
     """
+
+    how = "contiguous, read by preadv"
 
     def __init__(
         self,
@@ -271,7 +274,9 @@ class SlabColumn:
         num_rows: int,
         shape: tuple[int, ...],
         dtype: Any,
+        how: str,
     ) -> None:
+        self.how = how
         self._cache = cache
         self._key = key
         self._starts = starts
@@ -299,6 +304,7 @@ class PaddedColumn:
     def __init__(self, column: Column, num_rows: int, value: Any) -> None:
         self._column = column
         self._value = value
+        self.how = column.how
         self.num_rows = num_rows
         self.shape, self.dtype = column.shape, column.dtype
 
@@ -321,6 +327,7 @@ class DecodedColumn:
     ) -> None:
         self._column = column
         self._decode = decode
+        self.how = column.how
         self.num_rows, self.shape = column.num_rows, column.shape
         self.dtype = np.dtype(dtype)
 

@@ -7,6 +7,7 @@ shuffling, are therefore read and unpacked here; all else goes to h5py.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -88,6 +89,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
         num_rows=num_rows,
         shape=shape,
         dtype=dtype,
+        how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
     )
 
 
@@ -120,6 +122,7 @@ def _through_h5py(
         num_rows=num_rows,
         shape=shape,
         dtype=np.dtype(object) if is_text else dtype,
+        how=f"through h5py, {size} rows at once",
     )
 
 
@@ -137,6 +140,14 @@ def _unpacking(properties: Any, dtype: Any) -> Callable[[bytes, Array], None] | 
         size = dtype.itemsize
         return lambda packed, out: _inflate_shuffled(packed, out, size)
     return None
+
+
+def _unpacked_by(dataset: Any) -> str:
+    if dataset.compression is None:
+        return "not compressed"
+    has_libdeflate = importlib.util.find_spec("deflate") is not None
+    library = "libdeflate" if has_libdeflate else "zlib"
+    return f"unpacked by {library}"
 
 
 def _copy(packed: bytes, out: Array) -> None:

@@ -79,6 +79,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
             num_rows=array.shape[0],
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
+            how=f"through zarr, {size} rows at once",
         )
     return found
 
@@ -126,6 +127,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
             num_rows=metadata.num_rows,
             shape=first.shape[1:],
             dtype=first.dtype,
+            how=f"through pyarrow, row groups of up to {max(sizes, default=0)} rows",
         )
     return found
 

@@ -174,6 +174,10 @@ class FileRows(Rows):
         with self._recycling:
             return self._memory.empty(shape, dtype)
 
+    def columns(self) -> dict[str, Column]:
+        """Return the columns of the first file, as those of all."""
+        return self._parts[0].columns
+
     def _structured(self, found: dict[str, Array]) -> Tree:
         if self._is_bare:
             return next(iter(found.values()))

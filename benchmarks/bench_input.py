@@ -1,0 +1,340 @@
+"""Rows per second from HDF5 files, in each order, against other ways to read them.
+
+Run it on a quiet machine with two cores, as root if cold files are wanted::
+
+    export OMP_NUM_THREADS=1
+    mpirun -n 1 python benchmarks/bench_input.py --folder FOLDER --json FILE
+    mpirun -n 2 python benchmarks/bench_input.py --folder FOLDER --json FILE
+
+It makes files once: 1 GiB of rows of 4 KiB, contiguous, and 256 MiB of a smooth field
+in chunks of 64 rows, packed by gzip with shuffling. All read batches of 256 rows, and
+each rank takes its part of them: `hpcstrat.Dataset`, without and with reading ahead; plain
+``preadv`` of the same rows, merged into runs; h5py by hand; with one rank also torch's
+DataLoader over h5py with two workers, if it is installed. Ways take turns, one round
+after the other. The last part trains: steps of 5 ms of matrix products, and how much of
+a step was waiting for its batch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import h5py
+import numpy as np
+from report import row, write_json
+
+import hpcstrat as hs
+
+NUM_ROWS, WIDTH, BATCH = 1 << 18, 1024, 256
+PACKED_ROWS, CHUNK_ROWS = 1 << 16, 64
+ROW_BYTES = 4 * WIDTH
+BLOCK, WINDOW = 16, 16
+AHEAD = 4
+STEP_SECONDS = 5e-3
+
+
+def make_files(folder: Path) -> dict[str, Path]:
+    """Write the files that are not there yet; return their paths."""
+    paths = {name: folder / f"{name}.h5" for name in ("contiguous", "gzip")}
+    rng = np.random.default_rng(0)
+    if not paths["contiguous"].exists():
+        with h5py.File(paths["contiguous"], "w") as file:
+            data = file.create_dataset("x", (NUM_ROWS, WIDTH), "f4")
+            for start in range(0, NUM_ROWS, 8192):
+                data[start : start + 8192] = rng.random((8192, WIDTH), np.float32)
+    if not paths["gzip"].exists():
+        with h5py.File(paths["gzip"], "w") as file:
+            shape, chunks = (PACKED_ROWS, WIDTH), (CHUNK_ROWS, WIDTH)
+            data = file.create_dataset(
+                "x", shape, "f4", chunks=chunks, compression="gzip", shuffle=True
+            )
+            # A smooth field, of which the last bits of the mantissa are rounded off.
+            waves = np.linspace(0, 6 * np.pi, WIDTH)
+            for start in range(0, PACKED_ROWS, 4096):
+                phase = np.arange(start, start + 4096)[:, np.newaxis] / 500
+                field = 280 + 20 * np.sin(waves + phase) + rng.normal(size=(4096, 1))
+                data[start : start + 4096] = np.round(field.astype("f4") * 64) / 64
+    return paths
+
+
+def forget() -> None:
+    """Have the kernel forget all files; needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One way to read: gives a rank's batches of a file in an order."""
+
+    name: str
+    batches: Callable[[], Iterator[Any]]
+    num_rows: int
+
+
+def distributed(strategy: Any, path: Path, order: str, ahead: int) -> Iterator[Any]:
+    """Give this rank's batches of a data set."""
+    dataset = hs.Dataset.from_files(path, "x")
+    if order == "blocks":
+        dataset = dataset.shuffle(blocks=BLOCK, window=WINDOW)
+    elif order == "shuffled":
+        dataset = dataset.shuffle()
+    batches = dataset.batch(BATCH).prefetch(ahead)
+    return map(strategy.local_value, strategy.experimental_distribute_dataset(batches))
+
+
+def order_of(path: Path, order: str) -> Callable[[int], Any]:
+    """Return what says which rows a batch has, in increasing order."""
+    dataset = hs.Dataset.from_files(path, "x")
+    if order == "in order":
+        return lambda start: np.arange(start, start + BATCH)
+    how = {"blocks": BLOCK, "window": WINDOW} if order == "blocks" else {}
+    shuffled: Any = dataset.shuffle(**how).stage
+    return lambda start: shuffled.rows(slice(start, start + BATCH), 0)
+
+
+def own_part(rows: Any, strategy: Any) -> Any:
+    """Return this rank's part of a batch, in increasing order."""
+    count, replica = strategy.num_replicas_in_sync, strategy.replica_id
+    size = -(-len(rows) // count)
+    return np.sort(rows[replica * size : (replica + 1) * size])
+
+
+def runs_of(rows: Any) -> Iterator[tuple[int, int]]:
+    """Give the ends of runs of rows."""
+    ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    start = 0
+    for end in ends:
+        yield start, end
+        start = end
+
+
+def plain(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[Any]:
+    """Read by ``preadv``, run by run."""
+    with h5py.File(path, "r", locking=False) as file:
+        offset = file["x"].id.get_offset()
+    rows_at = order_of(path, order)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for start in range(0, num_rows, BATCH):
+            rows = own_part(rows_at(start), strategy)
+            out = np.empty((len(rows), WIDTH), np.float32)
+            for first, last in runs_of(rows):
+                os.preadv(fd, [out[first:last]], offset + int(rows[first]) * ROW_BYTES)
+            yield out
+    finally:
+        os.close(fd)
+
+
+def by_hand(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[Any]:
+    """Read by h5py: a slice, or a list of rows."""
+    rows_at = order_of(path, order)
+    with h5py.File(path, "r", locking=False) as file:
+        data = file["x"]
+        for start in range(0, num_rows, BATCH):
+            rows = own_part(rows_at(start), strategy)
+            is_run = rows[-1] - rows[0] == len(rows) - 1
+            yield data[rows[0] : rows[-1] + 1] if is_run else data[rows]
+
+
+class Rows:
+    """A map-style data set over h5py, opened in each worker."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._data: Any = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a row."""
+        if self._data is None:
+            self._data = h5py.File(self._path, "r", locking=False)["x"]
+        return self._data[index]
+
+
+def by_torch(path: Path, order: str) -> Iterator[Any]:
+    """Read by torch's DataLoader with two workers."""
+    from torch.utils.data import DataLoader
+
+    return iter(
+        DataLoader(
+            Rows(path),  # type: ignore[arg-type]
+            batch_size=BATCH,
+            shuffle=order == "shuffled",
+            num_workers=2,
+            multiprocessing_context="spawn",
+        )
+    )
+
+
+def timed(comm: Any, reader: Reader, is_cold: bool) -> tuple[float, float, int]:
+    """Return seconds, processor seconds of this rank, and rows of all ranks."""
+    if is_cold and not comm.rank:
+        forget()
+    batches = reader.batches()
+    if reader.name == "torch":
+        # Its workers start with the first batch.
+        next(batches)
+    comm.Barrier()
+    began, used = time.perf_counter(), time.process_time()
+    done = 0
+    for batch in batches:
+        done += len(batch)
+        if done * comm.size >= reader.num_rows:
+            break
+    used = time.process_time() - used
+    seconds = comm.allreduce(time.perf_counter() - began, op=_mpi().MAX)
+    del batches
+    return seconds, used, comm.allreduce(done)
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+def ways(
+    strategy: Any, paths: dict[str, Path], file: str, order: str, num_rows: int
+) -> list[Reader]:
+    """Return the ways to read a file in an order."""
+    path = paths[file]
+    made = [
+        Reader(
+            f"hpcstrat, {ahead} ahead",
+            lambda ahead=ahead: distributed(strategy, path, order, ahead),  # type: ignore[misc]
+            num_rows,
+        )
+        for ahead in (0, AHEAD)
+    ]
+    if file == "contiguous":
+        made.append(
+            Reader("preadv", lambda: plain(strategy, path, order, num_rows), num_rows)
+        )
+    made.append(
+        Reader("h5py", lambda: by_hand(strategy, path, order, num_rows), num_rows)
+    )
+    if file == "contiguous" and strategy.num_replicas_in_sync == 1 and _has_torch():
+        made.append(Reader("torch", lambda: by_torch(path, order), num_rows))
+    return made
+
+
+def _has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def waiting(strategy: Any, path: Path, order: str, ahead: int) -> tuple[float, float]:
+    """Return the seconds of a step, and of waiting for its batch, as medians."""
+    matrix = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype("f4")
+    steps, waits = [], []
+    batches = distributed(strategy, path, order, ahead)
+    while len(steps) < 200:
+        began = time.perf_counter()
+        batch = next(batches)
+        waited = time.perf_counter()
+        while time.perf_counter() - waited < STEP_SECONDS:
+            batch @ matrix[:, :64]
+        steps.append(time.perf_counter() - began)
+        waits.append(waited - began)
+    return float(np.median(steps)), float(np.sum(waits) / np.sum(steps))
+
+
+def compare(
+    strategy: Any,
+    paths: dict[str, Path],
+    file: str,
+    order: str,
+    *,
+    rounds: int,
+    is_cold: bool,
+) -> list[dict[str, Any]]:
+    """Time all ways to read a file in an order."""
+    comm = strategy.topology.replica_comm
+    count = 1 << (15 if file == "gzip" else 13 if order == "shuffled" else 17)
+    readers = ways(strategy, paths, file, order, count)
+    found: dict[str, list[Any]] = {reader.name: [] for reader in readers}
+    for number in range(rounds + 1):
+        for reader in readers:
+            one = timed(comm, reader, is_cold)
+            # The first round brings warm files into the page cache.
+            if number:
+                found[reader.name].append(one)
+    rows = []
+    what = f"{file}, {order}, {'cold' if is_cold else 'warm'}"
+    for name, times in found.items():
+        seconds = [t / done for t, _, done in times]
+        mbytes = times[0][2] / comm.size * ROW_BYTES / 1e6
+        used = float(np.median([u for _, u, _ in times])) / mbytes
+        rows.append(row(what, name, comm.size, ROW_BYTES, seconds, used=used))
+        if not comm.rank:
+            rate = 1e-3 / np.median(seconds)
+            print(
+                f"{what:28} {name:18} {rate:8.1f} thousand rows/s, "
+                f"{used * 1e3:6.3f} ms of a processor per MB",
+                flush=True,
+            )
+    return rows
+
+
+def train(strategy: Any, path: Path) -> list[dict[str, Any]]:
+    """Time steps that compute for 5 ms, and their waiting for batches."""
+    rows = []
+    for order in ("in order", "blocks", "shuffled"):
+        for ahead in (0, AHEAD):
+            step, share = waiting(strategy, path, order, ahead)
+            what = f"step of 5 ms, {order}"
+            count = strategy.num_replicas_in_sync
+            rows.append(row(what, f"{ahead} ahead", count, 0, [step], share=share))
+            if not strategy.replica_id:
+                print(f"{what}, {ahead} ahead: {share:.1%} waiting", flush=True)
+    return rows
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), help="For the files.")
+@click.option("--rounds", default=5, help="How often all ways take turns.")
+@click.option("--cold/--no-cold", default=True, help="Also without the page cache.")
+@click.option("--json", "json_path", help="File for the figures.")
+def main(folder: Path | None, rounds: int, cold: bool, json_path: str | None) -> None:
+    """Measure how fast rows are read."""
+    strategy: Any = hs.MultiWorkerMirroredStrategy()
+    comm = strategy.topology.replica_comm
+    folder = comm.bcast(folder or Path(tempfile.mkdtemp(prefix="bench-input-")))
+    if not comm.rank:
+        folder.mkdir(parents=True, exist_ok=True)
+        make_files(folder)
+    comm.Barrier()
+    paths = make_files(folder)
+    parts = [("contiguous", order) for order in ("in order", "blocks", "shuffled")]
+    parts += [("gzip", order) for order in ("in order", "blocks")]
+    rows = []
+    for is_cold in (False, True) if cold and os.geteuid() == 0 else (False,):
+        for order in ("in order", "blocks", "shuffled"):
+            rows += compare(
+                strategy, paths, "contiguous", order, rounds=rounds, is_cold=is_cold
+            )
+        for order in ("in order", "blocks"):
+            rows += compare(
+                strategy, paths, "gzip", order, rounds=rounds, is_cold=is_cold
+            )
+    rows += train(strategy, paths["contiguous"])
+    if json_path and not comm.rank:
+        write_json(json_path, _mpi(), rows)
+
+
+if __name__ == "__main__":
+    main()
