@@ -7,11 +7,11 @@ Run it on a quiet machine with two cores, as root if cold files are wanted::
     mpirun -n 2 python benchmarks/bench_input.py --folder FOLDER --json FILE
 
 It makes files once: 1 GiB of rows of 4 KiB, contiguous, and 256 MiB of a smooth field
-in chunks of 64 rows, packed by gzip with shuffling. All read batches of 256 rows, and
-each rank takes its part of them: `hpcstrat.Dataset`, without and with reading ahead; plain
-``preadv`` of the same rows, merged into runs; h5py by hand; with one rank also torch's
-DataLoader over h5py with two workers, if it is installed. Ways take turns, one round
-after the other. The last part trains: steps of 5 ms of matrix products, and how much of
+in chunks of 64 rows, packed by gzip with shuffling. All read batches of 256 rows, each
+rank its part: `hpcstrat.Dataset`, without and with reading ahead; plain ``preadv`` of
+the same rows, merged into runs; h5py by hand; with one rank also torch's DataLoader
+over h5py with two workers, if it is installed. Ways take turns, round after round.
+The last part trains: steps of 5 ms of matrix products, and how much of
 a step was waiting for its batch.
 """
 

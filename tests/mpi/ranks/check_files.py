@@ -1,0 +1,116 @@
+"""Files on replicas: each reads its own rows of all files; errors are everybody's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from tests.mpi.ranks.dealing import joined
+from tests.mpi.ranks.outcomes import assert_usable, outcome
+
+pytestmark = pytest.mark.rule
+
+
+@pytest.fixture
+def files(job: Any, folder: Path) -> list[Path]:
+    """Write three files of unequal lengths; the middle one is packed."""
+    paths = [folder / f"{index}.h5" for index in range(3)]
+    if job.rank == 0:
+        start = 0
+        for index, (path, length) in enumerate(zip(paths, (9, 17, 5), strict=True)):
+            rows = np.arange(start, start + length)
+            start += length
+            packed = {"chunks": (4, 3), "compression": "gzip"} if index == 1 else {}
+            with h5py.File(path, "w") as file:
+                values = np.stack([rows, -rows, rows * 2], axis=1).astype("f4")
+                file.create_dataset("fields/x", data=values, **packed)
+                file["label"] = rows
+                file["axis"] = np.zeros(2)
+    job.Barrier()
+    return paths
+
+
+def labels(strategy: Any, batch: Any) -> list[int]:
+    own = strategy.local_value(batch)
+    expected = np.stack([own["label"], -own["label"], own["label"] * 2], axis=1)
+    np.testing.assert_array_equal(own["fields"]["x"], expected)
+    return [int(label) for label in own["label"]]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("order", ["file", "shuffled", "blocks"])
+def test_each_row_of_all_files_comes_once(
+    strategy: Any, job: Any, files: list[Path], order: str, ahead: int
+) -> None:
+    dataset = hs.Dataset.from_files(files, columns=["fields/*", "label"])
+    assert dataset.cardinality() == 31
+    if order != "file":
+        dataset = dataset.shuffle(seed=2, blocks=4 if order == "blocks" else None)
+    alone = [batch["label"].tolist() for batch in dataset.batch(6)]
+    batches = dataset.batch(6).prefetch(ahead)
+    distributed = strategy.experimental_distribute_dataset(batches)
+    found = [labels(strategy, batch) for batch in distributed]
+    steps = [joined(list(step)) for step in zip(*job.allgather(found), strict=True)]
+    assert steps == alone
+    assert sorted(joined(steps)) == list(range(31))
+
+
+def test_policy_file_gives_each_worker_its_files(
+    strategy: Any, job: Any, files: list[Path]
+) -> None:
+    topology = strategy.topology
+    if topology.num_workers > len(files):
+        pytest.skip("there are fewer files than workers")
+    dataset = hs.Dataset.from_files(files, columns=["fields/*", "label"]).batch(6)
+    dataset = dataset.with_options(hs.data.DatasetOptions("file"))
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    found = [labels(strategy, batch) for batch in distributed]
+    steps = list(zip(*job.allgather(found), strict=True))
+    borders = [0, 9, 26, 31]
+    worker = topology.worker_id
+    mine = [row for step in steps for r in topology.worker_replicas for row in step[r]]
+    expected = [
+        row
+        for index in range(worker, 3, topology.num_workers)
+        for row in range(borders[index], borders[index + 1])
+    ]
+    assert mine == expected if job.size > 1 else sorted(mine) == list(range(31))
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_a_file_that_is_shortened_is_an_error_on_all_and_the_rest_is_read(
+    make_strategy: Any, job: Any, files: list[Path], ahead: int
+) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        dataset = hs.Dataset.from_files(files, columns=["label"]).batch(5)
+        options = hs.InputOptions(experimental_per_replica_buffer_size=ahead)
+        distributed = strategy.experimental_distribute_dataset(dataset, options)
+        job.Barrier()
+        if job.rank == 0:
+            os.truncate(files[2], 900)
+        job.Barrier()
+        iterator = iter(distributed)
+        found: list[Any] = []
+        for _ in range(7):
+            error = outcome(
+                lambda: found.append(strategy.local_value(next(iterator))["label"])
+            )
+            if error is not None:
+                found.append(type(error).__name__)
+            assert len(set(job.allgather(error is not None))) == 1
+        parts = job.allgather(found)
+        good = [
+            step for step in zip(*parts, strict=True) if not isinstance(step[0], str)
+        ]
+        rows = joined([part.tolist() for step in good for part in step])
+        assert rows == list(range(25))
+        assert isinstance(found[5], str)
+        assert isinstance(found[6], str)
+        assert next(iterator, None) is None
+        assert_usable(strategy, job)
