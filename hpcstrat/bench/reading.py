@@ -147,7 +147,7 @@ def advice(rows: FileRows, found: Sequence[Reading], batch_size: int) -> list[st
     packed = [name for name, column in columns.items() if "by zlib" in column.how]
     if packed:
         said.append(
-            f"{', '.join(packed)}: install hpcstrat[files]: libdeflate unpacks chunks "
+            f"{', '.join(packed)}: pip install deflate: libdeflate unpacks chunks "
             "up to four times as fast as zlib"
         )
     through = [name for name, column in columns.items() if "h5py" in column.how]

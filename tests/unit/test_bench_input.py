@@ -44,7 +44,7 @@ def test_packed_files_are_told_of_libdeflate(
     status, output = run(str(tmp_path / "x.h5"), "--columns", "x, y")
     assert status == 0, output
     assert "x: chunks of 50 rows, unpacked by zlib" in output
-    assert "- x: install hpcstrat[files]" in output
+    assert "- x: pip install deflate" in output
     assert "- y: h5py reads one thread at a time" in output
 
 

@@ -23,7 +23,7 @@ __all__ = ["is_zarr", "npy_column", "parquet_columns", "zarr_columns"]
 def _not_installed(library: str, path: str) -> ImportError:
     return ImportError(
         f"expected {library}, which reads {path}, found that it is not installed; "
-        "install hpcstrat[files]"
+        f"pip install {library}"
     )
 
 
