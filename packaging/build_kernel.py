@@ -1,4 +1,4 @@
-"""Build the compiled kernel as the package is built, where a C compiler is there.
+"""Build the compiled modules as the package is built, where a C compiler is there.
 
 A build hook of hatchling. Without a compiler, or Python's headers, the package is built
 without the kernel, and NumPy does its work. ``CC`` names another compiler;
@@ -26,26 +26,28 @@ FLAGS = [
 
 
 class BuildKernel(BuildHookInterface):
-    """Compiles ``hpcstrat/native/kernel.c`` for any Python from 3.11 on."""
+    """Compiles the files of ``hpcstrat/native`` for any Python from 3.11 on."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name the wheel for this kind of machine."""
         del version
         folder = Path(self.root, "hpcstrat", "native")
-        made = folder / "kernel.abi3.so"
-        problem = compile_kernel(folder / "kernel.c", made)
-        if problem:
-            # One from before would be of other sources.
-            made.unlink(missing_ok=True)
-            self.app.display_warning(f"hpcstrat is built without its kernel: {problem}")
-            return
-        build_data["pure_python"] = False
-        build_data["tag"] = f"cp311-abi3-{_platform_tag()}"
-        build_data["artifacts"].append("/hpcstrat/native/kernel.abi3.so")
+        for name in ("kernel", "reader"):
+            made = folder / f"{name}.abi3.so"
+            problem = compile_kernel(folder / f"{name}.c", made)
+            if problem:
+                # One from before would be of other sources.
+                made.unlink(missing_ok=True)
+                said = f"hpcstrat is built without its {name}: {problem}"
+                self.app.display_warning(said)
+                continue
+            build_data["pure_python"] = False
+            build_data["tag"] = f"cp311-abi3-{_platform_tag()}"
+            build_data["artifacts"].append(f"/hpcstrat/native/{made.name}")
 
 
 def compile_kernel(source: Path, made: Path) -> str:
-    """Compile the kernel; return why that could not be, or nothing."""
+    """Compile a file of C; return why that could not be, or nothing."""
     if os.environ.get("HPCSTRAT_NATIVE", "").strip() == "0":
         return "HPCSTRAT_NATIVE is 0"
     compiler = shlex.split(os.environ.get("CC") or "cc")

@@ -1,7 +1,8 @@
-"""The compiled kernel for sums inside one worker, where it has been built.
+"""Compiled modules, where they have been built: sums in a worker, reading of files.
 
-``kernel.c`` is built when the package is installed, see ``packaging/build_kernel.py``.
-Without a compiler there is none, and NumPy does the same: slower, with the same bits.
+``kernel.c`` and ``reader.c`` are built when the package is installed, see
+``packaging/build_kernel.py``. Without a compiler there are none, and NumPy and Python
+do the same: slower, with the same bits.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["VERSION", "load", "type_codes"]
+__all__ = ["VERSION", "load", "load_reader", "type_codes"]
 
 VERSION = 2
 """Of the kernel that this package knows: one built from another version is not used."""
+
+_READER_VERSION = 1
 
 # By kind and size of a type; as in the table of kernel.c.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
@@ -40,6 +43,18 @@ def load() -> ModuleType | None:
     if getattr(found, "VERSION", None) != VERSION or sys.byteorder != "little":
         return None
     return found
+
+
+def load_reader() -> ModuleType | None:
+    """Return the module that reads rows of files; None where it was not built.
+
+    Not collective.
+    """
+    try:
+        found = importlib.import_module(f"{__name__}.reader")
+    except ImportError:
+        return None
+    return found if getattr(found, "VERSION", None) == _READER_VERSION else None
 
 
 def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:

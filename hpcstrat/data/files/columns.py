@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpcstrat.data.runs import runs_of
+from hpcstrat.native import load_reader
 from hpcstrat.typing import Array
 
 __all__ = [
@@ -30,16 +32,14 @@ __all__ = [
     "SlabColumn",
 ]
 
-# Rows between two runs that are cheaper read than skipped by another system call.
-_MOST_GAP_BYTES = 4096
-# Runs that take longer, besides being copied, come from a disk: the kernel is then told
-# of all runs of a batch before the first is read, and fetches them at the same time.
-_COLD_SECONDS = 6e-6
+# Rows that take longer, besides being copied, come from a disk: the kernel is then told
+# of all rows of a batch before the first is read, and fetches them at the same time.
+_COLD_SECONDS = 2e-6
 _BYTES_PER_SECOND = 2e9
-_FEW_RUNS = 4
-# Linux takes no more vectors, and no more bytes, in one call.
-_MOST_BYTES = 0x7FFFF000
+# Linux takes no more vectors in one call.
 _MOST_VECTORS = 1024
+
+_READER = load_reader()
 
 
 class Column(Protocol):
@@ -138,85 +138,61 @@ class ContiguousColumn:
         self.dtype = self._stored.newbyteorder("=")
         count = int(np.prod(self.shape, dtype=np.int64))
         self._row_bytes = self._stored.itemsize * count
-        self._most_gap = _MOST_GAP_BYTES // max(self._row_bytes, 1)
         self._is_cold = False
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read rows, in increasing order, into an array."""
         if not len(rows) or not self._row_bytes:
             return
-        fd = self._files.get(self._path)
-        ends = np.flatnonzero(np.diff(rows) > self._most_gap + 1) + 1
-        starts = np.concatenate([[0], ends])
-        ends = np.append(ends, len(rows))
-        firsts = self._offset + rows[starts] * self._row_bytes
-        sizes = (rows[ends - 1] + 1) * self._row_bytes + self._offset - firsts
-        runs = list(
-            zip(
-                starts.tolist(),
-                ends.tolist(),
-                firsts.tolist(),
-                sizes.tolist(),
-                strict=True,
-            )
-        )
-        if self._is_cold and len(runs) > _FEW_RUNS:
-            for _, _, place, size in runs:
-                os.posix_fadvise(fd.number, place, size, os.POSIX_FADV_WILLNEED)
+        file = self._files.get(self._path)
+        flat: Any = out.reshape(len(out), -1).view(np.uint8)
+        offsets = rows * self._row_bytes + self._offset
         began = time.perf_counter()
-        self._read_runs(fd.number, runs, rows, out, places)
-        if len(runs) > _FEW_RUNS:
-            seconds = time.perf_counter() - began - out.nbytes / _BYTES_PER_SECOND
-            self._is_cold = seconds / len(runs) > _COLD_SECONDS
+        # Of a file on a disk the kernel is told first which rows will be read.
+        read = _read_rows if _READER is None else _READER.read_rows
+        done = read(file.number, offsets, self._row_bytes, flat, places, self._is_cold)
+        waited = time.perf_counter() - began - flat.nbytes / _BYTES_PER_SECOND
+        self._is_cold = waited > _COLD_SECONDS * len(rows)
+        if done < len(rows):
+            raise ValueError(
+                f"expected row {rows[done]} at {offsets[done]} of {self._path}, found "
+                "the file's end before: it was shortened; make the data set anew"
+            )
         if self._stored != self.dtype and places is None:
             out.byteswap(inplace=True)
         elif self._stored != self.dtype:
             out[places] = out[places].byteswap()
 
-    def _read_runs(
-        self,
-        fd: int,
-        runs: list[tuple[int, int, int, int]],
-        rows: Array,
-        out: Array,
-        places: Array | None,
-    ) -> None:
-        """Read runs: the first and last of their rows, place and size in the file."""
-        flat = out.reshape(len(out), -1).view(np.uint8)
-        lines = memoryview(flat)  # type: ignore[arg-type]
-        # Each row to where it belongs, so that none is copied once more.
-        own = [] if places is None else [lines[n : n + 1] for n in places.tolist()]
-        for start, end, place, size in runs:
-            if size != (end - start) * self._row_bytes:
-                # With rows in between that nobody wants.
-                whole = np.empty((size // self._row_bytes, self._row_bytes), np.uint8)
-                self._read(fd, [whole.data], place)
-                inside = slice(start, end) if places is None else places[start:end]
-                flat[inside] = whole[rows[start:end] - rows[start]]
-            elif places is None:
-                self._read(fd, [lines[start:end]], place)
-            elif end - start <= _MOST_VECTORS and size <= _MOST_BYTES:
-                buffers = own[start:end]
-                if os.preadv(fd, buffers, place) != size:
-                    self._read(fd, buffers, place)
-            else:
-                for number, buffer in enumerate(own[start:end]):
-                    self._read(fd, [buffer], place + number * self._row_bytes)
 
-    def _read(self, fd: int, buffers: list[memoryview], place: int) -> None:
-        """Read what lies behind a place of the file into buffers, one after another."""
-        done = 0
-        for buffer in buffers:
-            flat = buffer.cast("B")
-            # Linux may give less than was asked for, and does at the end of a file.
-            while flat:
-                count = os.preadv(fd, [flat[:_MOST_BYTES]], place + done)
-                if not count:
-                    raise ValueError(
-                        f"expected bytes at {place + done} of {self._path}, found its "
-                        "end before: it was shortened; make the data set anew"
-                    )
-                flat, done = flat[count:], done + count
+def _read_rows(  # noqa: PLR0917 - as of the compiled module
+    fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
+) -> int:
+    """Do what reader.c does; return the rows before the end of the file."""
+    numbers = range(len(offsets)) if places is None else places.tolist()
+    lines = [memoryview(out[number]) for number in numbers]
+    runs = list(runs_of(offsets, row_bytes))
+    for start, end in runs if announces else ():
+        place, size = int(offsets[start]), (end - start) * row_bytes
+        os.posix_fadvise(fd, place, size, os.POSIX_FADV_WILLNEED)
+    for start, end in runs:
+        for first in range(start, end, _MOST_VECTORS):
+            last = min(first + _MOST_VECTORS, end)
+            done = os.preadv(fd, lines[first:last], int(offsets[first]))
+            if done != (last - first) * row_bytes:
+                # Linux may give less than was asked for; the rest row by row.
+                for number in range(first + done // row_bytes, last):
+                    if not _read_row(fd, lines[number], int(offsets[number])):
+                        return number
+    return len(offsets)
+
+
+def _read_row(fd: int, line: memoryview, place: int) -> bool:
+    while line:
+        done = os.preadv(fd, [line], place)
+        if not done:
+            return False
+        line, place = line[done:], place + done
+    return True
 
 
 class SlabCache:

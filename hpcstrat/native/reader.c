@@ -1,0 +1,143 @@
+/* Reads rows of a file into any places of memory, in as few system calls as they need.
+ *
+ * Rows that lie one behind the other in the file, or with small gaps between them, are read by
+ * one preadv, each to where it belongs. All of a batch is read without the interpreter lock. No
+ * MPI, and nothing of NumPy but its buffers in here.
+ */
+#define _GNU_SOURCE
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+/* Of Linux: so many vectors, and so many bytes, in one call. */
+enum { MOST_VECTORS = 1024, MOST_GAP = 4096 };
+static const int64_t MOST_BYTES = 0x7ffff000;
+
+typedef struct {
+    int fd;
+    const int64_t *offsets, *places;
+    int64_t rows, row_bytes;
+    char *out;
+} request;
+
+/* Return the row behind the run that begins at one: what may be read at once, and its vectors. */
+static int64_t run(const request *r, int64_t first, struct iovec *vectors, int *used) {
+    static char gap_bytes[MOST_GAP];
+    int64_t end = r->offsets[first], total = 0, row = first;
+    int count = 0;
+    for (; row < r->rows; row++) {
+        int64_t gap = r->offsets[row] - end;
+        if (gap > MOST_GAP || gap < 0 || count + 2 > MOST_VECTORS) break;
+        if (row > first && total + gap + r->row_bytes > MOST_BYTES) break;
+        if (gap) vectors[count++] = (struct iovec){gap_bytes, (size_t)gap};
+        char *place = r->out + (r->places ? r->places[row] : row) * r->row_bytes;
+        struct iovec *last = count && !gap ? vectors + count - 1 : NULL;
+        if (last && (char *)last->iov_base + last->iov_len == place)
+            last->iov_len += (size_t)r->row_bytes;
+        else
+            vectors[count++] = (struct iovec){place, (size_t)r->row_bytes};
+        end += gap + r->row_bytes;
+        total += gap + r->row_bytes;
+    }
+    *used = count;
+    return row;
+}
+
+/* Read all bytes of some vectors; return 1, 0 at the end of the file, or -1 with errno. */
+static int fill(int fd, struct iovec *vectors, int count, int64_t offset) {
+    while (count) {
+        ssize_t got = preadv(fd, vectors, count, offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return (int)got;
+        offset += got;
+        while (count && (size_t)got >= vectors->iov_len) {
+            got -= (ssize_t)vectors->iov_len;
+            vectors++, count--;
+        }
+        if (count) {
+            vectors->iov_base = (char *)vectors->iov_base + got;
+            vectors->iov_len -= (size_t)got;
+        }
+    }
+    return 1;
+}
+
+/* Read all rows; return how many there are up to the end of the file, or -1 with errno. */
+static int64_t read_all(const request *r, int announces) {
+    struct iovec vectors[MOST_VECTORS];
+    int count;
+    for (int64_t row = 0, next; announces && row < r->rows; row = next) {
+        next = run(r, row, vectors, &count);
+        int64_t end = r->offsets[next - 1] + r->row_bytes;
+        posix_fadvise(r->fd, r->offsets[row], end - r->offsets[row], POSIX_FADV_WILLNEED);
+    }
+    for (int64_t row = 0, next; row < r->rows; row = next) {
+        next = run(r, row, vectors, &count);
+        int done = fill(r->fd, vectors, count, r->offsets[row]);
+        if (done < 0) return -1;
+        if (!done) return row;
+    }
+    return r->rows;
+}
+
+/* Whether the request stays within its buffers; sets an error where not. */
+static int is_sound(const request *r, Py_ssize_t out_bytes) {
+    int64_t room = r->row_bytes > 0 ? out_bytes / r->row_bytes : 0;
+    for (int64_t row = 0; row < r->rows; row++) {
+        int64_t place = r->places ? r->places[row] : row;
+        int increases = !row || r->offsets[row] >= r->offsets[row - 1] + r->row_bytes;
+        if (place >= 0 && place < room && r->offsets[row] >= 0 && increases) continue;
+        PyErr_SetString(PyExc_ValueError, "expected increasing offsets and places inside");
+        return 0;
+    }
+    return 1;
+}
+
+/* read_rows(fd, offsets, row_bytes, out, places, announces) -> rows before the end of the file.
+ * ``offsets`` and ``places`` (None: one after another) are int64, ``out`` bytes. With
+ * ``announces`` the kernel is told of all rows before the first is read. */
+static PyObject *read_rows(PyObject *Py_UNUSED(self), PyObject *args) {
+    int fd, announces;
+    long long row_bytes;
+    PyObject *offsets_of, *out_of, *places_of;
+    if (!PyArg_ParseTuple(args, "iOLOOp", &fd, &offsets_of, &row_bytes, &out_of, &places_of,
+                          &announces))
+        return NULL;
+    Py_buffer offsets, out, places = {.buf = NULL};
+    if (PyObject_GetBuffer(offsets_of, &offsets, PyBUF_SIMPLE)) return NULL;
+    PyObject *result = NULL;
+    if (PyObject_GetBuffer(out_of, &out, PyBUF_WRITABLE)) goto without_out;
+    int has_places = places_of != Py_None;
+    if (has_places && PyObject_GetBuffer(places_of, &places, PyBUF_SIMPLE)) goto without_places;
+    request r = {fd, offsets.buf, places.buf, offsets.len / 8, row_bytes, out.buf};
+    if (has_places && places.len != offsets.len) {
+        PyErr_SetString(PyExc_ValueError, "expected as many places as offsets");
+    } else if (is_sound(&r, out.len)) {
+        int64_t done;
+        Py_BEGIN_ALLOW_THREADS done = read_all(&r, announces);
+        Py_END_ALLOW_THREADS result =
+            done < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(done);
+    }
+    if (has_places) PyBuffer_Release(&places);
+without_places:
+    PyBuffer_Release(&out);
+without_out:
+    PyBuffer_Release(&offsets);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"read_rows", read_rows, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "reader", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_reader(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "VERSION", 1)) Py_CLEAR(made);
+    return made;
+}
