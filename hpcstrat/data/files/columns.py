@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.data.runs import runs_of
 from hpcstrat.native import load_reader
 from hpcstrat.typing import Array
@@ -201,8 +202,10 @@ class SlabCache:
     Threads that want the same one at the same time wait for the first.
     """
 
-    def __init__(self, most_bytes: int = 256 << 20) -> None:
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
+        # Page faults of fresh memory cost as much as unpacking a slab into it.
+        self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -223,6 +226,11 @@ class SlabCache:
                 found = load()
                 self._keep(key, found)
         return found
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return memory for a slab, of one that is not kept any more."""
+        with self._lock:
+            return self._memory.empty(shape, dtype)
 
     def _keep(self, key: Any, slab: Array) -> None:
         with self._lock:

@@ -78,7 +78,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
     unpack = _unpacking(properties, dtype) if dataset.chunks else None
     if unpack is None or not num_rows:
         return _through_h5py(dataset, path, files, cache)
-    chunks = _Chunks(dataset, path, files, unpack)
+    chunks = _Chunks(dataset, path, files, cache, unpack)
     if not chunks.are_plain:
         return _through_h5py(dataset, path, files, cache)
     return SlabColumn(
@@ -183,9 +183,11 @@ class _Chunks:
         dataset: Any,
         path: str,
         files: OpenFiles,
+        cache: SlabCache,
         unpack: Callable[[bytes, Array], None],
     ) -> None:
         self._path, self._files, self._unpack = path, files, unpack
+        self._cache = cache
         self._chunk = dataset.chunks
         self._shape, self._dtype = dataset.shape, dataset.dtype
         self._fill = dataset.fillvalue
@@ -231,7 +233,7 @@ class _Chunks:
                 f"expected a chunk of {size} bytes at {offset} of {self._path}, found "
                 f"{len(packed)}: the file was shortened; make the data set anew"
             )
-        chunk = np.empty(self._chunk, self._dtype)
+        chunk = self._cache.empty(self._chunk, self._dtype)
         try:
             self._unpack(packed, chunk.reshape(-1).view(np.uint8))
         # Each library has errors of its own.
