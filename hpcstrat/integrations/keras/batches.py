@@ -7,6 +7,7 @@ import copy
 import keras
 
 from hpcstrat.data import Dataset
+from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import Columns, open_source
 from hpcstrat.strategies import Strategy, get_strategy
@@ -80,10 +81,47 @@ class Batches(keras.utils.PyDataset):
             seed=seed,
             drop_remainder=drop_remainder,
         )
-        self._batch_size = batch_size
         # Whose rows come next; set by `distribute`'s fit.
         self.epoch = 0
         self._steps: int | None = None
+
+    @classmethod
+    def of(cls, dataset: Dataset, strategy: Strategy | None = None) -> Batches:
+        """Return the batches of a data set of inputs and targets.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            Of ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, in global batches, with
+            random access.
+        strategy : Strategy, optional
+            Whose replicas; default: the current one.
+
+        Returns
+        -------
+        Batches
+            Of the same rows in the same order.
+
+        Raises
+        ------
+        ValueError
+            If it is not in batches, or has no random access.
+        """
+        if not isinstance(dataset.stage, Batched):
+            raise ValueError(
+                "expected a data set with random access in global batches, found "
+                f"{dataset!r}; call batch(), and leave out filter, interleave and the "
+                "like, or write a loop over strategy.experimental_distribute_dataset"
+            )
+        batches = cls.__new__(cls)
+        keras.utils.PyDataset.__init__(batches)
+        batches.x = None
+        batches.distribute_strategy = strategy or get_strategy()
+        batches.dataset = dataset
+        batches.epoch, batches._steps = 0, None
+        return batches
 
     def with_steps(self, steps: int | None) -> Batches:
         """Return one whose epochs have so many steps, and go on where one ended.
@@ -106,18 +144,29 @@ class Batches(keras.utils.PyDataset):
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
+        if self._steps is None and self.dataset.cardinality() < 0:
+            raise ValueError(
+                "expected steps_per_epoch for a data set without an end, found none; "
+                "pass it to fit, or leave out repeat()"
+            )
         return self._steps or len(self.dataset)
 
     def __getitem__(self, index: int) -> Tree:
         """Return this replica's rows of a global batch, which may be none."""
-        dataset, strategy = self.dataset, self.distribute_strategy
-        number = self.epoch * len(self) + index
-        epoch, batch = divmod(number, len(dataset))
-        start = batch * self._batch_size
-        size = min(self._batch_size, dataset.num_rows - start)
+        stage, strategy = self._stage, self.distribute_strategy
+        epoch, batch = 0, self.epoch * len(self) + index
+        if stage.cardinality >= 0:
+            epoch, batch = divmod(batch, stage.cardinality)
+        start = stage.rows_before(batch)
+        size = stage.stop(start) - start
         first, last = share(size, strategy.num_replicas_in_sync, strategy.replica_id)
-        rows = dataset.rows(epoch, start + first, start + last)
-        return writable(dataset.columns.read(rows))
+        return writable(stage.read(epoch, start, first, last))
+
+    @property
+    def _stage(self) -> Batched:
+        stage = self.dataset.stage
+        assert isinstance(stage, Batched)
+        return stage
 
 
 def columns_of(data: Tree) -> Columns | None:

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 
+from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import open_source
 from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
@@ -222,6 +224,8 @@ class _Distributed:
 
     def _predict(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         x, steps = given["x"], given.get("steps")
+        if isinstance(x, Dataset):
+            return self._predict_batches(x, steps)
         if isinstance(x, Batches):
             given["batch_size"], x = x.dataset.batch_size, x.x
         columns = columns_of(x)
@@ -236,6 +240,14 @@ class _Distributed:
         return self._of_own_rows(
             columns, lambda rows: inner(**self._quiet({**given, "x": rows}))
         )
+
+    def _predict_batches(self, dataset: Dataset, steps: int | None) -> Any:
+        """Return the predictions of all batches of a data set."""
+        found = []
+        for batch in dataset.take(-1 if steps is None else steps):
+            x = batch[0] if isinstance(batch, tuple) else batch
+            found.append(self.model.predict_on_batch(x))
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
 
     def _predict_on_batch(
         self, inner: Callable[..., Any], given: dict[str, Any]
@@ -279,6 +291,9 @@ class _Distributed:
     def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
         """Replace arrays among arguments by their batches."""
         data = {name: given[name] for name in _DATA if given.get(name) is not None}
+        if isinstance(data["x"], Dataset):
+            data["x"] = Batches.of(data["x"], self.strategy)
+            given.pop("batch_size", None)
         if isinstance(data["x"], Batches):
             given["x"] = data["x"].with_steps(given.pop(steps, None))
         elif columns_of(data) is not None:

@@ -357,6 +357,41 @@ def test_steps_of_an_epoch_are_those_that_are_asked_for(strategy: Any) -> None:
     _expect(_weights(again), _weights(model), 0)
 
 
+def test_chains_of_data_sets_are_global_batches(strategy: Any) -> None:
+    """As `Batches` of the same rows: an epoch each, or parts of one without an end."""
+    chain = hs.Dataset.from_tensor_slices((X, Y)).shuffle(seed=5).batch(SIZE)
+    found = []
+    for data in (
+        hsk.Batches(X, Y, batch_size=SIZE, strategy=strategy, shuffle=True, seed=5),
+        chain,
+        chain.prefetch(2),
+    ):
+        model = hsk.distribute(_model(), strategy)
+        given = {} if isinstance(data, hsk.Batches) else {"validation_data": chain}
+        history = model.fit(data, epochs=3, verbose=0, **given).history
+        assert not given or len(history["val_loss"]) == 3
+        found.append(_weights(model, strategy))
+    _expect(found[1], found[0], 0)
+    _expect(found[2], found[0], 0)
+    model = hsk.distribute(_model(), strategy)
+    endless = hs.Dataset.from_tensor_slices((X, Y)).shuffle(seed=5).repeat().batch(SIZE)
+    history = model.fit(endless, epochs=2, steps_per_epoch=3, verbose=0).history
+    assert len(history["loss"]) == 2
+    batches = hs.Dataset.from_tensor_slices(X).batch(SIZE)
+    _expect([model.predict(batches)], [model.predict(X)])
+    pairs = hs.Dataset.from_tensor_slices((X, Y)).batch(SIZE)
+    np.testing.assert_allclose(
+        model.evaluate(pairs, verbose=0), model.evaluate(X, Y, SIZE, verbose=0), 1e-5
+    )
+    for bad, message in (
+        (hs.Dataset.from_tensor_slices((X, Y)), "call batch"),
+        (hs.Dataset.from_tensor_slices((X, Y)).filter(bool).batch(4), "leave out"),
+        (endless, "steps_per_epoch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.fit(bad, verbose=0)
+
+
 def test_data_of_the_programs_own_are_shares(strategy: Any) -> None:
     """Of any number of rows; predictions come in replica order."""
     model = hsk.distribute(_model(), strategy)
