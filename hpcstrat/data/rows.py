@@ -173,6 +173,11 @@ class SourceRows(Rows):
         """Read rows; slices of arrays in memory are views that cannot be written."""
         return self.columns.read(places)
 
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read rows one by one, where they are items that may differ in shape."""
+        found = self.columns.elements(places)
+        return super().elements(places, epoch) if found is None else found
+
     def describe(self) -> str:
         """Return number and types of the rows."""
         return self.columns.describe()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.data.elements import stack
 from hpcstrat.data.runs import runs_of
 from hpcstrat.tree import flatten, is_leaf, unflatten
 from hpcstrat.typing import Array, Tree
@@ -58,6 +59,13 @@ class Columns:
         ]
         return unflatten(self.structure, parts)
 
+    def elements(self, rows: Array | slice) -> list[Tree] | None:
+        """Read items, which may differ in shape; None where there are other columns."""
+        (*others, first) = self.columns
+        if others or not isinstance(first, _Items):
+            return None
+        return [unflatten(self.structure, [item]) for item in first.elements(rows)]
+
     def describe(self) -> str:
         """Say what the columns are, for the agreement between ranks."""
         kinds = []
@@ -79,7 +87,7 @@ class _Items:
 
     def __init__(self, items: Any) -> None:
         self._items = items
-        leaves, self._structure = flatten(items[0])
+        leaves, self._structure = flatten(_as_item(items[0]))
         self._empty = [as_array(leaf)[np.newaxis][:0] for leaf in leaves]
 
     def __len__(self) -> int:
@@ -89,25 +97,52 @@ class _Items:
         kinds = [f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in self._empty]
         return f"items of {', '.join(kinds)}"
 
-    def read(self, rows: Array | slice) -> Tree:
-        """Read items one by one, and stack each of their arrays."""
+    def elements(self, rows: Array | slice) -> list[Tree]:
+        """Read items, whose arrays may differ in shape."""
         if isinstance(rows, slice):
             indices = list(range(*rows.indices(len(self))))
         else:
             indices = rows.tolist()
-        columns: list[list[Any]] = [[] for _ in self._empty]
-        for index in indices:
-            leaves, structure = flatten(self._items[index])
+        # Some libraries read several items faster than one by one.
+        at_once = getattr(self._items, "__getitems__", None)
+        found = at_once(indices) if at_once and indices else map(self._item, indices)
+        items = []
+        for index, item in zip(indices, found, strict=True):
+            leaves, structure = flatten(_as_item(item))
             if structure != self._structure:
                 raise ValueError(
                     f"expected items of the structure {self._structure}, as item 0, "
                     f"found {structure} in item {index}; give all the same"
                 )
-            for column, leaf in zip(columns, leaves, strict=True):
-                column.append(as_array(leaf))
-        if not indices:
-            return unflatten(self._structure, self._empty)
-        return unflatten(self._structure, [np.stack(column) for column in columns])
+            items.append(unflatten(structure, list(map(as_array, leaves))))
+        return items
+
+    def _item(self, index: int) -> Any:
+        return self._items[index]
+
+    def read(self, rows: Array | slice) -> Tree:
+        """Read items, and stack each of their arrays."""
+        items = self.elements(rows)
+        return stack(items) if items else unflatten(self._structure, self._empty)
+
+
+def _as_item(item: Any) -> Any:
+    """Return an item with lists of numbers as arrays, such as tokens of a text."""
+    if isinstance(item, list) and item and all(map(_is_plain, item)):
+        return as_array(item)
+    if isinstance(item, list):
+        return [_as_item(part) for part in item]
+    if isinstance(item, dict):
+        return type(item)({key: _as_item(part) for key, part in item.items()})
+    if type(item) is tuple:
+        return tuple(_as_item(part) for part in item)
+    return item
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, np.generic))
 
 
 def _taken(column: Array, places: Array | slice) -> Array:
@@ -178,8 +213,10 @@ def _column(leaf: Any) -> Any:
     """Return a leaf as a column: an array, a sequence, or items of a structure."""
     if not (hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")):
         return as_array(leaf)
-    # What has a dtype or a shape is an array, even if its first row cannot be read.
-    if hasattr(leaf, "dtype") or hasattr(leaf, "shape"):
+    # What has a dtype or a shape is an array, even if its first row cannot be read;
+    # tables that read several rows at once, such as Hugging Face's, have a shape, too.
+    is_table = hasattr(leaf, "__getitems__")
+    if hasattr(leaf, "dtype") or (hasattr(leaf, "shape") and not is_table):
         return leaf
     return leaf if not len(leaf) or is_leaf(leaf[0]) else _Items(leaf)
 

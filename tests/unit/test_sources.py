@@ -76,6 +76,37 @@ def test_batches_of_items_have_one_layout(shuffle: bool) -> None:
         np.testing.assert_array_equal(row[:, 0], rest["label"])
 
 
+class _Table:
+    """Items with lists, as a table of Hugging Face gives them; it counts its calls."""
+
+    shape = (5, 2)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"tokens": list(range(index + 1)), "label": index}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        self.calls += 1
+        return [self[index] for index in indices]
+
+
+def test_items_may_have_lists_of_any_length() -> None:
+    table = _Table()
+    rows = Dataset(table)
+    batches = list(rows.map(lambda item: item["tokens"]).padded_batch(3))
+    assert batches[1].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4]]
+    labels = Dataset(table).map(lambda item: item["label"]).batch(5)
+    assert next(iter(labels)).tolist() == [0, 1, 2, 3, 4]
+    assert table.calls > 0
+    with pytest.raises(ValueError, match="use padded_batch"):
+        next(iter(rows.batch(2)))
+
+
 def test_item_of_another_structure_is_refused() -> None:
     columns = open_source([[np.zeros(2)], [np.zeros(2)]])
     assert columns.num_rows == 2

@@ -114,3 +114,80 @@ def test_a_file_that_is_shortened_is_an_error_on_all_and_the_rest_is_read(
         assert isinstance(found[6], str)
         assert next(iterator, None) is None
         assert_usable(strategy, job)
+
+
+def _as_netcdf(folder: Path, x: Any, y: Any) -> Any:
+    """Write 24 files of months, packed, as ERA5 comes."""
+    import netCDF4
+
+    for month, rows in enumerate(np.array_split(np.arange(len(x)), 24)):
+        with netCDF4.Dataset(folder / f"era5-{month:02}.nc", "w") as file:
+            file.createDimension("time", None)
+            file.createDimension("level", x.shape[1])
+            file.createVariable("time", "f8", ("time",))[:] = rows
+            file.createVariable("level", "f4", ("level",))[:] = np.arange(x.shape[1])
+            packed = file.createVariable("x", "i2", ("time", "level"), zlib=True)
+            packed.scale_factor, packed.add_offset = 0.5, 10.0
+            packed[:] = x[rows]
+            file.createVariable("y", "f4", ("time",), zlib=True)[:] = y[rows]
+    return str(folder / "era5-*.nc")
+
+
+def _as_zarr(folder: Path, x: Any, y: Any) -> Any:
+    import zarr
+
+    store = zarr.open_group(str(folder / "store.zarr"), mode="w")
+    store.create_array("x", data=x, chunks=(7, 2))
+    store.create_array("y", data=y, chunks=(20,))
+    return folder / "store.zarr"
+
+
+def _as_parquet(folder: Path, x: Any, y: Any) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    for number, rows in enumerate(np.array_split(np.arange(len(x)), 5)):
+        table = pyarrow.table({"x": list(x[rows]), "y": y[rows]})
+        parquet.write_table(table, folder / f"{number}.parquet", row_group_size=9)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(_as_netcdf, marks=pytest.mark.framework("netCDF4")),
+        pytest.param(_as_zarr, marks=pytest.mark.framework("zarr")),
+        pytest.param(_as_parquet, marks=pytest.mark.framework("pyarrow")),
+    ],
+)
+def test_files_of_other_libraries_train(
+    strategy: Any, job: Any, folder: Path, write: Any
+) -> None:
+    """A linear model, as one process would train it on the arrays."""
+    rng = np.random.default_rng(0)
+    x = (rng.integers(0, 40, (96, 3)) / 2).astype(np.float32)
+    y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)
+    paths = job.bcast(write(folder, x, y) if job.rank == 0 else None)
+    with strategy.scope():
+        weights = hs.Variable(np.zeros(3), name="weights")
+        optimizer = hs.optimizers.SGD(1e-3)
+
+    def train_step(batch: Any) -> None:
+        error = batch["x"] @ weights.numpy() - batch["y"]
+        optimizer.apply_gradients([(batch["x"].T @ error / 16, weights)])
+
+    dataset = (
+        hs.Dataset.from_files(paths).shuffle(blocks=8, seed=1).batch(16).prefetch(2)
+    )
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(3):
+        for batch in distributed:
+            strategy.run(train_step, args=(batch,))
+    expected = np.zeros(3)
+    alone = hs.Dataset.from_tensor_slices({"x": x, "y": y}).shuffle(blocks=8, seed=1)
+    alone = alone.batch(16)
+    for _ in range(3):
+        for batch in alone:
+            error = batch["x"] @ expected - batch["y"]
+            expected -= 1e-3 * batch["x"].T @ error / 16
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
