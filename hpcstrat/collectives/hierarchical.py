@@ -21,12 +21,11 @@ from hpcstrat.arrays.packing import Run
 from hpcstrat.channel.awaited import Awaits
 from hpcstrat.channel.channel import Channel
 from hpcstrat.collectives.exchanged import exchanged_sum, rounded_sum
-from hpcstrat.collectives.pipeline import Pipeline
 from hpcstrat.collectives.shared_memory import reduce_in_memory
 from hpcstrat.collectives.work import Work
 from hpcstrat.typing import Array
 
-__all__ = ["reduce_hierarchically", "sum_over_workers"]
+__all__ = ["reduce_hierarchically"]
 
 
 def reduce_hierarchically(
@@ -56,22 +55,3 @@ def _over_workers(
     if wire_dtype is not None and not exact:
         return rounded_sum(segment, comm, wire_dtype)
     return exchanged_sum(segment, segment, comm)
-
-
-def sum_over_workers(
-    work: Work,
-    channel: Channel,
-    wire_dtype: np.dtype[Any] | None,
-    segments: list[tuple[Run, Array]],
-) -> Awaits:
-    """Sum segments over the workers, in place.
-
-    Collective over ``topology.cross_worker_comm``. ``segments`` are this rank's, in
-    memory of the host, each with the run of ``work`` to which it belongs.
-    """
-    pipeline = Pipeline()
-    flows = [
-        pipeline.begin(_over_workers(work, channel, wire_dtype, run, segment))
-        for run, segment in segments
-    ]
-    yield from flows

@@ -6,14 +6,12 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpcstrat.gpu import library
-from hpcstrat.gpu.device_memory import shareable_memory
 from hpcstrat.gpu.probe import probe
-from hpcstrat.gpu.streams import ForeignMark, Mark
 from hpcstrat.logs import get_logger
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ability", "Capabilities", "gather"]
 
-_TRIAL_BYTES = 4096
 # NCCL refuses two ranks on one GPU before this, and later unless it is told not to
 # (its user guide, section "Environment Variables").
 _NCCL_THAT_SHARES = (2, 30)
@@ -46,11 +43,7 @@ class Capabilities:
     """What all ranks of a topology can do with the memory of their GPUs."""
 
     nccl: Ability
-    # The ranks of each worker can open each other's memory (CUDA IPC), and wait for
-    # each other's events.
-    peer: Ability
-    peer_events: Ability
-    # MPI takes such memory point to point, in MPI_Bcast, in MPI_Allreduce.
+    # MPI takes memory of GPUs point to point, in MPI_Bcast, in MPI_Allreduce.
     mpi_sendrecv: Ability
     mpi_broadcast: Ability
     mpi_allreduce: Ability
@@ -78,15 +71,11 @@ def gather(topology: Topology) -> Capabilities:
     shares = topology.replica_comm.allreduce(int(topology.shares_gpu))
     own = [
         _guarded(topology, lambda: _nccl(topology.nccl, bool(shares))),
-        _peers(topology),
-        _peer_events(topology),
         *_mpi(topology),
     ]
-    nccl, peer, events, sendrecv, broadcast, allreduce = _agree(topology, own)
+    nccl, sendrecv, broadcast, allreduce = _agree(topology, own)
     found = Capabilities(
         nccl=nccl,
-        peer=peer,
-        peer_events=events,
         mpi_sendrecv=sendrecv,
         mpi_broadcast=broadcast,
         mpi_allreduce=allreduce,
@@ -150,129 +139,6 @@ def _nccl(wanted: bool, shares: bool) -> _Found:
             f"{_LET_NCCL_SHARE}=1"
         )
     return True, f"NCCL {version}"
-
-
-# CUDA IPC: the ranks of a worker open each other's memory.
-
-
-def _peers(topology: Topology) -> _Found:
-    """Return whether this rank can read memory of all others of its worker."""
-    comm = topology.worker_comm
-    memory: list[Any] = []
-    offer: Any = None
-    ok, reason = _guarded(topology, lambda: _offer(memory, comm.rank))
-    if ok and topology.gpu is not None:
-        runtime = _runtime()
-        offer = runtime.ipcGetMemHandle(memory[0].data.ptr), topology.gpu.pci_bus_id
-    offers = comm.allgather(offer)
-    # A rank that offers nothing says why.
-    if ok and None not in offers:
-        ok, reason = _guarded(topology, lambda: _open(offers, comm.rank))
-    # The memory is freed when all have looked at it.
-    comm.Barrier()
-    return ok, reason
-
-
-def _peer_events(topology: Topology) -> _Found:
-    """Return whether this rank can wait for events of all others of its worker."""
-    comm = topology.worker_comm
-    marks: list[Mark] = []
-    ok, reason = _guarded(topology, lambda: _offer_mark(marks))
-    handles = comm.allgather(marks[0].handle() if ok else None)
-    if ok and None not in handles:
-        others = [h for rank, h in enumerate(handles) if rank != comm.rank]
-        ok, reason = _guarded(topology, lambda: _join_marks(others))
-    # An event lives as long as the process that made it says.
-    comm.Barrier()
-    return ok, reason
-
-
-def _offer_mark(marks: list[Mark]) -> _Found:
-    mark = Mark(shared=True).record()
-    mark.handle()
-    marks.append(mark)
-    return True, ""
-
-
-def _join_marks(handles: list[bytes]) -> _Found:
-    import cupy
-
-    stream = cupy.cuda.get_current_stream()
-    for handle in handles:
-        mark = ForeignMark(handle)
-        mark.join(stream)
-        mark.close()
-    # The others destroy their events after this.
-    stream.synchronize()
-    return True, "events were shared"
-
-
-def _runtime() -> Any:
-    import cupy
-
-    return cupy.cuda.runtime
-
-
-def _pattern(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes that a rank of a worker offers."""
-    return np.arange(_TRIAL_BYTES, dtype=np.int64).astype(np.uint8) + np.uint8(rank)
-
-
-def _offer(memory: list[Any], rank: int) -> _Found:
-    """Lay a pattern in this rank's memory."""
-    runtime = _runtime()
-    memory.append(shareable_memory(_TRIAL_BYTES))
-    pattern, pointer = _pattern(rank), memory[0].data.ptr
-    runtime.memcpy(
-        pointer, pattern.ctypes.data, _TRIAL_BYTES, runtime.memcpyHostToDevice
-    )
-    # The copy returns when pageable memory has been read, not when it has arrived (CUDA
-    # Runtime API, section "API synchronization behavior").
-    runtime.streamSynchronize(0)
-    runtime.ipcGetMemHandle(pointer)
-    return True, ""
-
-
-def _open(offers: list[Any], own: int) -> _Found:
-    """Compare the memory of the others with what must be there."""
-    runtime = _runtime()
-    for rank, (handle, bus_id) in enumerate(offers):
-        if rank == own:
-            continue
-        if reason := _no_access(runtime, bus_id):
-            return False, f"{reason}, that of rank {rank} of the worker"
-        try:
-            pointer = runtime.ipcOpenMemHandle(handle)
-        except Exception as error:
-            return False, (
-                f"memory of GPU {bus_id} (rank {rank} of the worker) cannot be opened: "
-                f"{error}; ranks that see all GPUs of their host may do so (srun "
-                "--gpu-bind=none)"
-            )
-        seen = np.empty(_TRIAL_BYTES, np.uint8)
-        try:
-            runtime.memcpy(
-                seen.ctypes.data, pointer, _TRIAL_BYTES, runtime.memcpyDeviceToHost
-            )
-        finally:
-            runtime.ipcCloseMemHandle(pointer)
-        if not np.array_equal(seen, _pattern(rank)):
-            return False, f"memory of GPU {bus_id} has other bytes than were written"
-    words = "CUDA IPC was tried" if len(offers) > 1 else "one rank per worker"
-    return True, words
-
-
-def _no_access(runtime: Any, bus_id: str) -> str:
-    """Say why this GPU cannot read another; empty if it can, or that is unknown."""
-    try:
-        other = runtime.deviceGetByPCIBusId(bus_id)
-    except Exception:
-        # Not visible to this process, which is no obstacle since CUDA 10.1.
-        return ""
-    own = runtime.getDevice()
-    if other == own or runtime.deviceCanAccessPeer(own, other):
-        return ""
-    return f"this GPU has no peer access to GPU {bus_id}"
 
 
 # MPI: what the probe has found out.

@@ -11,22 +11,15 @@ from hpcstrat.typing import Array
 
 __all__ = [
     "Buffers",
-    "close_memory",
-    "memory_handle",
-    "open_memory",
     "pinned_memory",
     "plain_memory",
     "register_host",
     "rounded",
-    "shareable_memory",
     "unregister_host",
 ]
 
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
-# CUDA may make smaller allocations parts of one block, all of which another process
-# opens with one of them (CUDA C++ Programming Guide, "Interprocess Communication").
-_BLOCK_BYTES = 2 << 20
 
 
 def plain_memory(nbytes: int) -> Any:
@@ -47,36 +40,6 @@ def plain_memory(nbytes: int) -> Any:
         memory = cupy.cuda.Memory(nbytes)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     return cupy.ndarray((nbytes,), np.uint8, memptr=pointer)
-
-
-def shareable_memory(nbytes: int) -> Any:
-    """Return `plain_memory` in which nothing else lies, for other processes to open."""
-    return plain_memory(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
-
-
-def memory_handle(array: Any) -> bytes:
-    """Return the 64 bytes that open all of a `shareable_memory` in another process."""
-    from cupy.cuda import runtime
-
-    return bytes(runtime.ipcGetMemHandle(array.data.ptr))
-
-
-def open_memory(handle: bytes) -> int:
-    """Open memory of another process of this node, on whichever of its GPUs.
-
-    Returns its address here until `close_memory`; the other process must not free it
-    before. GPUs that can reach each other do so from here on.
-    """
-    from cupy.cuda import runtime
-
-    return int(runtime.ipcOpenMemHandle(handle))
-
-
-def close_memory(address: int) -> None:
-    """Close memory of another process; all work that uses it has been done."""
-    from cupy.cuda import runtime
-
-    runtime.ipcCloseMemHandle(address)
 
 
 def pinned_memory(nbytes: int) -> Array:

@@ -38,7 +38,6 @@ __all__ = [
     "MOST_TERMS",
     "OPTIONS",
     "add",
-    "combine",
     "pack",
     "prepare",
     "reserve",
@@ -163,20 +162,6 @@ def unpack(
     the wire, ``dtype``. Integers are not divided.
     """
     buffers = segments_table(segments)
-    _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
-
-
-def combine(
-    pointers: Sequence[int],
-    spans: Sequence[Span],
-    results: Sequence[Any],
-    stream: Any,
-    *,
-    dtype: np.dtype[Any],
-    divisor: int = 0,
-) -> None:
-    """Add buffers in their order, at most MOST_TERMS, and `unpack` the sum."""
-    buffers = terms_table(pointers)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
 
 

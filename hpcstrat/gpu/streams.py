@@ -14,27 +14,20 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-__all__ = ["Done", "ForeignMark", "Lane", "Mark"]
+__all__ = ["Done", "Lane", "Mark"]
 
 # cudaErrorNotReady, for which CuPy has no name.
 _NOT_READY = 600
 
 
 class Mark:
-    """A point in the work of a stream of the current device, for which others can wait.
+    """A point in the work of a stream of the current device, for which others wait."""
 
-    Other processes can open it by its `handle` where it is ``shared``.
-    """
-
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self) -> None:
         import cupy
 
         self._cuda = cupy.cuda
-        self.event = cupy.cuda.Event(disable_timing=True, interprocess=shared)
-
-    def handle(self) -> bytes:
-        """Return the 64 bytes by which another process opens a mark: `ForeignMark`."""
-        return bytes(self._cuda.runtime.ipcGetEventHandle(self.event.ptr))
+        self.event = cupy.cuda.Event(disable_timing=True)
 
     def record(self, stream: Any = None) -> Mark:
         """Mark the end of what a stream, by default the current, has been given."""
@@ -55,29 +48,6 @@ class Mark:
         if status not in (0, _NOT_READY):
             raise self._cuda.runtime.CUDARuntimeError(status)
         return bool(status == 0)
-
-
-class ForeignMark:
-    """A mark that another process of this node records."""
-
-    def __init__(self, handle: bytes) -> None:
-        from cupy.cuda import runtime
-
-        self._runtime = runtime
-        self._event = runtime.ipcOpenEventHandle(handle)
-
-    def join(self, stream: Any) -> None:
-        """Let what a stream is given from here on run after the mark; the host goes on.
-
-        A mark that its process has not recorded yet is not waited for.
-        """
-        self._runtime.streamWaitEvent(stream.ptr, self._event)
-
-    def close(self) -> None:
-        """Let go of it; a second call does nothing."""
-        if self._event:
-            self._runtime.eventDestroy(self._event)
-            self._event = 0
 
 
 class Done:

@@ -201,17 +201,8 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     """Reduction through memory that the replicas of one worker share.
 
     The sums are those of adding the replicas' values in their order, whatever the
-    number of pieces. Of arrays on GPUs that read each other's memory: there.
+    number of pieces. Arrays on GPUs go by way of it.
     """
-
-    def _on_gpu(
-        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
-    ) -> Choice:
-        from hpcstrat.gpu.transports import transport_select
-
-        if group.topology.num_workers == 1 and group.capabilities.peer:
-            return transport_select.peer(group, options)
-        return super()._on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -264,18 +255,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         _check_num_packs(num_packs)
-
-    def _on_gpu(
-        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
-    ) -> Choice:
-        from hpcstrat.gpu.transports import transport_select
-
-        able = group.capabilities
-        if group.topology.num_workers > 1 and (able.peer or able.nccl):
-            return transport_select.hierarchical(group, options)
-        if group.topology.num_workers == 1 and able.peer:
-            return transport_select.peer(group, options)
-        return super()._on_gpu(nbytes, group, options)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions

@@ -48,9 +48,7 @@ def test_abilities_are_the_same_on_all_ranks(strategy: Any) -> None:
         == [able] * strategy.num_replicas_in_sync
     )
     assert able.num_gpus == strategy.num_replicas_in_sync
-    assert able.peer
-    assert "CUDA IPC" in able.peer.reason or "one rank" in able.peer.reason
-    assert len(able.explain().splitlines()) == 7
+    assert len(able.explain().splitlines()) == 5
 
 
 def test_gpus_are_named_in_any_order(alone: Any) -> None:

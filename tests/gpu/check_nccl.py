@@ -17,7 +17,7 @@ from hpcstrat.gpu.streams import Lane
 from hpcstrat.gpu.transports import nccl_waiting
 from hpcstrat.gpu.transports.device_reduction import reduce_on_device
 from hpcstrat.gpu.transports.nccl_group import NcclGroup, nccl_failure
-from hpcstrat.gpu.transports.nccl_transport import NcclTransport, NcclWorker
+from hpcstrat.gpu.transports.nccl_transport import NcclTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -106,10 +106,9 @@ def _awaited(crew: Team, steps: Awaits, call: Any) -> None:
         crew.channel.wait(awaited, call)
 
 
-@pytest.mark.parametrize("make", [NcclTransport, NcclWorker])
 @pytest.mark.parametrize("where", ["library", "communicator", "thread"])
 def test_what_one_rank_cannot_do_is_an_error_on_all(
-    crew: Team, monkeypatch: Any, make: Any, where: str
+    crew: Team, monkeypatch: Any, where: str
 ) -> None:
     """Also where it finds out only when the communicator is made."""
     from cupy.cuda import nccl
@@ -132,7 +131,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
             raise RuntimeError("no route" if last else "another rank has failed")
 
         monkeypatch.setattr(nccl, "NcclCommunicator", _fails)
-    transport = make(crew.topology, crew.lane)
+    transport = NcclTransport(crew.topology, crew.lane)
     reduction = Reduction([("float32", 10)], 1)
     work = reduction.work(crew.size, *reduction.arrays(crew.rank), waits=True)
     steps = transport.connect(work, crew.channel)
@@ -141,7 +140,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
         _awaited(crew, steps, work.call)
     monkeypatch.undo()
     # All are at the same point: the next calls serve.
-    good = make(crew.topology, crew.lane)
+    good = NcclTransport(crew.topology, crew.lane)
     _awaited(crew, good.connect(work, crew.channel), work.call)
     good.close()
 

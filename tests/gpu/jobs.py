@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 TRANSPORTS = {
     # NCCL, with a GPU for each rank.
     "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
-    # Memory that processes share, where NCCL refuses ranks with the same GPU.
-    "peer": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
+    # Through host memory, where NCCL refuses ranks with the same GPU.
+    "host": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
     # Between workers, by messages of MPI out of the memory of GPUs.
     "mpi": {
         "HPCSTRAT_STANDIN_DEVICES": "1",

@@ -192,8 +192,11 @@ def _pack_and_combine(
         ]
         terms = [out, *map(cupy.asarray, others)]
         lane.enter()
-        kernels.combine(
-            *([term.data.ptr for term in terms], run.spans, inner, lane.stream),
+        total = out
+        for term in terms[1:]:
+            kernels.add(total, term, total, lane.stream)
+        kernels.unpack(
+            *([(total.data.ptr, 0, run.size)], run.spans, inner, lane.stream),
             dtype=run.dtype,
             divisor=case.divisor,
         )

@@ -16,20 +16,20 @@ from tests.gpu.jobs import TRANSPORTS, environment
 from tests.mpi.programs.started import run_command, ulfm
 
 PROGRAM = Path(__file__).parent / "programs/lost_rank.py"
-# By NCCL, CUDA IPC, the latter and messages, messages alone, and through the host.
+# By NCCL, messages of MPI, and through the host; in one worker, and in several.
 LAYOUTS = [
     ("nccl", 3, 0),
-    ("peer", 3, 0),
+    ("host", 3, 0),
     ("mpi", 4, 2),
     ("mpi", 3, 1),
-    ("peer", 3, 1),
+    ("host", 3, 1),
 ]
 # Here the others have given work to their GPUs that needs the lost one.
 DEEP = ("inside", "behind")
 
 
 def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None:
-    if not why_no_gpu() and transport != "peer":
+    if not why_no_gpu() and transport != "host":
         pytest.skip("needs a GPU for each rank")
     # The lost rank's own part is far behind on its stream.
     late = {"HPCSTRAT_DEVICE": "gpu", "HPCSTRAT_STANDIN_DELAY": "0.005"}
@@ -45,7 +45,7 @@ def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None
 @ulfm
 @pytest.mark.parametrize(
     ("transport", "n", "each", "where"),
-    [("nccl", 3, 0, "inside"), ("peer", 3, 0, "behind"), ("mpi", 4, 2, "inside")],
+    [("nccl", 3, 0, "inside"), ("host", 3, 0, "behind"), ("mpi", 4, 2, "inside")],
 )
 def test_training_goes_on(transport: str, n: int, each: int, where: str) -> None:
     _lose(transport, n, each, where)

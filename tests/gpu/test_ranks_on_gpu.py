@@ -44,7 +44,7 @@ def launcher() -> str:
 
 def _passed(n: int, transport: str, files: list[str], *options: str) -> int:
     """Run files on n ranks; return how many tests have passed, and none failed."""
-    if not why_no_gpu() and transport != "peer":
+    if not why_no_gpu() and transport != "host":
         pytest.skip("needs a GPU for each rank")
     # Variables are on the GPU also where they are made of Python's numbers.
     arrays = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
@@ -65,12 +65,12 @@ UNEVEN = "--short", "--layout=two_replicas_per_worker"
 @pytest.mark.parametrize(
     ("n", "transport", "options", "names"),
     [
-        (1, "peer", NEAR, ["contexts", "optimizers"]),
+        (1, "host", NEAR, ["contexts", "optimizers"]),
         pytest.param(2, "nccl", NEAR, ["reductions", "optimizers"], marks=FULL),
         pytest.param(2, "mpi", APART, ["contexts"], marks=FULL),
-        (2, "peer", NEAR, ["metrics"]),
-        pytest.param(2, "peer", NEAR, ["checkpoint"], marks=FULL),
-        pytest.param(3, "peer", UNEVEN, ["non_finite"], marks=FULL),
+        (2, "host", NEAR, ["metrics"]),
+        pytest.param(2, "host", NEAR, ["checkpoint"], marks=FULL),
+        pytest.param(3, "host", UNEVEN, ["non_finite"], marks=FULL),
     ],
     ids=lambda value: value[-1][9:] if isinstance(value, tuple) else None,
 )
@@ -84,7 +84,7 @@ def test_a_sample_of_the_rank_tests_passes_on_gpus(
     ("n", "transport"),
     [
         (2, "nccl"),
-        pytest.param(1, "peer", marks=FULL),
+        pytest.param(1, "host", marks=FULL),
         pytest.param(3, "mpi", marks=FULL),
     ],
 )
@@ -98,11 +98,9 @@ def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
 TRANSPORT_TESTS = [
     "results",
     "borrowing",
-    "peer",
     "ring",
     "nccl",
     "staging",
-    "hierarchical",
     "moves",
 ]
 DEVICE_TESTS = (
@@ -125,8 +123,7 @@ def _device_paths(names: list[str]) -> list[str]:
         pytest.param(1, ["binding"], marks=FULL),
         pytest.param(1, ["device_checkpoints"], marks=FULL),
         *[(2, names) for names in DEVICE_TESTS],
-        (3, ["peer", "hierarchical"]),
-        (4, ["hierarchical"]),
+        (3, ["ring", "staging"]),
     ],
     ids=lambda value: value if isinstance(value, int) else value[0],
 )

@@ -83,10 +83,6 @@ def test_a_machine_without_devices_and_nccl():
     run("nothing", HPCSTRAT_STANDIN_NO_DEVICE="1", HPCSTRAT_STANDIN_NCCL="0")
 
 
-def test_memory_and_events_of_another_process():
-    run("ipc_owner", HPCSTRAT_STANDIN_DELAY="0.02")
-
-
 def test_nccl_between_processes():
     run("nccl_first", HPCSTRAT_STANDIN_DEVICES="2")
 

@@ -24,7 +24,6 @@ __all__ = [
     "piece_bytes",
     "reduce_on_device",
     "run_part",
-    "segment",
     "straight",
     "unpack_run",
 ]
@@ -108,9 +107,6 @@ def reduce_on_device(
     transport.prepare(max(piece_bytes(piece) for piece in pieces))
     _prepare_kernels(pieces, work)
     lane.enter(begin)
-    early = getattr(transport, "start", None)
-    if early is not None:
-        early(pieces[0], work)
     yield HEADER
     yield from transport.connect(work, channel)
     for piece in pieces:
@@ -183,13 +179,3 @@ def unpack_run(run: Run, work: Work, part: Any, lane: Lane) -> None:
         dtype=run.dtype,
         divisor=work.divisor,
     )
-
-
-def segment(run: Run, number: int, parts: int) -> tuple[int, int]:
-    """Return where a segment of a run begins and ends, in elements of the run.
-
-    It begins at a multiple of 256 bytes from the run's start. The same on every rank.
-    """
-    line = _LINE_BYTES // run.dtype.itemsize
-    length = -(-run.size // (parts * line)) * line
-    return min(number * length, run.size), min((number + 1) * length, run.size)

@@ -156,45 +156,6 @@ class NcclGroup:
 
         self._grouped(_call)
 
-    def reduce_scatter(self, parts: Sequence[Sequence[Any]]) -> None:
-        """Sum arrays over the ranks, each of their parts on one rank, in place.
-
-        Collective over ``comm``; waits for nobody. The parts of an array lie one behind
-        the other; part ``r`` has the sums in the end on rank ``r``, and undefined
-        values elsewhere. There may be fewer parts than ranks; the last may be shorter
-        than the others, or empty.
-        """
-        stream = self._lane.stream.ptr
-
-        def _call() -> None:
-            for array in parts:
-                if self._even(array):
-                    kind, count = self._kind(array[0])
-                    self._comm.reduceScatter(
-                        array[0].data.ptr,
-                        array[self.rank].data.ptr,
-                        count,
-                        kind,
-                        self._nccl.NCCL_SUM,
-                        stream,
-                    )
-                    continue
-                for root, part in enumerate(array):
-                    kind, count = self._kind(part)
-                    address = part.data.ptr
-                    if count:
-                        self._comm.reduce(
-                            address,
-                            address,
-                            count,
-                            kind,
-                            self._nccl.NCCL_SUM,
-                            root,
-                            stream,
-                        )
-
-        self._grouped(_call)
-
     def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give every rank the parts of arrays that one rank each has, in place.
 

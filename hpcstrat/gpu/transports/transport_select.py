@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hpcstrat.collectives import select
-from hpcstrat.collectives.select import Choice, wire_type
+from hpcstrat.collectives.select import Choice
 from hpcstrat.collectives.work import Algorithm
 from hpcstrat.gpu.transports.byte_movers import (
     Mover,
@@ -21,23 +21,15 @@ from hpcstrat.gpu.transports.byte_movers import (
 )
 from hpcstrat.gpu.transports.device_group import DeviceGroup
 from hpcstrat.gpu.transports.device_reduction import Transport, reduce_on_device
-from hpcstrat.gpu.transports.hierarchical_transport import (
-    HierarchicalTransport,
-    HostAcross,
-    MpiAcross,
-)
 from hpcstrat.gpu.transports.mpi_transport import MpiTransport
-from hpcstrat.gpu.transports.nccl_transport import NcclTransport, NcclWorker
-from hpcstrat.gpu.transports.peer_transport import PeerTransport
+from hpcstrat.gpu.transports.nccl_transport import NcclTransport
 from hpcstrat.gpu.transports.staging_transport import StagingTransport
 from hpcstrat.options import CommunicationImplementation, CommunicationOptions
 from hpcstrat.topology.topology import Topology
 
 __all__ = [
-    "hierarchical",
     "mover",
     "nccl",
-    "peer",
     "ring",
     "select_on_gpu",
     "staged",
@@ -69,16 +61,9 @@ def select_on_gpu(
                 "implementation out"
             )
         return ring(group, options)
-    topology = group.topology
-    near = topology.num_workers == 1 and bool(able.peer)
-    # Ranks that share a GPU are a curiosity for NCCL.
-    # NCCL sends no half-precision numbers in place of others.
-    if able.nccl and options.wire_dtype is None and (able.one_gpu_per_rank or not near):
+    # NCCL and MPI send no half-precision numbers in place of others.
+    if able.nccl and options.wire_dtype is None:
         return nccl(group, options)
-    if near:
-        return peer(group, options)
-    if able.peer and topology.num_workers < topology.num_replicas:
-        return hierarchical(group, options)
     if able.mpi_sendrecv and options.wire_dtype is None:
         return ring(group, options)
     return staged(nbytes, group, options, select.select)
@@ -96,22 +81,6 @@ def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     return _choice(_nccl_transport(group), options)
 
 
-def peer(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the reduction of one worker, whose GPUs read each other's memory."""
-    group.explain("CUDA IPC", _why(group, "peer"))
-    return _choice(
-        group.transport("peer", lambda: _peer_transport(group)),
-        options,
-    )
-
-
-def _peer_transport(group: DeviceGroup) -> PeerTransport:
-    # What a dead rank has recorded may never come about: then hosts wait for hosts.
-    survives = group.topology.survives
-    events = bool(group.capabilities.peer_events) and not survives
-    return PeerTransport(group.topology, group.lane, events=events)
-
-
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     """Return the sum by messages of an MPI that moves the memory of GPUs."""
     group.explain("messages of MPI", _why(group, "mpi_sendrecv"))
@@ -119,31 +88,6 @@ def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
         group.transport("ring", lambda: MpiTransport(group.topology, group.lane)),
         options,
     )
-
-
-def hierarchical(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the sum inside each of several workers, then between the workers.
-
-    NCCL or CUDA IPC connects the GPUs of a worker.
-    """
-    able, topology, lane = group.capabilities, group.topology, group.lane
-    wire = options.wire_dtype
-    inside = "CUDA IPC" if able.peer else "NCCL"
-    across = "messages of MPI" if able.mpi_sendrecv and wire is None else "the host"
-    near, far = "peer" if able.peer else "nccl", across == "messages of MPI"
-    abilities = (near, "mpi_sendrecv") if far else (near,)
-    group.explain(
-        f"{inside} inside workers and {across} between them", _why(group, *abilities)
-    )
-
-    def _make() -> Transport:
-        within = _peer_transport(group) if able.peer else NcclWorker(topology, lane)
-        if far:
-            return HierarchicalTransport(topology, within, MpiAcross(topology, lane))
-        over = HostAcross(lane, None if wire is None else wire_type(wire))
-        return HierarchicalTransport(topology, within, over)
-
-    return _choice(group.transport(f"hierarchical {across} {wire}", _make), options)
 
 
 def staged(
@@ -196,7 +140,6 @@ def _nccl_transport(group: DeviceGroup) -> NcclTransport:
 
 _WORDS = {
     "nccl": "NCCL",
-    "peer": "CUDA IPC",
     "mpi_sendrecv": "memory of GPUs in messages of MPI",
 }
 
@@ -211,8 +154,6 @@ def _why(group: DeviceGroup, *used: str) -> str:
         ability = getattr(able, name)
         if not ability:
             reasons.append(f"not {words}: {ability.reason}")
-        elif not able.one_gpu_per_rank and "peer" in used:
-            reasons.append("ranks share a GPU")
     return "; ".join(reasons) or "the program asks for it"
 
 

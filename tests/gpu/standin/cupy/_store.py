@@ -2,9 +2,6 @@
 
 import bisect
 import ctypes
-import mmap
-import os
-import struct
 import threading
 
 import numpy as np
@@ -12,7 +9,6 @@ import numpy as np
 from cupy import _queues, _standin
 from cupy._errors import (
     ALREADY_REGISTERED,
-    INVALID_CONTEXT,
     INVALID_VALUE,
     MEMORY_ALLOCATION,
     NOT_REGISTERED,
@@ -23,33 +19,29 @@ TOTAL_BYTES = 8 << 30
 """Memory of a device, as memGetInfo reports and allocation enforces it."""
 
 _ALIGNED = 512
-_MAGIC = b"hpcsmem1"
-_HANDLE = struct.Struct("<8sQQQQ24x")
 _lock = threading.RLock()
 _starts = []
 _blocks = {}
-_opened = {}
 _used = {}
 
 
 class Block:
     """A range of addresses with its memory.
 
-    ``kind`` is "cuda" (allocated by the runtime, can be shared), "pool", "ipc" (of
-    another process), "pinned" (allocated page-locked) or "registered".
+    ``kind`` is "cuda" (allocated by the runtime), "pool", "pinned" (allocated
+    page-locked) or "registered".
     """
 
-    def __init__(self, kind, raw, device, fd=None):
+    def __init__(self, kind, raw, device):
         self.kind = kind
         self.raw = raw
         self.device = device
-        self.fd = fd
         self.ptr = raw.ctypes.data
         self.size = raw.nbytes
 
     @property
     def on_device(self):
-        return self.kind in {"cuda", "pool", "ipc"}
+        return self.kind in {"cuda", "pool"}
 
 
 def _add(block):
@@ -122,21 +114,17 @@ def _plain(nbytes):
 
 
 def allocate_pool(nbytes, device):
-    """Allocate memory as CuPy's pool does; it cannot be shared."""
+    """Allocate memory as CuPy's pool does."""
     _charge(device, nbytes)
     _standin.count("allocations")
     return _add(Block("pool", _plain(nbytes), device))
 
 
 def allocate_cuda(nbytes, device):
-    """Allocate memory as ``cudaMalloc`` does; other processes can open it."""
+    """Allocate memory as ``cudaMalloc`` does."""
     _charge(device, nbytes)
-    fd = os.memfd_create("standin")
-    os.ftruncate(fd, nbytes)
-    raw = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-    raw[:] = _standin.POISON
     _standin.count("allocations")
-    return _add(Block("cuda", raw, device, fd))
+    return _add(Block("cuda", _plain(nbytes), device))
 
 
 def free(block):
@@ -145,8 +133,6 @@ def free(block):
         raise CUDARuntimeError(INVALID_VALUE)
     with _lock:
         _used[block.device] -= block.size
-    if block.fd is not None:
-        os.close(block.fd)
 
 
 def free_pointer(ptr):
@@ -191,63 +177,3 @@ def unregister(ptr):
     """Undo ``register``; the address must be the registered one."""
     if _remove(ptr, {"registered"}) is None:
         raise CUDARuntimeError(NOT_REGISTERED)
-
-
-def export(ptr):
-    """Return the handle of ``cudaIpcGetMemHandle``: 64 bytes."""
-    with _lock:
-        block = _blocks.get(ptr)
-    if block is None or block.kind != "cuda":
-        raise CUDARuntimeError(INVALID_VALUE)
-    number = os.fstat(block.fd).st_ino
-    physical = _queues.visible()[block.device]
-    return _HANDLE.pack(
-        _MAGIC, os.getpid(), block.fd << 16 | physical, number, block.size
-    )
-
-
-def attach(handle):
-    """Open another process's memory on the current device; return its address."""
-    if len(handle) != _HANDLE.size:
-        raise CUDARuntimeError(INVALID_VALUE)
-    magic, pid, where, number, nbytes = _HANDLE.unpack(bytes(handle))
-    if magic != _MAGIC:
-        raise CUDARuntimeError(INVALID_VALUE)
-    if pid == os.getpid():
-        raise CUDARuntimeError(INVALID_CONTEXT)
-    with _lock:
-        if handle in _opened:
-            block = _opened[handle]
-            block.openings += 1
-            return block.ptr
-        raw = _map(pid, where >> 16, number, nbytes)
-        block = _add(Block("ipc", raw, _queues.current_device()))
-        block.openings = 1
-        block.handle = handle
-        _opened[handle] = block
-    return block.ptr
-
-
-def _map(pid, fd, number, nbytes):
-    try:
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    except OSError as exc:
-        raise CUDARuntimeError(INVALID_VALUE) from exc
-    try:
-        if os.fstat(own).st_ino != number:
-            raise CUDARuntimeError(INVALID_VALUE)
-        return np.frombuffer(mmap.mmap(own, nbytes), np.uint8)
-    finally:
-        os.close(own)
-
-
-def detach(ptr):
-    """Close another process's memory."""
-    with _lock:
-        block = _blocks.get(ptr)
-        if block is None or block.kind != "ipc":
-            raise CUDARuntimeError(INVALID_VALUE)
-        block.openings -= 1
-        if not block.openings:
-            _remove(ptr, {"ipc"})
-            del _opened[block.handle]

@@ -38,59 +38,6 @@ def hear(stream):
     return stream.readline().split()
 
 
-def check_ipc_owner():
-    import cupy as cp
-
-    runtime = cp.cuda.runtime
-    memory = cp.cuda.Memory(8000)
-    array = cp.ndarray((1000,), np.float64, cp.cuda.MemoryPointer(memory, 0))
-    event = cp.cuda.Event(disable_timing=True, interprocess=True)
-    answer = cp.cuda.Event(disable_timing=True, interprocess=True)
-    handles = [
-        runtime.ipcGetMemHandle(memory.ptr).hex(),
-        runtime.ipcGetEventHandle(event.ptr).hex(),
-        runtime.ipcGetEventHandle(answer.ptr).hex(),
-    ]
-    stream = cp.cuda.Stream(non_blocking=True)
-    with peer("ipc_guest") as guest, stream:
-        tell(guest, *handles)
-        assert hear(guest.stdout) == ["opened"]
-        for number in range(5):
-            array.fill(number)
-            array += 1
-            event.record(stream)
-            # The guest doubles after the event, and this stream waits for its own.
-            tell(guest, "double")
-            assert hear(guest.stdout) == ["recorded"]
-            stream.wait_event(answer)
-            result = array + 0
-            assert result.get().tolist() == [2.0 * (number + 1)] * 1000
-        tell(guest, "end")
-
-
-def check_ipc_guest():
-    import cupy as cp
-
-    runtime = cp.cuda.runtime
-    handle, event, answer = (bytes.fromhex(text) for text in hear(sys.stdin))
-    ptr = runtime.ipcOpenMemHandle(handle)
-    event, answer = (runtime.ipcOpenEventHandle(one) for one in (event, answer))
-    memory = cp.cuda.UnownedMemory(ptr, 8000, None)
-    array = cp.ndarray((1000,), np.float64, cp.cuda.MemoryPointer(memory, 0))
-    stream = cp.cuda.Stream(non_blocking=True)
-    print("opened", flush=True)
-    while hear(sys.stdin) == ["double"]:
-        runtime.streamWaitEvent(stream.ptr, event)
-        with stream:
-            array *= 2
-        runtime.eventRecord(answer, stream.ptr)
-        print("recorded", flush=True)
-    stream.synchronize()
-    runtime.ipcCloseMemHandle(ptr)
-    with pytest.raises(runtime.CUDARuntimeError):
-        runtime.ipcCloseMemHandle(ptr)
-
-
 def _communicate(rank, unique_id):
     import cupy as cp
     from cupy.cuda import nccl

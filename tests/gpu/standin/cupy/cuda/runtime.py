@@ -28,7 +28,6 @@ streamPerThread = 2
 eventDefault = 0
 eventBlockingSync = 1
 eventDisableTiming = 2
-eventInterprocess = 4
 
 _peers = set()
 
@@ -244,18 +243,6 @@ def memset(ptr, value, size):
     memsetAsync(ptr, value, size, 0)
 
 
-def ipcGetMemHandle(devPtr):
-    return _store.export(devPtr)
-
-
-def ipcOpenMemHandle(handle, flags=1):
-    return _store.attach(handle)
-
-
-def ipcCloseMemHandle(devPtr):
-    _store.detach(devPtr)
-
-
 # Streams
 
 
@@ -350,14 +337,6 @@ def eventElapsedTime(start, end):
         if not state.reached(state.recorded()):
             raise CUDARuntimeError(_errors.NOT_READY)
     return (last.time - first.time) * 1000.0
-
-
-def ipcGetEventHandle(event):
-    return _events.find(event).handle()
-
-
-def ipcOpenEventHandle(handle):
-    return _events.attach(handle).ptr
 
 
 def profilerStart():

@@ -11,14 +11,11 @@ _local = threading.local()
 class Event:
     """A point in the work of a stream."""
 
-    def __init__(self, block=False, disable_timing=False, interprocess=False):
+    def __init__(self, block=False, disable_timing=False):
         self.ptr = 0
-        if interprocess and not disable_timing:
-            raise ValueError("Timing must be disabled for interprocess events")
         self._state = _events.create(
             (runtime.eventBlockingSync if block else 0)
             | (runtime.eventDisableTiming if disable_timing else 0)
-            | (runtime.eventInterprocess if interprocess else 0)
         )
         self.ptr = self._state.ptr
 
