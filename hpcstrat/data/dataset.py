@@ -667,7 +667,8 @@ class Dataset:
         ----------
         buffer_size : int
             Elements read ahead; -1 (AUTOTUNE): two; 0: none. With random access it
-            counts batches, wherever it stands in the chain.
+            counts batches, wherever it stands in the chain. Rows of arrays on GPUs are
+            not read ahead.
 
         Returns
         -------
@@ -1226,7 +1227,7 @@ class Dataset:
         epoch = self._epoch
         self._epoch += 1
         stage = self._stage
-        if self._ahead and isinstance(stage, Batched):
+        if self._ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
             return map(_own, read_batches_ahead(stage, epoch, self._ahead))
         return map(_own, stage.iterate(epoch))
 

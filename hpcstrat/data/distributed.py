@@ -74,7 +74,8 @@ class DistributedDataset(ReducibleDataset):
         self._placer = Placer(strategy, options)
         # Of the batches that a replica holds, one is the program's.
         buffered = options.experimental_per_replica_buffer_size - 1
-        self._ahead = max(dataset.ahead, buffered)
+        # Threads would take rows on a GPU in another order than the program's stream.
+        self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
         # An epoch that is shorter than a batch is no mistake of the batch size.
         is_short = 0 <= stage.num_rows < stage.batch_size
         if strategy.replica_id == 0 and not is_short:

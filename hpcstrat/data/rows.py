@@ -61,6 +61,8 @@ Places = slice | Array
 """Places of an epoch: a slice with start and stop, or an array of int64."""
 
 _BLOCK_ROWS = 256
+# Attributes that hold the stages before one.
+_PARENTS = ("parent", "parents", "rows", "first", "second")
 
 
 class Stage:
@@ -79,6 +81,13 @@ class Stage:
     def describe(self) -> str:
         """Say what ranks must agree on."""
         raise NotImplementedError
+
+    def is_on_gpu(self) -> bool:
+        """Whether rows are taken on a GPU: in the order of the program's stream."""
+        found = vars(self)
+        parents = [found[name] for name in _PARENTS if name in found]
+        stages = [part for one in parents for part in flatten(one)[0]]
+        return any(stage.is_on_gpu() for stage in stages)
 
 
 class Rows(Stage):
@@ -177,6 +186,10 @@ class SourceRows(Rows):
         """Read rows one by one, where they are items that may differ in shape."""
         found = self.columns.elements(places)
         return super().elements(places, epoch) if found is None else found
+
+    def is_on_gpu(self) -> bool:
+        """Whether a column is in the memory of a GPU."""
+        return any(map(is_device, self.columns.columns))
 
     def describe(self) -> str:
         """Return number and types of the rows."""
@@ -475,18 +488,18 @@ class ZippedRows(Rows):
     """Elements of several stages side by side, as many as the shortest has."""
 
     def __init__(self, parents: Tree) -> None:
-        self._parents, self._structure = flatten(parents)
-        lengths = [p.cardinality for p in self._parents if p.cardinality != INFINITE]
+        self.parents, self._structure = flatten(parents)
+        lengths = [p.cardinality for p in self.parents if p.cardinality != INFINITE]
         self.cardinality = min(lengths, default=INFINITE)
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Read from all."""
-        parts = [parent.read(places, epoch) for parent in self._parents]
+        parts = [parent.read(places, epoch) for parent in self.parents]
         return unflatten(self._structure, parts)
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read from all."""
-        columns = [parent.elements(places, epoch) for parent in self._parents]
+        columns = [parent.elements(places, epoch) for parent in self.parents]
         return [
             unflatten(self._structure, list(row)) for row in zip(*columns, strict=True)
         ]
@@ -494,15 +507,15 @@ class ZippedRows(Rows):
     @property
     def block_rows(self) -> int:
         """How many rows to read at once."""
-        return int(min(parent.block_rows for parent in self._parents))
+        return int(min(parent.block_rows for parent in self.parents))
 
     def spec(self) -> Tree:
         """Return those of all."""
-        return unflatten(self._structure, [parent.spec() for parent in self._parents])
+        return unflatten(self._structure, [parent.spec() for parent in self.parents])
 
     def describe(self) -> str:
         """Return what they are."""
-        return f"({' beside '.join(parent.describe() for parent in self._parents)})"
+        return f"({' beside '.join(parent.describe() for parent in self.parents)})"
 
 
 class ConcatenatedRows(Rows):
@@ -513,20 +526,20 @@ class ConcatenatedRows(Rows):
 
     def __init__(self, first: Rows, second: Rows) -> None:
         require_same_structure(first.spec(), second.spec())
-        self._first, self._second = first, second
+        self.first, self.second = first, second
         lengths = first.cardinality, second.cardinality
         self.cardinality = INFINITE if INFINITE in lengths else sum(lengths)
 
     def _parts(self, places: Places) -> Iterator[tuple[Rows, Places, Any]]:
-        border = self._first.cardinality
+        border = self.first.cardinality
         if border == INFINITE:
-            yield self._first, places, slice(None)
+            yield self.first, places, slice(None)
             return
         flat = as_places(places)
         is_second = flat >= border
         for rows, inside, offset in (
-            (self._first, np.flatnonzero(~is_second), 0),
-            (self._second, np.flatnonzero(is_second), border),
+            (self.first, np.flatnonzero(~is_second), 0),
+            (self.second, np.flatnonzero(is_second), border),
         ):
             if inside.size:
                 inner: Places = flat[inside] - offset
@@ -537,7 +550,7 @@ class ConcatenatedRows(Rows):
     def read(self, places: Places, epoch: int) -> Tree:
         """Read from both, and put the parts together."""
         if not _count(places):
-            return self._first.read(places, epoch)
+            return self.first.read(places, epoch)
         parts = [
             (inside, rows.read(inner, epoch))
             for rows, inner, inside in self._parts(places)
@@ -556,15 +569,15 @@ class ConcatenatedRows(Rows):
     @property
     def block_rows(self) -> int:
         """How many rows to read at once."""
-        return min(self._first.block_rows, self._second.block_rows)
+        return min(self.first.block_rows, self.second.block_rows)
 
     def spec(self) -> Tree:
         """Return what both have in common."""
-        return merged_spec([self._first.spec(), self._second.spec()])
+        return merged_spec([self.first.spec(), self.second.spec()])
 
     def describe(self) -> str:
         """Return both."""
-        return f"({self._first.describe()}, then {self._second.describe()})"
+        return f"({self.first.describe()}, then {self.second.describe()})"
 
 
 class CachedRows(Rows):
