@@ -1,4 +1,4 @@
-"""Where in a program a call was made: not in this library, nor in one that calls it.
+"""Finds the program's line of a call: not in this library, nor in one that calls it.
 
 Loads nothing: it serves from `import hpcstrat` on.
 """

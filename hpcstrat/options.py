@@ -65,7 +65,7 @@ class _NamedEnum(enum.Enum):
 
 
 class ReduceOp(_NamedEnum):
-    """How values of several replicas become one."""
+    """The operation that makes one value of several replicas' values."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -103,7 +103,7 @@ class ReduceOp(_NamedEnum):
 
 
 class VariableSynchronization(_NamedEnum):
-    """When the components of a distributed variable are brought together."""
+    """The moment at which the components of a distributed variable are combined."""
 
     AUTO = 0
     NONE = 1
@@ -112,7 +112,7 @@ class VariableSynchronization(_NamedEnum):
 
 
 class VariableAggregation(_NamedEnum):
-    """How the values that replicas assign to, or hold of, a variable are combined."""
+    """The way in which values that replicas assign to a variable are combined."""
 
     NONE = 0
     SUM = 1
@@ -121,7 +121,7 @@ class VariableAggregation(_NamedEnum):
 
 
 class CommunicationImplementation(_NamedEnum):
-    """Which collective implementation is asked for."""
+    """The collective implementation that is asked for."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -240,7 +240,7 @@ class InputReplicationMode(_NamedEnum):
 
 
 class AutoShardPolicy(_NamedEnum):
-    """How a data set is divided between workers."""
+    """The way in which a data set is divided between workers."""
 
     OFF = -1
     AUTO = 0
@@ -312,7 +312,7 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What an input function may know of its place.
+    """The place of an input function among all input pipelines.
 
     Parameters
     ----------

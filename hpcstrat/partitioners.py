@@ -1,4 +1,4 @@
-"""How variables are cut into shards, of which each lies on one parameter server."""
+"""Partitioners cut variables into shards, each of which is on one parameter server."""
 
 from __future__ import annotations
 

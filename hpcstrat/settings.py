@@ -35,7 +35,7 @@ def _setting(default: Any, *, choices: tuple[str, ...] = (), least: float = 0) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a strategy watches over its ranks.
+    """Settings of a strategy: how it watches over its ranks.
 
     Parameters
     ----------

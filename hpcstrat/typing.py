@@ -79,7 +79,7 @@ class Replicas(Protocol):
 
 
 class CopyCheck(Protocol):
-    """What watches over variables whose copies all replicas keep equal."""
+    """A check of variables whose copies all replicas keep equal."""
 
     def mark(self, run_index: int, mark: int) -> int:
         """Return what the headers of the calls after an entry into ``run`` carry.

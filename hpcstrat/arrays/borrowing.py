@@ -25,7 +25,7 @@ _never_returned: list[Array] = []
 
 
 class _Borrowed:
-    """What arrays over the memory of another library hold."""
+    """The owner of memory of another library, held by arrays over it."""
 
     __slots__ = ("_array", "_device", "_event", "_stream")
 

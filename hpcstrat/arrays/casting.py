@@ -1,4 +1,4 @@
-"""How values take a type: one rule, without floating-point warnings.
+"""Casts of values to a type, by one rule and without floating-point warnings.
 
 A value takes another type only where it is a plain number, or where its type was asked
 for; and only if the type holds it. Integers and text stay what they are, finite numbers

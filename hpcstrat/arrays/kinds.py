@@ -1,4 +1,4 @@
-"""Which values are arrays, in which library, and how plain values become arrays.
+"""Arrays by library, and the conversion of plain values to arrays.
 
 Arrays are NumPy's in host memory, and CuPy's in the memory of a GPU. Device arrays of
 other libraries become CuPy's without a copy.

@@ -1,4 +1,4 @@
-"""Which arrays of a reduction share memory with each other."""
+"""Tests whether arrays of a reduction share memory with each other."""
 
 from __future__ import annotations
 

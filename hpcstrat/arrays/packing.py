@@ -1,4 +1,4 @@
-"""Which arrays travel together: pure plans, and the copies that follow them.
+"""Plans that group arrays into pieces, and the copies that follow them.
 
 A broadcast packs the arrays of one type into one buffer. A reduction never holds such a
 buffer: it cuts the arrays, one behind the other, into pieces that fit a cache, whose

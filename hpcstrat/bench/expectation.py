@@ -1,4 +1,4 @@
-"""What a run should take: by a simple model, or by a file that something else wrote.
+"""Expected run times: by a simple model, or from a file that something else wrote.
 
 The file of ``--expected``, and the field ``expected`` of a run's own file, are::
 
@@ -65,7 +65,7 @@ def _check(content: Any, path: str) -> None:
 
 
 class Expectation:
-    """What was expected of each part of some runs, smallest first."""
+    """The expected time of each part of some runs, smallest first."""
 
     def __init__(
         self, runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()

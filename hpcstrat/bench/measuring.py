@@ -1,4 +1,4 @@
-"""How times are taken: every repeat is kept, and the slowest replica's time counts.
+"""Timing: every repeat is kept, and the slowest replica's time counts.
 
 A call is measured as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/): a barrier before each repeat, and as
@@ -36,7 +36,7 @@ _WORK = np.ones(8192, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How many times something is done: first for nothing, then to be measured."""
+    """Numbers of repeats: first unmeasured ones, then measured ones."""
 
     num: int = 30
     warm_up: int = 3

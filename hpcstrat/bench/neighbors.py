@@ -1,4 +1,4 @@
-"""How much of each host was busy with other programs while something was measured."""
+"""The share of each host that other programs used during a measurement."""
 
 from __future__ import annotations
 

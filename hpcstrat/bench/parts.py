@@ -1,4 +1,4 @@
-"""What is measured: each part with its parameters, and how it is done."""
+"""Parts of a scaling benchmark: each with its parameters, and its code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS = ("all_reduce", "gradients", "step", "checkpoint", "input")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for; ``folder`` takes the files that are read and written."""
+    """The user's options; ``folder`` takes the files that are read and written."""
 
     parts: tuple[str, ...] = PARTS
     sizes: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""How fast a user's own files are read in each order, and what would make it faster."""
+"""Measures the reading of a user's own files in each order, and advises on it."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ _TOPOLOGY = (
 
 
 class BenchError(HpcstratError):
-    """What a benchmark or its report cannot do, with what to do."""
+    """A benchmark or its report cannot go on; the message says what to do."""
 
 
 @dataclass(slots=True)

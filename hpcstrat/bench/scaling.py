@@ -34,7 +34,7 @@ _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to measure, and where to keep it.
+    """A list of what to measure, and the file that keeps it.
 
     ``output`` is the file's path, in which ``{n}`` stands for the number of replicas.
     ``tell`` shows a line; replica 0 calls it.

@@ -68,7 +68,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """How large a built-in step is; ``batch_size`` examples take ``compute_seconds``.
+    """The size of a built-in step; ``batch_size`` examples take ``compute_seconds``.
 
     ``global_batch_size`` are of all replicas.
     """

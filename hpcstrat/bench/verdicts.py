@@ -1,4 +1,4 @@
-"""What to do by a report: how many replicas to use, and what is too slow.
+"""Advice from a report: how many replicas to use, and what is too slow.
 
 Series and points are those of `hpcstrat.bench.analysis`.
 """

@@ -1,1 +1,1 @@
-"""What all ranks agree on before each collective call, and how they wait for it."""
+"""The agreement of all ranks before each collective call, and the waiting for it."""

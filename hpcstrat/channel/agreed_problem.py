@@ -1,4 +1,4 @@
-"""What one rank could not do, told to all of them, so that all raise or none."""
+"""Tells all ranks of one rank's problem, so that all raise or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is late: how long this rank has waited for the others, in memory of fixed size.
+"""Statistics of lateness: how long this rank has waited for the others.
 
 A call in which all ranks meet within the first quick looks costs nothing here. Only a
 rank that waits longer takes the time, while it has nothing else to do.

@@ -1,4 +1,4 @@
-"""What a collective call waits for, and the form of everything that waits in it.
+"""Requests and steps for which a collective call waits, in one form.
 
 What moves data in a call is a generator: it works, yields what it waits for, and goes
 on once that has come. `Channel.drive` takes one to its end, and a `Started` as far as

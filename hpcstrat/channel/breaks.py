@@ -1,4 +1,4 @@
-"""How ranks learn that another one has left a call by an error of its own.
+"""Tells ranks that another one has left a call by an error of its own.
 
 Such a rank announces nothing in a header: it may have left in the midst of one, or of
 the data, and does not wait for anybody. It sends a short message to every other rank,

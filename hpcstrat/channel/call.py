@@ -1,4 +1,4 @@
-"""What a rank is about to do, in words and as a digest that ranks compare."""
+"""A description of the next call, in words and as a digest that ranks compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for the channel of a strategy that is closed."""
+"""A stand-in for the channel of a strategy that is closed."""
 
 from __future__ import annotations
 

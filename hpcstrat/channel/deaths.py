@@ -1,4 +1,4 @@
-"""How a rank notices that another has died, and wakes those who do not notice."""
+"""Notices the death of a rank, and wakes the ranks that do not notice it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLD_SECONDS = 2.0
 
 
 class Deaths:
-    """What a channel knows of ranks that have died; ``comm`` is the channel's own."""
+    """A channel's knowledge of ranks that have died; ``comm`` is the channel's own."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._topology = topology

@@ -1,4 +1,4 @@
-"""What is said when the ranks' headers differ."""
+"""Errors that explain how the ranks' headers differ."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COMBINABLE = (
 
 @dataclass(slots=True)
 class Announcement:
-    """What one rank announced."""
+    """One rank's announcement of its call."""
 
     rank: int
     # ``LEFT``, ``FAILED`` or 0.

@@ -1,4 +1,4 @@
-"""Where the records of a step lie, and how they are compared.
+"""The layout of the records of a step, and their comparison.
 
 Inside one worker they lie in the shared segment, two per rank, used in turn: a rank
 writes record ``n + 2`` over record ``n`` only after it has seen the records ``n + 1``

@@ -1,4 +1,4 @@
-"""Where in the program a rank is: the steps that it has made, as headers carry them.
+"""A rank's position in the program: counts of its steps, as headers carry them.
 
 A call left out in one step is noticed in the next, since every header says how many
 steps its rank has made.

@@ -26,7 +26,7 @@ __all__ = ["Failure", "Section", "Sections"]
 
 
 class Failure:
-    """What all ranks know of a failure, or of calls that differ.
+    """A failure, or calls that differ, as all ranks know them.
 
     ``error`` is raised on ranks that have no error of their own; ``announcements`` are
     of every rank, in order.

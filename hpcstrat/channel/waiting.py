@@ -1,4 +1,4 @@
-"""How a rank waits for others.
+"""Waiting for other ranks.
 
 It spins for a moment, and then naps and drives MPI's progress, so that signals are
 served, and the death of a process is seen. How long that moment is, it learns: where
@@ -46,7 +46,7 @@ _VERDICT_SECONDS = 10.0
 
 
 class Spin:
-    """How long to look before the first nap.
+    """The time of looking before the first nap.
 
     As the Linux kernel's KVM polls for a halted processor
     (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
@@ -70,7 +70,7 @@ class Spin:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """What a rank waits for; times are of the machine's monotonic clock."""
+    """One wait of a rank; times are of the machine's monotonic clock."""
 
     call: Call
     start: float

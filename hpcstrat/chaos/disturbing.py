@@ -1,4 +1,4 @@
-"""Which rank is disturbed how and when, and the doing of it."""
+"""A schedule that says which rank is disturbed how and when, and its execution."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DEATH_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What is to be done.
+    """One disturbance that is to be made.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """How much ranks are disturbed.
+    """The strength of disturbances.
 
     Parameters
     ----------

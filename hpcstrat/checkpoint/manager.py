@@ -1,4 +1,4 @@
-"""What is saved, when, and how it comes back on another number of replicas."""
+"""Saves objects, and restores them on another number of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replica 0 does alone, with the outcome on all; and words for what goes wrong."""
+"""Runs a function on replica 0 alone, with its outcome on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save cost, and what a restore did."""
+"""Reports of what a save cost, and of what a restore did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RestoreReport", "SaveStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore took from a checkpoint, and what it left.
+    """The values that a restore took from a checkpoint, and those that it left.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
-    """What a save cost.
+    """The cost of a save.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     directory: str
     folder: str

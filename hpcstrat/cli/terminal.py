@@ -1,4 +1,4 @@
-"""What commands show on a terminal, or in a pipe: help, tables and bars, all uncut."""
+"""Output of commands on a terminal, or in a pipe: help, tables and bars, all uncut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a job, read from the environment; pure parsing, no MPI."""
+"""The tasks of a job, read from the environment; pure parsing, no MPI."""
 
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
 from hpcstrat.cluster_resolver.mpi_job import (

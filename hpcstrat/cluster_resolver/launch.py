@@ -1,4 +1,4 @@
-"""What the launcher says of this process, read from the environment; no MPI."""
+"""The launcher's description of this process, from the environment; no MPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started.
+    """The way in which this process was started.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What resolvers share, and those that are made by hand."""
+"""The base of resolvers, and those that are made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and where."""
+"""The tasks of a cluster, with their addresses."""
 
 from __future__ import annotations
 

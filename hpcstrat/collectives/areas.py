@@ -52,7 +52,7 @@ class _Area:
 
 
 class Areas:
-    """What this rank offers to the others of its worker, and has mapped of theirs.
+    """Memory that this rank offers to its worker, and that it has mapped of others.
 
     Not collective, but for `reduce_in_areas`.
     """

@@ -1,4 +1,4 @@
-"""What goes in parts from replica to replica: sums by parts, gathers, all-to-all.
+"""Exchanges in parts between replicas: sums by parts, gathers, all-to-all.
 
 Each is a generator, see `hpcstrat.channel.awaited`, over flat, contiguous arrays in
 host memory; whatever ranks must know of each other's sizes, the header compares. Inside

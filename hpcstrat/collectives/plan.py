@@ -1,4 +1,4 @@
-"""What is worked out once for each kind of reduction, and made again and again.
+"""A plan of one kind of reduction, made once and executed again and again.
 
 A `Plan` reduces by an algorithm, at once or step by step. Its subclasses do the same in
 fewer steps where they can: `hpcstrat.collectives.kernel_sum` inside a worker, and
@@ -34,7 +34,7 @@ _MOST_KEPT_PIECES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be reduced, and into what; the same on every rank."""
+    """The arrays to reduce, and their results; the same on every rank."""
 
     call: Call
     signatures: tuple[Signature, ...]

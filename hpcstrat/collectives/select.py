@@ -1,4 +1,4 @@
-"""Which algorithm reduces, and in what pieces; the only module that knows them all.
+"""Chooses the algorithm and the pieces; the only module that knows them all.
 
 The choice depends on the size of the call, the options and the topology, which are the
 same on all ranks, and on nothing else. The thresholds were measured: see

@@ -1,4 +1,4 @@
-"""What a reduction has to do, and the copies and sums that all algorithms share.
+"""The work of one reduction, with the copies and sums that all algorithms share.
 
 An algorithm is a generator, see `hpcstrat.channel.awaited`. It finds the sum of every
 element over the replicas, divides it where a mean is wanted, and leaves it in the
@@ -56,7 +56,7 @@ Algorithm = Callable[[Work, Channel], Awaits]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to reduce."""
+    """An algorithm, with the size of its pieces."""
 
     algorithm: Algorithm
     piece_bytes: int

@@ -1,4 +1,4 @@
-"""Which rank coordinates, holds variables or works, and how they are connected."""
+"""Roles of ranks: coordinator, servers and workers, and their connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COORDINATORS = ("chief", "coordinator", "master")
 
 @dataclass(frozen=True)
 class Roles:
-    """Which rank does what; workers are in the order of their indices.
+    """The role of each rank; workers are in the order of their indices.
 
     Where each worker runs the program, the first of them is the coordinator. Spares
     wait until they take the place of another.

@@ -1,4 +1,4 @@
-"""Who schedules functions on the workers, and gets what they return."""
+"""The coordinator: schedules functions on workers, and gets what they return."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Call:
 
 
 class _Worker:
-    """What the coordinator knows of a worker."""
+    """The coordinator's knowledge of a worker."""
 
     __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
 

@@ -1,4 +1,4 @@
-"""What scheduled functions return: values that stay where they are until fetched."""
+"""Results of scheduled functions: values that stay remote until fetched."""
 
 from __future__ import annotations
 

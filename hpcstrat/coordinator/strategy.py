@@ -30,7 +30,7 @@ _NAME = "ParameterServerStrategy"
 
 
 class Server:
-    """What a rank does that is not the coordinator, where the program says so itself.
+    """The task of a rank that is not the coordinator, where the program calls it.
 
     In place of a ParameterServerStrategy, with the same arguments: that one ends the
     program of such a rank once the coordinator has ended, `join` returns.

@@ -38,7 +38,7 @@ _PLAIN = (type(None), int, float, bool, str)
 
 
 class _Current:
-    """Which worker runs a function in this process."""
+    """The worker that runs a function in this process."""
 
     index: int | None = None
 

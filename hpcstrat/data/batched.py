@@ -251,7 +251,7 @@ class SomeBatches(Batched):
 
 
 class MappedBatches(Batched):
-    """What a function makes of each whole batch, as many rows as it had.
+    """The results of a function for each whole batch, as many rows as it had.
 
     Raises ValueError for a function that changes the number of rows.
     """

@@ -1,4 +1,4 @@
-"""Whether all workers have read the same global batch, where each runs the iterable.
+"""Compares the global batches that workers have read, where each runs the iterable.
 
 Each worker cuts its own replicas' pieces out of its own batch: of batches in different
 order some rows would be used twice, and others never. So a hash of the batch travels

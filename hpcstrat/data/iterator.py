@@ -137,7 +137,7 @@ _END = object()
 
 
 class EpochPlace:
-    """Where an iteration stands in an epoch; read by the state of its data set.
+    """The position of an iteration; read by the state of its data set.
 
     The position counts examples over all replicas, or global steps.
     """
@@ -150,7 +150,7 @@ class EpochPlace:
 
 
 class ReducibleDataset:
-    """What all distributed data sets share."""
+    """The base of all distributed data sets."""
 
     _strategy: Replicas
 

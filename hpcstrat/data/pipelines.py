@@ -16,7 +16,7 @@ __all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What makes the steps of a worker: ``cut`` turns the source into lists of parts.
+    """A worker's steps: ``cut`` turns the source into lists of parts.
 
     ``shared``: all workers read the same batches, and one that fails on any of them is
     left out on all. The steps are then whole batches, still to be cut.
@@ -32,7 +32,7 @@ class Steps:
 
 
 class Place:
-    """Where this replica stands among those that one pipeline serves.
+    """This replica's place among those that one pipeline serves.
 
     Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``. With ``single``
     one serves all replicas, as if they were one worker.

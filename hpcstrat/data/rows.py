@@ -415,7 +415,7 @@ class ShuffledRows(Rows):
 
 
 class MappedRows(Rows):
-    """What a function makes of each row.
+    """The results of a function for each row.
 
     With a seed the function also gets ``rng``, a generator of the row's own.
     """

@@ -1,4 +1,4 @@
-"""Where examples come from: anything whose rows can be read at random."""
+"""Sources of examples: anything whose rows can be read at random."""
 
 from __future__ import annotations
 

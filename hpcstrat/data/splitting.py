@@ -1,4 +1,4 @@
-"""How global batches are cut for replicas: the two rules of tf.distribute.
+"""Cuts global batches for replicas, by the two rules of tf.distribute.
 
 *Pieces*: every batch is cut by itself, into pieces of ``ceil(length / replicas)`` rows.
 Where all workers read the same batches, each takes the pieces of its own replicas;
@@ -53,7 +53,7 @@ def pour_slots(
 
 
 class _SlotPieces:
-    """What `pour_slots` returns."""
+    """The iterator of `pour_slots`."""
 
     def __init__(
         self, stream: _Stream, sizes: Sequence[int], first: int, count: int
@@ -172,7 +172,7 @@ class _Pieces:
 
 
 class _DealtPieces:
-    """What `deal_elements` returns."""
+    """The iterator of `deal_elements`."""
 
     def __init__(self, elements: Iterable[Tree], count: int) -> None:
         self._elements = iter(elements)

@@ -1,4 +1,4 @@
-"""How a process ends after a loss, and the file that says that the work is done.
+"""Ends a process after a loss, and writes the file that says the work is done.
 
 ``MPI_Finalize`` may wait for the dead: after a loss it is left out. And the launcher's
 exit status says nothing then: it was 0 also where all was lost.

@@ -25,7 +25,7 @@ __all__ = ["Inventory", "choose", "restore_snapshot"]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a replica says of its memory.
+    """A replica's description of its memory.
 
     ``joined`` is the generation in which it became active. Each of ``holdings`` is a
     commit that it has: which, made as which replica of how many, and of which replicas
@@ -39,7 +39,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """Who brings what; the same on every replica.
+    """The replica that brings each part; the same on every replica.
 
     ``holders``: replica now -> replica at the commit. ``newcomers``: replica now -> the
     lost one in whose place it is, if any. ``lost``: replica at the commit -> replica

@@ -36,7 +36,7 @@ _RELEASED = 1
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a rank says of itself; ``rank`` is its number in the whole job.
+    """A rank's description of itself; ``rank`` is its number in the whole job.
 
     ``node`` serves to choose a spare that is near; ``returned`` says that its training
     has come to the end.
@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all living ranks have agreed on; ranks are numbers in the whole job.
+    """The agreement of all living ranks; ranks are numbers in the whole job.
 
     ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
     spare. ``active`` are in the order of replicas; ``lost`` have died since the meeting

@@ -146,7 +146,7 @@ def _problem_of(options: dict[str, Any]) -> ValueError | None:
 
 @dataclass(slots=True)
 class _Outcome:
-    """How the training has ended on this rank."""
+    """The end of the training on this rank."""
 
     returned: bool = False
     result: Any = None

@@ -62,7 +62,7 @@ _BUFFERS = np.dtype(
 
 
 class SpanLayout(NamedTuple):
-    """Where spans lie, which is the same in each step."""
+    """The layout of spans, which is the same in each step."""
 
     spans: Sequence[Span]
     # The array of each span.

@@ -1,4 +1,4 @@
-"""Which GPU each rank computes on, and what is wrong with that.
+"""Binds each rank to a GPU, and finds what is wrong with that.
 
 The rules are functions of what the ranks of a host see, so that every rank finds the
 same by itself, once these are exchanged. A GPU is known by its place in the machine,
@@ -30,7 +30,7 @@ _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a rank sees, and has chosen; GPUs in the order of their numbers."""
+    """The GPUs that a rank sees, and its choice; in the order of their numbers."""
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
@@ -46,7 +46,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a rank computes on."""
+    """The device of a rank."""
 
     gpu: Gpu | None = None
     # Which of the host's GPUs it is, as `worker_gpus` counts them.
@@ -56,7 +56,7 @@ class Binding:
 
 
 class _Taken:
-    """What this process computes on already."""
+    """The device that this process uses already."""
 
     index: int | None = None
     foreseen = False

@@ -1,4 +1,4 @@
-"""What moves arrays between the GPUs of all ranks; found once, and agreed by all."""
+"""Ways to move arrays between the GPUs of all ranks; found once, agreed by all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What all ranks of a topology can do with the memory of their GPUs."""
+    """Abilities of all ranks of a topology with the memory of their GPUs."""
 
     nccl: Ability
     # MPI takes memory of GPUs point to point, in MPI_Bcast, in MPI_Allreduce.

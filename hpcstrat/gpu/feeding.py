@@ -59,7 +59,7 @@ class _Staged:
 
 @dataclass(slots=True)
 class _BatchLoan:
-    """What the arrays of a batch hold: at its end, their memory comes back."""
+    """An object held by the arrays of a batch: at its end, their memory comes back."""
 
     piece: _BatchMemory
     returned: deque[_BatchMemory] = field(repr=False)

@@ -1,4 +1,4 @@
-"""What all metrics share: totals of each replica, added up when they are read."""
+"""The base of all metrics: totals of each replica, added up when they are read."""
 
 from __future__ import annotations
 

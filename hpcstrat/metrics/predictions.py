@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Accuracy(MeanMetricWrapper):
-    """How often predictions equal labels.
+    """The share of predictions that equal their labels.
 
     Floats of different precision are compared in the labels'; unlike in tf.keras, 1.7
     is not equal to the integer label 1.
@@ -54,7 +54,7 @@ class Accuracy(MeanMetricWrapper):
 
 
 class BinaryAccuracy(MeanMetricWrapper):
-    """How often predictions above a threshold go with labels 1, others with labels 0.
+    """The share of predictions that are above a threshold where their label is 1.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class BinaryAccuracy(MeanMetricWrapper):
 
 
 class CategoricalAccuracy(MeanMetricWrapper):
-    """How often the largest prediction is that of the label, in one-hot form.
+    """The share of rows whose largest prediction is that of the one-hot label.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class CategoricalAccuracy(MeanMetricWrapper):
 
 
 class SparseCategoricalAccuracy(MeanMetricWrapper):
-    """How often the largest prediction is that of the label, a number of a class.
+    """The share of rows whose largest prediction is that of the label, a class number.
 
     Labels have the predictions' shape without the last dimension, or with 1 there.
 

@@ -1,1 +1,1 @@
-"""What a job shows of itself: timelines, clocks, and how long replicas waited."""
+"""Timelines, clocks, and statistics of how long replicas waited."""

@@ -1,4 +1,4 @@
-"""How long each replica waited for the others, in numbers and in words."""
+"""A report of how long each replica waited for the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW_BYTES = _CHECK.size + _NUMBERS.size
 
 @dataclass(frozen=True, slots=True)
 class ReplicaArrivals:
-    """How long one replica has waited for the others.
+    """The time that one replica has waited for the others.
 
     Waits that ended within a rank's first quick looks, about 10 microseconds, are not
     counted.
@@ -141,7 +141,7 @@ def _text(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
-    """How long the replicas have waited for each other; ``str`` gives a table.
+    """The times that replicas have waited for each other; ``str`` gives a table.
 
     A late replica is known by waiting less than the others: in all, each of them spends
     the same time on computing and waiting together.

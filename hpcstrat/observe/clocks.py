@@ -1,4 +1,4 @@
-"""How this host's clock stands to replica 0's.
+"""The offset of this host's clock to replica 0's.
 
 ``time.perf_counter_ns`` is Linux's CLOCK_MONOTONIC, which all processes of a host
 share; other hosts' differ by the time since they were started, and drift.

@@ -21,7 +21,7 @@ __all__ = ["flush", "measure", "start", "stop"]
 
 
 class _Session:
-    """Who records; None while nobody does."""
+    """The recording that is on; None while there is none."""
 
     topology: Topology | None = None
     comm: Any = None

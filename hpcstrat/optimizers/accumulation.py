@@ -26,7 +26,7 @@ _SUM, _COUNT, _CALLS = "gradient_sum", "gradient_count", "accumulated_steps"
 
 @dataclasses.dataclass(slots=True)
 class _Start:
-    """What there was when the ``run`` began that is under way.
+    """The state when the ``run`` began that is under way.
 
     ``before`` has this replica's sum and count of what has changed since, by variable.
     """

@@ -109,7 +109,7 @@ class Adam(Optimizer):
 
 
 class AdamWithDecay(Adam):
-    """What optimizers share that let some variables decay.
+    """The base of optimizers that let some variables decay.
 
     Those in whose name one of the regular expressions ``exclude`` is found do not.
     """

@@ -1,4 +1,4 @@
-"""What optimizers do about combined gradients that are NaN or infinite.
+"""Handles combined gradients that are NaN or infinite.
 
 A combined gradient has the same bits on every replica, so that all of them decide the
 same without a message. Only to find the replica from which it comes takes one.

@@ -43,7 +43,7 @@ def _has_kernel(kind: type) -> bool:
 
 
 class DeviceStep:
-    """How to update variables some of which are on a GPU.
+    """An update of variables some of which are on a GPU.
 
     ``rule._fused`` returns a kernel and its numbers for a step, if the rule has one.
     ``gradients`` say which are sparse, as in each step.

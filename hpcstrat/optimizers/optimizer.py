@@ -1,4 +1,4 @@
-"""What all optimizers share: sums over replicas, accumulation, clipping, state."""
+"""The base of all optimizers: sums over replicas, accumulation, clipping, state."""
 
 from __future__ import annotations
 

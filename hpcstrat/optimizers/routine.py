@@ -1,4 +1,4 @@
-"""What is the same in all steps of a training loop, and need not be done again."""
+"""Work that is the same in all steps of a training loop, and is done once."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 256 << 10
 
 
 class StepSlices:
-    """What of a step each rank of a worker does: sums of gradients, and updates.
+    """Each rank's part of a step in a worker: sums of gradients, and updates.
 
     The elements of all variables of a type, one variable behind the other, are divided
     between the ranks; where a rule is not ``by_elements``, at the ends of variables. Of

@@ -1,4 +1,4 @@
-"""How a rank that has nothing to do sleeps, and is woken by those of its node.
+"""Lets an idle rank sleep, and be woken by others of its node.
 
 A rank spins for a moment, and then sleeps in ``poll`` on a pipe, into which whoever has
 sent it something writes a byte; only where a flag in shared memory says that it sleeps.

@@ -1,4 +1,4 @@
-"""How the coordinator and workers reach the servers."""
+"""Requests of the coordinator and the workers to the servers."""
 
 from __future__ import annotations
 

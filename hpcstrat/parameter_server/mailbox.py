@@ -98,7 +98,7 @@ class _Arriving:
 
 
 class Mailbox:
-    """What a rank sends to others of the cluster, and gets from them.
+    """Messages of a rank to others of the cluster, and from them.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
     that have died; ``on_loss`` is called with those that are new. Whoever uses it holds

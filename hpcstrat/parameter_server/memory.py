@@ -29,7 +29,7 @@ _TRIES = 100
 
 
 class Place(NamedTuple):
-    """Where an array lies: in which process, its file there, and the offset in it."""
+    """The place of an array: its process, its file there, and the offset in it."""
 
     pid: int
     number: int

@@ -1,4 +1,4 @@
-"""How a program learns that its job is about to end, and what it does then."""
+"""Learns that a job is about to end, and acts on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a `PreemptionCheckpointHandler` learns of the end, and what it does then.
+    """Options of a `PreemptionCheckpointHandler`: how it learns of the end, and acts.
 
     Not collective.
 

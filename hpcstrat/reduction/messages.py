@@ -109,7 +109,7 @@ class _Expected:
 
 
 class Messages:
-    """What replicas send each other, in the order of the sends between any two.
+    """Messages between replicas, in the order of the sends between any two.
 
     Collective over ``topology.replica_comm``, as is `close`: it has a communicator of
     its own. Receives are matched by the sends of their source with the same tag in the

@@ -1,4 +1,4 @@
-"""How a reduction is made: the one place that chooses."""
+"""Chooses how a reduction is made; the only place that does."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What keeps a job from hanging, and from being silently wrong."""
+"""Protection of a job against hanging, and against being silently wrong."""

@@ -33,7 +33,7 @@ _channels: list[Channel] = []
 
 
 class _Leaving:
-    """Which process announces its end, and whether it has."""
+    """The process that announces its end, and whether it has."""
 
     process = 0
     left = False

@@ -1,4 +1,4 @@
-"""Who was late, in words: at the end of the program, and on a signal."""
+"""Reports late ranks in words: at the end of the program, and on a signal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def conclude(arrivals: Arrivals) -> None:
 
 
 class _Listening:
-    """Which process serves the signal."""
+    """The process that serves the signal."""
 
     process = 0
 

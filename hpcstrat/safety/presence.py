@@ -1,4 +1,4 @@
-"""Which ranks of a job are on this host, and what they do, without MPI.
+"""Finds the ranks of a job on this host, and their state, without MPI.
 
 Each process that a launcher started has a page in a file of ``/dev/shm`` that belongs
 to its job, from ``import hpcstrat`` on; so it is there before the first collective call

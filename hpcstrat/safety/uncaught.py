@@ -35,7 +35,7 @@ _before_abort: list[Callable[[], None]] = []
 
 
 class _Hooks:
-    """What was there before, so that a program's own hook still runs."""
+    """The hooks that were there before, so that a program's own still run."""
 
     process = 0
     before: list[Any] = []  # noqa: RUF012 - one for the process

@@ -1,4 +1,4 @@
-"""Who owns a topology and its channel: the strategies over the same ranks."""
+"""A topology and its channel, shared by the strategies over the same ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Connection", "Wish", "connect", "subset"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a strategy is asked for; see `MpiStrategy`. Not checked before `check`."""
+    """A strategy's arguments; see `MpiStrategy`. Not checked before `check`."""
 
     kind: str
     comm: Any

@@ -1,4 +1,4 @@
-"""Which strategy and context a program is in."""
+"""The current strategy and context of a program."""
 
 from __future__ import annotations
 

@@ -84,6 +84,6 @@ class SingleReplicaStrategy(Strategy):
 
 
 class DefaultStrategy(SingleReplicaStrategy):
-    """What is current where no strategy was entered."""
+    """The current strategy where none was entered."""
 
     is_default = True

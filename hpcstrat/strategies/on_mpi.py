@@ -1,4 +1,4 @@
-"""What the strategies on MPI share, beside their connection."""
+"""The base of strategies on MPI, beside their connection."""
 
 from __future__ import annotations
 

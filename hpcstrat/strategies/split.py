@@ -1,4 +1,4 @@
-"""How the replicas of a job form groups that are in sync."""
+"""The division of a job's replicas into groups that are in sync."""
 
 from __future__ import annotations
 

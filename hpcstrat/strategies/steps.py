@@ -1,4 +1,4 @@
-"""What methods of the first tf.distribute return: outputs of steps, and examples."""
+"""Outputs of steps, as methods of the first tf.distribute return them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which mpirun belongs to this interpreter, and the options that it needs."""
+"""Finds the mpirun of this interpreter, and the options that it needs."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RankTimeout(RankFailure):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a program ended that ``launch`` ran.
+    """The end of a program that ``launch`` ran.
 
     Parameters
     ----------

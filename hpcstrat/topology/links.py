@@ -1,4 +1,4 @@
-"""How fast messages go inside of hosts and from host to host, measured.
+"""Measures the speed of messages inside of hosts and between them.
 
 Two ranks send messages there and back, long ones and some of 8 bytes in turn. Half of a
 short trip is the latency; what a long one takes more is put down to its bytes. Medians
@@ -54,7 +54,7 @@ Row = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What was measured between two ranks, on one host or on two."""
+    """Measures between two ranks, on one host or on two."""
 
     hosts: tuple[str, str]
     ranks: tuple[int, int]
@@ -213,7 +213,7 @@ def _with_better(links: Links, again: Links) -> Links:
 
 
 class _Meeting:
-    """Who is where, and what they measure. Collective over ``comm``.
+    """The hosts of ranks, and the pairs that measure. Collective over ``comm``.
 
     A row is: two ranks, latency, bandwidth, which are NaN without an answer.
     """

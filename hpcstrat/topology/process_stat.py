@@ -1,4 +1,4 @@
-"""What Linux says of a process."""
+"""Linux's figures of a process."""
 
 from __future__ import annotations
 

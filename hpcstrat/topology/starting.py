@@ -1,4 +1,4 @@
-"""Who starts MPI, and how it ends.
+"""Starts MPI, and ends it.
 
 MPI is started by the first topology, never by an import, because loading it ends
 Python on many login nodes.
@@ -128,7 +128,7 @@ def _end_without_finalize() -> None:
 
 
 class _Ending:
-    """How MPI ends at the end of the process."""
+    """The end of MPI at the end of the process."""
 
     ours = False
     survives = False

@@ -1,4 +1,4 @@
-"""What the survivors of a lost rank need of MPI: user-level failure mitigation (ULFM).
+"""MPI for the survivors of a lost rank: user-level failure mitigation (ULFM).
 
 A communicator with a dead process raises errors of three classes (MPI Forum, ULFM
 chapter; Open MPI 5.0 manual, "User-Level Fault Mitigation"). The first rank that

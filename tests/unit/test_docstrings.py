@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import hpcstrat
 from tests.docs.public import is_installed, public_definitions
 
 PACKAGE = Path(__file__).parents[2] / "hpcstrat"
@@ -165,3 +166,13 @@ def test_what_users_do_not_call_has_no_sections() -> None:
         and is_installed(f"{key[0]}.")
         and SECTION.search(_docstring(node))
     ] == []
+
+
+def test_modules_are_named_by_what_they_are() -> None:
+    """Words that a reader would search for come first, not a question."""
+    questions = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Why")
+    first_words = {}
+    for path in Path(hpcstrat.__file__).parent.rglob("*.py"):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "-"
+        first_words[str(path)] = text.split()[0]
+    assert [path for path, word in first_words.items() if word in questions] == []

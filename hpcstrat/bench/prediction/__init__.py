@@ -1,1 +1,1 @@
-"""How fast a training step will be on many nodes, simulated by SimGrid."""
+"""Prediction of the time of a training step on many nodes, simulated by SimGrid."""

@@ -70,7 +70,7 @@ class Point:
 
 
 class _Plan:
-    """What all nodes of a job do in a step, block by block."""
+    """The actions of all nodes of a job in a step, block by block."""
 
     def __init__(self, step: Step, job: Job, machine: Machine) -> None:
         self.writer = Writer(job, machine)

@@ -1,4 +1,4 @@
-"""What a prediction starts from: figures of one small run, from files or by hand."""
+"""Inputs of a prediction: figures of one small run, from files or by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOUCHED = 2
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What is known; None where it is not.
+    """Known figures; None where one is not known.
 
     Times are in seconds, bandwidths in bytes per second. ``shapes`` are those of the
     gradients. ``memory`` is what one replica reads and writes.

@@ -14,7 +14,7 @@ __all__ = ["Phantom", "Traffic"]
 
 
 class Traffic:
-    """How many bytes were read and written since the last look."""
+    """The bytes that were read and written since the last look."""
 
     def __init__(self) -> None:
         self._nbytes = 0

@@ -29,7 +29,7 @@ _OVERSUBSCRIPTION = 4
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What was measured between two nodes, and of which kind the network is."""
+    """Measures between two nodes, and the kind of the network."""
 
     kind: str
     latency_seconds: float

@@ -1,4 +1,4 @@
-"""What a replica does in a reduction, by its own algorithm, without any other replica.
+"""A rehearsal of one replica's part in a reduction, without any other replica.
 
 The plan is the library's, of `hpcstrat.reduction`, and so is the algorithm, of
 `hpcstrat.collectives`: another choice, other pieces or other messages there are other
@@ -112,7 +112,7 @@ Event = Announced | Turned | Stepped | Copied | AllReduced | Begun | Ended
 
 
 class _Topology:
-    """What algorithms and their choice ask of a topology."""
+    """The part of a topology that algorithms and their choice use."""
 
     def __init__(self, job: Job, worker: int, position: int) -> None:
         each = job.replicas_per_worker

@@ -53,7 +53,7 @@ def find_smpirun() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of a replay."""
+    """The result of a replay."""
 
     # In the simulated world.
     seconds: float

@@ -60,7 +60,7 @@ Block = tuple[Event, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured inside of a node."""
+    """Measures inside of a node."""
 
     # Of a message from one replica to another, and of a step of all.
     inside_latency_seconds: float

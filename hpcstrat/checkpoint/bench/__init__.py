@@ -1,1 +1,1 @@
-"""How fast a file system writes checkpoints: ways of writing are tried there."""
+"""Trials of how fast a file system writes checkpoints."""

@@ -1,4 +1,4 @@
-"""Which way of writing is fastest on a file system: several are tried there.
+"""Ways to write a file, tried on a file system to find the fastest.
 
 One file for all, as checkpoints are written, and a file for each writer; past the page
 cache and through it; in parts of the smallest size and of the size that a checkpoint
@@ -63,7 +63,7 @@ class Way:
 
 @dataclass(slots=True)
 class Measured:
-    """How fast a way is.
+    """The measured speed of a way of writing.
 
     ``nbytes`` were written, and read, in each round, by all together. The way was
     ``refused`` where the page cache was used after all.

@@ -13,7 +13,7 @@ __all__ = ["Writers", "run_in_threads", "together"]
 
 
 class Writers(Protocol):
-    """Those who write together: what is used of a communicator of mpi4py."""
+    """The ranks that write together: the part of mpi4py's communicator that is used."""
 
     @property
     def rank(self) -> int:

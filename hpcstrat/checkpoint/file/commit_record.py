@@ -40,7 +40,7 @@ _MORE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class Vouched:
-    """What the commit record of a file vouches for; ``plan`` is without extents.
+    """The contents of a file's commit record; ``plan`` is without extents.
 
     ``hashes`` are the blocks', uint64, in the machine's order; ``root`` is the
     prefix's.

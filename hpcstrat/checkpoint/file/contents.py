@@ -1,4 +1,4 @@
-"""What is in a checkpoint file, as HDF5 shows it."""
+"""The contents of a checkpoint file, as HDF5 shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each value lies in the file, and which replica writes which part of it.
+"""The place of each value in the file, and the replica that writes each part.
 
 Pure functions of names, shapes and types: no file is touched here. A file is a prefix
 (HDF5's own structures and the table of hashes), the data, cut into blocks, and the
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything is in a checkpoint file.
+    """The places of everything in a checkpoint file.
 
     The table of hashes ends, and the data begin, at ``data_start``; the commit record
     begins at ``data_end``. Both are multiples of a page. The last block may be shorter

@@ -37,7 +37,7 @@ if sys.platform == "linux":
 
 
 class Source(Protocol):
-    """What has the bytes of a dataset that this replica writes; an array has all."""
+    """The bytes of a dataset that this replica writes; an array has all."""
 
     def __getitem__(self, source: slice, /) -> Array:
         """Return the bytes of the `Piece` that has this ``source``."""

@@ -1,4 +1,4 @@
-"""What a file is that is no checkpoint: a name may be mistyped, too."""
+"""Names the kind of a file that is no checkpoint, as a name may be mistyped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each replica says of its part, left in the file behind the commit record.
+"""Each replica's verdict on its part, in the file behind the commit record.
 
 The threads that save in the background make no MPI call, so that replica 0 learns
 through the file itself that all parts are on the disk. It cuts the file to its size

@@ -79,7 +79,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Header:
-    """What a checkpoint holds, apart from the data.
+    """The contents of a checkpoint, apart from the data.
 
     ``iterators`` are positions in data sets and states of random streams, which
     `section_of` tells apart. In a header that is to be saved, ``python`` holds text

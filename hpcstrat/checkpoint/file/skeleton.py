@@ -92,7 +92,7 @@ def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]
 
 
 class Skeleton:
-    """What HDF5 writes for one set of names, types and shapes, placed by its ``plan``.
+    """HDF5's structures for one set of names, types and shapes, placed by ``plan``.
 
     Raises CheckpointError where HDF5 does not place things as it is asked to, and
     OSError where there is no room for the structures in memory.

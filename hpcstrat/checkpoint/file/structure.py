@@ -1,4 +1,4 @@
-"""What of HDF5 a checkpoint uses: all else is refused before anything is read.
+"""The part of HDF5 that checkpoints use; all else is refused before it is read.
 
 A file that somebody has forged, or that only looks like a checkpoint, may otherwise
 lead to other files and to pipes, or to more memory than it is long.

@@ -1,1 +1,1 @@
-"""Which checkpoints a folder holds, which stay, and which are removed."""
+"""The checkpoints of a folder: those that are there, stay, or are removed."""

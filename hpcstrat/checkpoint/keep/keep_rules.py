@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which is the best: rules, without looking at files."""
+"""Rules that choose the checkpoints that stay, and the best; without any file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """Which checkpoints are kept: those that any of the rules asks for.
+    """Rules for keeping checkpoints: those stay that any of the rules asks for.
 
     As `CheckpointManager` takes them; ValueError for other values.
     """
@@ -150,7 +150,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the rules ask of a checkpoint."""
+    """A checkpoint, as far as the rules look at it."""
 
     path: str
     step: int

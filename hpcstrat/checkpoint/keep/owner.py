@@ -1,4 +1,4 @@
-"""Which job saves in a folder: the lock of one file in it, which ends with its process.
+"""The lock of the job that saves in a folder; it ends with its process.
 
 Two jobs that save in one folder remove each other's checkpoints, as neither knows those
 of the other. The lock is POSIX's, of fcntl(2): the system gives it up when the process

@@ -1,1 +1,1 @@
-"""How a checkpoint is matched with the program and read back on all replicas."""
+"""Matching a checkpoint with the program, and reading it on all replicas."""

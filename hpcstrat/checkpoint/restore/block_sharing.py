@@ -1,4 +1,4 @@
-"""Who reads which block, and how all get to see it.
+"""Divides the reading of blocks among replicas, which then share them.
 
 The replicas of a worker share memory: each block lies there once, and all copy from it.
 Between workers, the replicas with the same position pass on their blocks, so that all
@@ -22,7 +22,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class BlockDeal:
-    """Which replica reads which blocks, and how many it keeps.
+    """The blocks that each replica reads, and how many of them it keeps.
 
     The same on every replica. ``own`` are this replica's blocks, ``column`` is its
     position in its worker. ``columns`` is the number of positions that all workers

@@ -1,4 +1,4 @@
-"""Which saved value goes into which variable, and all that does not fit."""
+"""Matches saved values with variables, and collects all that does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes of a checkpoint go when they are restored."""
+"""Destinations of a checkpoint's bytes when they are restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Sink", "live_bytes", "value_of"]
 
 
 class Sink:
-    """Where the bytes of a dataset go.
+    """A destination of the bytes of a dataset.
 
     To ``live``, the variable's own bytes, here or elsewhere, else to a buffer that is
     assigned when full.

@@ -1,1 +1,1 @@
-"""How all replicas write one file."""
+"""Writing one file by all replicas together."""

@@ -1,4 +1,4 @@
-"""Whether what is to be saved once is the same on all replicas that have it."""
+"""Compares values that are saved once over all replicas that have them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def checked_bandwidth(value: SupportsFloat | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How a save is to be done."""
+    """The options of a save."""
 
     path: str
     asynchronous: bool

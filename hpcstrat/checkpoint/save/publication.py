@@ -29,7 +29,7 @@ __all__ = ["Publication", "Target"]
 
 @dataclass(slots=True)
 class Target:
-    """Where a checkpoint is to be, and what was there when its save began."""
+    """The path of a checkpoint, and the file that was there when its save began."""
 
     path: str
     # Its name until then, in the same folder.

@@ -86,7 +86,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What goes from replica to replica at a time, by the other replica."""
+    """The rows that go from replica to replica at a time, by the other replica."""
 
     sent: list[list[Array]]
     received: list[list[Array]]

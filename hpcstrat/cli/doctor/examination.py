@@ -1,4 +1,4 @@
-"""What there is to know of this process, its host and its libraries, without MPI."""
+"""Examines this process, its host and its libraries, without MPI."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank says of itself.
+    """A rank's description of itself.
 
     ``gpus`` are bus id, name, bytes of memory, and how many of these are free, of the
     GPU that it has, or of all that it sees where there is one process.

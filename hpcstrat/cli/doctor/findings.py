@@ -1,4 +1,4 @@
-"""What the doctor has found wrong, or worth a word."""
+"""Problems that the doctor has found, and remarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was expected, what was found, and what to do, in one sentence.
+    """One problem: what was expected, what was found, and what to do.
 
     ``name`` says what kind it is, such as ``slow-link``; scripts rely on it. It is
     about these hosts and ranks, or about all. Where it was measured, ``expected`` and
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """What was found; grows as the examination goes on.
+    """The problems that were found; grows as the examination goes on.
 
     ``problems`` would stop a job, or show that something is badly wrong; ``remarks``
     would slow a job down, or may be on purpose. ``library_version`` is what the MPI

@@ -1,4 +1,4 @@
-"""What the measures of all ranks say: figures of each host, and what is wrong."""
+"""Judges the measures of all ranks: figures of each host, and problems."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LEAVE_OUT = "leave it out (sbatch --exclude={}) and tell the site"
 
 @dataclass(slots=True)
 class HostMeasures:
-    """What was measured on a host; None where it was not.
+    """Measures of a host; None where there is none.
 
     Memory is in bytes per second: of one rank alone, the median, and of all ranks of
     the host at once, their sum. The clock's offset is to the median of all hosts'
@@ -62,7 +62,7 @@ class HostMeasures:
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of a job; ``troubles`` are host, what was not, and why."""
+    """Measures of a job; ``troubles`` are host, what was not measured, and why."""
 
     path: str
     init_seconds: float | None

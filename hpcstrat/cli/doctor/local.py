@@ -1,4 +1,4 @@
-"""What a rank measures by itself: its memory, and files of a folder."""
+"""Measures of one rank by itself: its memory, and files of a folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """What a host finds in a folder.
+    """A host's view of a folder.
 
     ``problem`` says why no file could be written; ``unlockable`` why none could be
     locked, or that the lock did not return. ``is_seen`` says whether the host sees

@@ -1,4 +1,4 @@
-"""What all ranks measure together. Nothing waits for ever, and nothing is raised."""
+"""Measures of all ranks together. All waits are bounded, and nothing is raised."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VERDICT = 33
 
 @dataclass(slots=True)
 class RankMeasures:
-    """What a rank has measured.
+    """Measures of a rank.
 
     ``clocks`` are of this worker's first rank: its wall clock against replica 0's, at
     the beginning and at the end; ``folder`` likewise. Memory is in bytes per second, of

@@ -1,4 +1,4 @@
-"""Which datasets of a NetCDF-4 file are fields, and what their stored values mean.
+"""Finds the fields of a NetCDF-4 file, and decodes their stored values.
 
 By the conventions of CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1) and the NetCDF-4 format,
 of which h5py sees the HDF5 file below.

@@ -39,7 +39,7 @@ def real_view(array: Any) -> Any:
 
 
 class Scaling:
-    """What combined gradients are multiplied by, before they are used.
+    """The factors of combined gradients, before they are used.
 
     ``clip`` is the second factor, in its first element; see `Norm`.
     """

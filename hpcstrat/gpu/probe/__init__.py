@@ -1,1 +1,1 @@
-"""What MPI can do with GPU memory, tried in processes that may die of it."""
+"""Trials of MPI with GPU memory, in processes that may die of them."""

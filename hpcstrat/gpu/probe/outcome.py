@@ -1,4 +1,4 @@
-"""What the lines of a trial's processes say, also of processes that died in it.
+"""Reads the output of a trial's processes, also of those that died in it.
 
 Each rank writes a line of JSON to ``rank-N.jsonl`` before and after each operation, and
 what ended it, by faulthandler, to ``rank-N.fault``.
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a launcher ended."""
+    """The end of a launcher."""
 
     # Negative for a signal; None if it had to be killed.
     status: int | None
@@ -60,7 +60,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """What one run of the program has found."""
+    """The result of one run of the program."""
 
     # By operation; those that it did not come to are left out.
     answers: dict[str, Answer] = field(default_factory=dict)

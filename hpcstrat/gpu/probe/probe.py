@@ -1,4 +1,4 @@
-"""Whether the MPI library can read and write memory of GPUs: a trial, and its cache.
+"""Tries whether the MPI library reads and writes memory of GPUs; keeps the result.
 
 What a library says of itself does not tell: builds with and without support have the
 same name, support may be missing for some operations only, and a wrong guess is a
@@ -53,7 +53,7 @@ _OUTPUT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What a trial has found."""
+    """The result of a trial."""
 
     # See `node_kind`.
     kind: dict[str, str]

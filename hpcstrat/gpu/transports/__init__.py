@@ -1,1 +1,1 @@
-"""How arrays move between the GPUs of all ranks; see `transport_select`."""
+"""Transports of arrays between the GPUs of all ranks; see `transport_select`."""

@@ -1,4 +1,4 @@
-"""What moves arrays between the GPUs of a topology: made at the first such call."""
+"""The transports between the GPUs of a topology, made at the first such call."""
 
 from __future__ import annotations
 

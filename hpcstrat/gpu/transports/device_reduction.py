@@ -33,7 +33,7 @@ _LINE_BYTES = 256
 
 
 class Transport(Protocol):
-    """What carries pieces between the replicas' GPUs; all its work is on its lane."""
+    """A carrier of pieces between the replicas' GPUs; all its work is on its lane."""
 
     name: str
     lane: Lane

@@ -1,4 +1,4 @@
-"""What is awaited of NCCL, which itself may never return: see `nccl_group`."""
+"""Waits for NCCL, which itself may never return: see `nccl_group`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport reduces arrays on GPUs; the only module that knows them all.
+"""Chooses the transport for arrays on GPUs; the only module that knows them all.
 
 The choice depends on what all ranks have agreed that they can do, on the options and on
 the topology, and on nothing else.

@@ -37,7 +37,7 @@ __all__ = ["Exchange", "bind", "refuse"]
 
 
 class _Order(effects.Effect):
-    """That replicas make their exchanges in one order."""
+    """An effect that keeps the exchanges of all replicas in one order."""
 
     def __str__(self) -> str:
         return "Exchange"
@@ -65,7 +65,7 @@ _exchange.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What replicas do with the leaves of a tree; all know the same names of leaves.
+    """An operation on the leaves of a tree; all replicas know the same names of leaves.
 
     ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root.
     """

@@ -1,4 +1,4 @@
-"""What callbacks do on many replicas."""
+"""Callbacks of Keras on many replicas."""
 
 from __future__ import annotations
 

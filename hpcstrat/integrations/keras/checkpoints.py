@@ -1,4 +1,4 @@
-"""What a CheckpointManager saves of a model, and when."""
+"""Saves a model of Keras by a CheckpointManager."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _DATA = ("x", "y", "sample_weight")
 
 
 class _Distributed:
-    """What is put over a model's methods."""
+    """The functions that are put over a model's methods."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self.model = model

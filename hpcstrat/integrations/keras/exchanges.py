@@ -1,4 +1,4 @@
-"""What replicas exchange inside of a training step, on each backend of Keras.
+"""Exchanges between replicas in a training step, for each backend of Keras.
 
 A step may be a function that JAX or TensorFlow has compiled: the exchange is then a
 part of it, which calls the library from a thread of theirs.

@@ -1,4 +1,4 @@
-"""What a model must be, and what must not combine its gradients a second time."""
+"""Checks of a model before it is distributed; no gradient is combined twice."""
 
 from __future__ import annotations
 

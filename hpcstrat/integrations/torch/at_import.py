@@ -1,4 +1,4 @@
-"""What the import of the package changes in torch.distributed; nothing to call.
+"""Changes that the import makes in torch.distributed; nothing to call.
 
 A module of its own, which the reference leaves out where torch is not installed.
 """

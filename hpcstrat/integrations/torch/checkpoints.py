@@ -1,4 +1,4 @@
-"""What a CheckpointManager saves of modules and optimizers: the memory they are in."""
+"""Saves modules and optimizers of PyTorch, from the memory that they are in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun would tell each process of a job, from MPI."""
+"""Sets the variables that torchrun would set, from MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's reductions are for arrays of a type."""
+"""PyTorch's kinds of reductions, for arrays of a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What combines the gradients of a replicated module, in its hooks.
+"""Combines the gradients of a replicated module, in its hooks.
 
 They note which parameters a backward has reached; when it ends, one reduction combines
 all of them, in place. Which parameters these are may differ between replicas, and from
@@ -44,7 +44,7 @@ _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
 class Replicated:
-    """What is known of a replicated module; its hooks hold it, not the module."""
+    """The state of a replicated module; its hooks hold it, not the module."""
 
     def __init__(
         self,

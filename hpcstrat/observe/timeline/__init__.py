@@ -1,4 +1,4 @@
-"""What each rank does when: files in Chrome's trace event format, and NVTX ranges.
+"""Timelines of ranks: files in Chrome's trace event format, and NVTX ranges.
 
 Nothing here knows MPI: the clocks of other hosts are measured in
 `hpcstrat.observe.clocks`.

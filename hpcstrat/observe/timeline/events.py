@@ -29,7 +29,7 @@ CLOCK_EVENT = "hpcstrat_clock"
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Where a rank's events stand in a trace."""
+    """The place of a rank's events in a trace."""
 
     # The trace's process, and its thread.
     worker: int = 0

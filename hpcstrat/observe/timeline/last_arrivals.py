@@ -1,4 +1,4 @@
-"""Who was waited for, from the events of all ranks."""
+"""Finds the rank for which others waited, from the events of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RankWaits", "last_arrivals"]
 
 @dataclass(slots=True)
 class RankWaits:
-    """How one replica stood in the calls that all replicas have recorded."""
+    """The waits of one replica in the calls that all replicas have recorded."""
 
     replica: int
     where: str

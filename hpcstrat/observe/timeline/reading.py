@@ -68,7 +68,7 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What must be known of a file before its events are placed."""
+    """The facts of a file that are needed before its events are placed."""
 
     path: str
     # Worker and replica, and their names.

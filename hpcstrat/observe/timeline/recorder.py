@@ -1,4 +1,4 @@
-"""What the library and the program record, where recording is on.
+"""Records events of the library and the program, where recording is on.
 
 The whole library asks ``active.recorder is None``, which is all that recording costs
 where it is off.
@@ -24,7 +24,7 @@ DATA = "data"
 
 
 class _Active:
-    """What this process records with; None where recording is off."""
+    """The recorder of this process; None where recording is off."""
 
     __slots__ = ("recorder",)
 
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=active.forget)
 
 
 class Sink(Protocol):
-    """What takes a recorder's events; see `EventFile`."""
+    """A destination of a recorder's events; see `EventFile`."""
 
     def put(self, event: Any) -> None:
         """Take one."""

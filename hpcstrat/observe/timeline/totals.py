@@ -1,4 +1,4 @@
-"""What one rank's time goes into, added up while the program runs; no file."""
+"""Totals of one rank's time, added up while the program runs; no file."""
 
 from __future__ import annotations
 

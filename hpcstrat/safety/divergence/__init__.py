@@ -1,1 +1,1 @@
-"""Whether copies that must be equal on all replicas are."""
+"""Comparison of copies that must be equal on all replicas."""

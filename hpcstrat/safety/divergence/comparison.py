@@ -1,4 +1,4 @@
-"""Where copies of arrays differ: the first array, the ranks, the first element."""
+"""Finds where copies differ: the first array, the ranks, the first element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether values of the program itself are equal on all replicas.
+"""Checks that values of the program are equal on all replicas.
 
 Arrays of any library, numbers, texts: not the variables of a strategy, whose copies
 `hpcstrat.safety.divergence.copies` watches. Equal values cost the agreement and
@@ -44,7 +44,7 @@ _NUMBERS = (bool, int, float, complex)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is compared of one leaf: all of it, or a field of structured elements."""
+    """One leaf that is compared: all of it, or a field of structured elements."""
 
     leaf: int
     field: str
@@ -157,7 +157,7 @@ def _path(tree: Tree, leaf: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What all ranks learn of a part, to find the first that differs."""
+    """A description of a part for all ranks, to find the first that differs."""
 
     path: str
     kind: str

@@ -1,1 +1,1 @@
-"""How ranks notice, before and while a strategy is made, that one is missing."""
+"""Notices a missing rank, before and while a strategy is made."""

@@ -1,4 +1,4 @@
-"""What a rank of a job begins to do at ``import hpcstrat``, without MPI."""
+"""Work of a rank at ``import hpcstrat``, without MPI."""
 
 from __future__ import annotations
 

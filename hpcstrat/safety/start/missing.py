@@ -1,4 +1,4 @@
-"""Which ranks are missing at the start, as far as their pages tell."""
+"""Finds the ranks that are missing at the start, as far as their pages tell."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who is late, where, and since when; the end of jobs that do not go on."""
+"""Reports late ranks, and ends jobs that do not go on."""

@@ -1,4 +1,4 @@
-"""What the watchdogs of different workers ask and answer, for one channel.
+"""Questions and answers between watchdogs of different workers, for one channel.
 
 Any process of a worker answers for all of its ranks, so that one that is stopped keeps
 nobody from an answer.

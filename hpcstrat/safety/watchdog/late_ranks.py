@@ -1,4 +1,4 @@
-"""How a report of late ranks reads."""
+"""The text of a report of late ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LateRank:
 
 @dataclass(frozen=True, slots=True)
 class LateReport:
-    """Who waits for whom."""
+    """Late ranks, and the ranks that wait for them."""
 
     waiting: Sequence[int]
     # For how long the reporting one does.

@@ -1,4 +1,4 @@
-"""What a rank tells its worker about itself, in the shared segment.
+"""A rank's page in the shared segment, on which it tells its worker about itself.
 
 A page has one writer. It carries check words, so that one that is seen half-written, or
 was left half-written by a process that was killed, is not taken for complete.
@@ -48,7 +48,7 @@ _ATTEMPTS = 3
 
 @dataclass(slots=True)
 class Status:
-    """What a rank tells; times are of the machine's monotonic clock."""
+    """A rank's status; times are of the machine's monotonic clock."""
 
     beat: float = 0.0
     sequence: int = 0
@@ -72,7 +72,7 @@ class Status:
 
 @dataclass(slots=True)
 class RankState:
-    """What is known of a rank; all times are seconds before now."""
+    """The known state of a rank; all times are seconds before now."""
 
     rank: int
     sequence: int = -1

@@ -125,7 +125,7 @@ class Peers:
 
 
 class Mail:
-    """What a process's watchdog sends to those of other workers, and gets from them."""
+    """Messages of a process's watchdog to those of other workers, and from them."""
 
     def __init__(self, peers: Peers, opened: socket.socket) -> None:
         self._peers = peers

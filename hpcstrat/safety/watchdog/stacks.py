@@ -1,4 +1,4 @@
-"""What the threads of a process are doing, also where Python cannot run in it.
+"""Stacks of a process's threads, also where Python cannot run in it.
 
 A process shows its own stacks through ``sys._current_frames``. One whose threads cannot
 run, because C code holds the interpreter lock, is made to show them by a neighbour: a
@@ -59,7 +59,7 @@ _Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What a process is doing."""
+    """The stacks of a process."""
 
     # A relative clause for what is odd about it; may be empty.
     words: str = ""
@@ -72,7 +72,7 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """How to find a process of this machine, and to make it show its stacks."""
+    """A process of this machine, and the means to make it show its stacks."""
 
     pid: int
     # When it started, in ticks of the machine: tells a reused number apart.

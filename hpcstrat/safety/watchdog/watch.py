@@ -1,4 +1,4 @@
-"""What one rank's watchdog knows and tells inside of its worker, for one channel."""
+"""One rank's watchdog inside of its worker, for one channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``horovod.torch`` has, over hpcstrat."""
+"""The functions of ``horovod.torch``, over hpcstrat."""
 
 from hpcstrat.errors import CollectiveError as HorovodInternalError
 from hpcstrat.integrations.frameworks import require

@@ -1,4 +1,4 @@
-"""What is done for requests that all ranks have, several of a kind at a time.
+"""Carries out requests that all ranks have made, several of a kind at a time.
 
 All is collective over the ranks, which have agreed on everything that must be equal.
 """

@@ -1,4 +1,4 @@
-"""What gradients are turned into on their way."""
+"""Compression of gradients on their way."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _Distributed:
-    """What is put before the class of an optimizer."""
+    """The class that is put before the class of an optimizer."""
 
     # Of the optimizer's own class.
     param_groups: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What makes models and optimizers equal on all ranks."""
+"""Makes models and optimizers equal on all ranks."""
 
 from __future__ import annotations
 

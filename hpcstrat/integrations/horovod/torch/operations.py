@@ -63,7 +63,7 @@ _PLAIN = torch.contiguous_format
 
 
 class Operation(Enum):
-    """What a reduction does; of torch's name."""
+    """The operation of a reduction; of torch's name."""
 
     Average = "AVG"
     Sum = "SUM"
