@@ -87,27 +87,9 @@ class Batches(keras.utils.PyDataset):
 
     @classmethod
     def of(cls, dataset: Dataset, strategy: Strategy | None = None) -> Batches:
-        """Return the batches of a data set of inputs and targets.
+        """Return a data set's batches of inputs and targets, in the same order.
 
-        Not collective.
-
-        Parameters
-        ----------
-        dataset : Dataset
-            Of ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, in global batches, with
-            random access.
-        strategy : Strategy, optional
-            Whose replicas; default: the current one.
-
-        Returns
-        -------
-        Batches
-            Of the same rows in the same order.
-
-        Raises
-        ------
-        ValueError
-            If it is not in batches, or has no random access.
+        Raises ValueError where it is not in batches, or has no random access.
         """
         if not isinstance(dataset.stage, Batched):
             raise ValueError(
