@@ -397,7 +397,12 @@ def test_rows_of_a_zarr_store(tmp_path: Path) -> None:
     root = zarr.open_group(str(tmp_path / "store.zarr"), mode="w")
     root.create_array("fields/t", data=values, chunks=(7, 2, 5))
     root.create_array("label", data=np.arange(50), chunks=(20,))
+    for number in range(9):
+        root.create_array(f"more/{number}", data=np.arange(50), chunks=(20,))
     dataset = Dataset.from_files(tmp_path / "store.zarr")
+    # The same on every rank, though Zarr lists members in any order.
+    names = list(dataset.stage.columns())  # type: ignore[attr-defined]
+    assert names == sorted(names)
     stage: Any = dataset.stage
     places = np.random.default_rng(1).permutation(50)[:30]
     batch = stage.read(places, 0)

@@ -61,11 +61,13 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     store = zarr.open(path, mode="r")
     arrays: Iterable[tuple[str, Any]] = [("", store)]
     if hasattr(store, "members"):
-        arrays = [
-            (name, item)
+        # Members come in any order, another one on each rank.
+        found_arrays = {
+            name: item
             for name, item in store.members(max_depth=None)
             if hasattr(item, "dtype")
-        ]
+        }
+        arrays = [(name, found_arrays[name]) for name in sorted(found_arrays)]
     found: dict[str, Column] = {}
     for name, array in arrays:
         if not array.shape:
