@@ -6,6 +6,7 @@ with the models, gradients and optimizers of PyTorch, JAX and Keras themselves.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from tests.docs.page import numbers_of
 
 __all__ = ["ONE_PROCESS"]
 
+# Before any test of this process imports Keras, which then has another backend.
+os.environ.setdefault("KERAS_BACKEND", "torch")
 BATCH = 64
 
 
@@ -143,9 +146,7 @@ def _jax() -> dict[str, Any]:
 
 def _keras() -> dict[str, Any]:
     """Train with Keras alone, on batches in the order of the page."""
-    import os
 
-    os.environ.setdefault("KERAS_BACKEND", "torch")
     import keras
 
     keras.utils.set_random_seed(0)
