@@ -14,7 +14,15 @@ from typing import Any, Protocol
 from hpcstrat.options import ReduceOp, VariableSynchronization
 from hpcstrat.typing import Replicas, Tree
 
-__all__ = ["ContextEntry", "CurrentStrategy", "MadeTogether", "current", "pop", "push"]
+__all__ = [
+    "ContextEntry",
+    "CurrentStrategy",
+    "MadeTogether",
+    "current",
+    "own_index",
+    "pop",
+    "push",
+]
 
 
 class CurrentStrategy(Replicas, Protocol):
@@ -31,7 +39,17 @@ class CurrentStrategy(Replicas, Protocol):
     def is_default(self) -> bool: ...
 
     @property
-    def update_entry(self) -> ContextEntry: ...
+    def update_entries(self) -> list[ContextEntry]: ...
+
+    # What it is lies above this module.
+    @property
+    def meetings(self) -> Any: ...
+
+    def parts(self, tree: Tree) -> list[Tree]: ...
+
+    def reduce_parts(
+        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+    ) -> Tree: ...
 
     @property
     def extended(self) -> Any: ...
@@ -68,7 +86,7 @@ class CurrentStrategy(Replicas, Protocol):
 class ContextEntry:
     """One level of the stack: the current strategy, and on which side of it we are."""
 
-    __slots__ = ("is_base", "replica_context", "strategy", "updating")
+    __slots__ = ("index", "is_base", "replica_context", "strategy", "updating")
 
     def __init__(
         self,
@@ -77,8 +95,11 @@ class ContextEntry:
         *,
         updating: bool = False,
         is_base: bool = False,
+        index: int | None = None,
     ) -> None:
         self.strategy = strategy
+        # Which of this rank's replicas runs; None where no single one does.
+        self.index = index
         # Inside `run`; None in cross-replica context.
         self.replica_context = replica_context
         # Inside `extended.update`: variables act on their own component.
@@ -102,6 +123,12 @@ def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
 def pop(token: Token[ContextEntry | None]) -> None:
     """Leave the level that `push` has entered."""
     _stack.reset(token)
+
+
+def own_index() -> int | None:
+    """Return which of this rank's replicas runs; None in cross-replica context."""
+    entry = _stack.get()
+    return None if entry is None else entry.index
 
 
 class MadeTogether:

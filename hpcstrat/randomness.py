@@ -8,10 +8,12 @@ the replica and the generation by NumPy's SeedSequence.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.context import own_index
 from hpcstrat.errors import CollectiveError
 from hpcstrat.typing import Array, Replicas
 
@@ -47,11 +49,6 @@ class RandomStreams:
 
     Attributes
     ----------
-    generator : numpy.random.Generator
-        This replica's own. It draws the same on every run with the same seed, whatever
-        the number of replicas.
-    shared : numpy.random.Generator
-        The same on all replicas, as long as all draw the same from it.
     name : str
         Of the streams.
     seed : int
@@ -73,18 +70,39 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        self._birth = 0
-        # A key without a SeedSequence, so that spawn() is refused: the number of
+        # Of each replica of this process: its generators, and in which generation its
+        # own stream began.
+        replicas = strategy.local_replicas
+        self._births = [0 for _ in replicas]
+        # Keys without a SeedSequence, so that spawn() is refused: the number of
         # children would not be part of the saved state.
-        own = np.random.Philox(key=self._key(0, strategy.replica_id))
-        self.generator = np.random.Generator(own)
-        shared = np.random.Philox(key=self._key(0, _SHARED))
-        self.shared = np.random.Generator(shared)
+        self._own = [self._new(0, replica) for replica in replicas]
+        self._shared = [self._new(0, _SHARED) for _ in replicas]
 
     @property
     def distribute_strategy(self) -> Any:
         """The strategy whose replicas draw."""
         return self._strategy
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """This replica's own numpy.random.Generator.
+
+        It draws the same on every run with the same seed, whatever the number of
+        replicas.
+        """
+        return self._own[own_index() or 0]
+
+    @property
+    def shared(self) -> np.random.Generator:
+        """A numpy.random.Generator that gives the same on all replicas.
+
+        As long as all draw the same from it.
+        """
+        return self._shared[own_index() or 0]
+
+    def _new(self, birth: int, replica: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=self._key(birth, replica)))
 
     def _key(self, birth: int, replica: int) -> Array:
         # Every word is below 2**32 and their number is fixed, so that no two lists of
@@ -112,9 +130,9 @@ class RandomStreams:
             If replicas have drawn differently from ``shared``. On every replica.
         """
         # Both in one call; that of the shared one only to see that all are alike.
-        rows = np.stack([_pack(self.generator, self._birth), _pack(self.shared, 0)])
+        rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
-            rows[np.newaxis], 0, f"state of the random streams {self.name!r}"
+            np.stack(rows), 0, f"state of the random streams {self.name!r}"
         )
         own, shared = both[:, 0], both[:, 1]
         others = np.flatnonzero((shared != shared[0]).any(axis=1))
@@ -189,23 +207,14 @@ class RandomStreams:
         """
         self.check_state(state)
         rows = np.asarray(state["state"])
-        generation = int(state["generation"])
-        replica, count = self._strategy.replica_id, self._strategy.num_replicas_in_sync
         # Another key for new streams: those of an earlier restore are not repeated.
-        if len(rows) != count:
-            generation += 1
-        if replica < len(rows):
-            self._birth = _unpack(rows[replica], self.generator)
-        else:
-            self._birth = generation
-            fresh = np.random.Philox(key=self._key(generation, replica))
-            # In place: the program keeps its reference to the generator.
-            self.generator.bit_generator.state = fresh.state
-        _unpack(np.asarray(state["shared"]), self.shared)
-        self.generation = generation
+        changed = len(rows) != self._strategy.num_replicas_in_sync
+        replicas = self._strategy.local_replicas
+        own = [rows[r] if r < len(rows) else None for r in replicas]
+        self.restore_own_state(state, own, changed=changed)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what `state` returns, with this replica's row alone.
+        """Return what `state` returns, with the rows of this process's replicas alone.
 
         Not collective. For the library's own modules.
         """
@@ -213,27 +222,37 @@ class RandomStreams:
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
             "generation": self.generation,
-            "state": _pack(self.generator, self._birth)[np.newaxis],
-            "shared": _pack(self.shared, 0),
+            "state": np.stack([self._packed(i)[0] for i in range(len(self._own))]),
+            "shared": _pack(self._shared[0], 0),
         }
 
+    def _packed(self, index: int) -> Array:
+        """Return the state of both streams of a replica of this process."""
+        own = _pack(self._own[index], self._births[index])
+        return np.stack([own, _pack(self._shared[index], 0)])
+
     def restore_own_state(
-        self, state: dict[str, Any], row: Array | None, *, changed: bool
+        self, state: dict[str, Any], rows: Sequence[Array | None], *, changed: bool
     ) -> None:
-        """Go on with a row of this replica, or with a stream that was never used.
+        """Go on with a row for each replica of this process, None for a new stream.
 
         Not collective: call it on every replica, with the same ``shared`` and
         ``generation``. For the library's own modules.
         """
         self.check_state(state)
         self.generation = int(state["generation"]) + changed
-        if row is not None:
-            self._birth = _unpack(np.asarray(row), self.generator)
-        else:
-            self._birth = self.generation
-            key = self._key(self.generation, self._strategy.replica_id)
-            self.generator.bit_generator.state = np.random.Philox(key=key).state
-        _unpack(np.asarray(state["shared"]), self.shared)
+        replicas = self._strategy.local_replicas
+        for index, (replica, row) in enumerate(zip(replicas, rows, strict=True)):
+            # In place: the program keeps its reference to the generator.
+            if row is not None:
+                birth = _unpack(np.asarray(row), self._own[index])
+            else:
+                birth = self.generation
+                fresh = np.random.Philox(key=self._key(birth, replica))
+                self._own[index].bit_generator.state = fresh.state
+            self._births[index] = birth
+        for shared in self._shared:
+            _unpack(np.asarray(state["shared"]), shared)
 
     def __repr__(self) -> str:
         """Show name and seed."""

@@ -1,6 +1,7 @@
 """Distributed values: what each replica holds of one thing.
 
-Every process holds exactly one component, its own replica's.
+Every process holds the components of its own replicas: one, unless there are several
+logical replicas on a rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.arrays.kinds import is_device
-from hpcstrat.context import current
+from hpcstrat.context import current, own_index
 from hpcstrat.tree import tree_map
 from hpcstrat.typing import Array, Tree
 
@@ -24,6 +25,7 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "localize",
+    "part_of",
 ]
 
 _ADVICE = (
@@ -203,23 +205,39 @@ class Adopted:
 
 
 class DistributedValues:
-    """One value per replica, of which this process holds its own.
+    """One value per replica, of which this process holds those of its own replicas.
 
     Parameters
     ----------
-    local : object
-        This replica's component.
+    *parts : object
+        The components of this process's replicas, in their order: one, unless there are
+        logical replicas.
     """
 
-    __slots__ = ("_local",)
+    __slots__ = ("_parts",)
 
-    def __init__(self, local: Any) -> None:
-        self._local = local
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    @property
+    def _local(self) -> Any:
+        """The component of the replica that runs."""
+        parts = self._parts
+        if len(parts) == 1:
+            return parts[0]
+        index = own_index()
+        if index is None:
+            raise ValueError(
+                f"expected one value, found a {type(self).__name__} of {len(parts)} "
+                "replicas of this rank; compute inside strategy.run, or take them all "
+                "with strategy.experimental_local_results"
+            )
+        return parts[index]
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this process: one."""
-        return (self._local,)
+        """The components of this process's replicas, in their order."""
+        return self._parts
 
 
 class PerReplica(ArrayOperators, DistributedValues):
@@ -258,8 +276,11 @@ class PerReplica(ArrayOperators, DistributedValues):
         return super().__format__(specification) if specification else repr(self)
 
     def __repr__(self) -> str:
-        """Show this replica's component."""
-        return f"PerReplica(own part: {self._local!r})"
+        """Show the components of this process."""
+        parts = self._parts
+        if len(parts) == 1:
+            return f"PerReplica(own part: {parts[0]!r})"
+        return f"PerReplica(own parts: {', '.join(map(repr, parts))})"
 
 
 class Mirrored(ArrayOperators, DistributedValues):
@@ -290,6 +311,23 @@ def _plain(value: Any) -> Array:
 def _own(leaf: Any) -> Any:
     # Variables are distributed values too, but go into functions as they are.
     return leaf._local if type(leaf) in (PerReplica, Mirrored) else leaf
+
+
+def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
+    """Replace each distributed value of a tree by the component of a local replica.
+
+    ``index`` counts the replicas of this process. Variables stay as they are, unless
+    ``variables`` asks for theirs.
+    """
+
+    def part(leaf: Any) -> Any:
+        kinds = type(leaf) in (PerReplica, Mirrored)
+        if not kinds and not (variables and isinstance(leaf, DistributedValues)):
+            return leaf
+        parts = leaf.values
+        return parts[index] if len(parts) > 1 else parts[0]
+
+    return tree_map(part, tree)
 
 
 def localize(tree: Tree) -> Tree:

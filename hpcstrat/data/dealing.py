@@ -42,6 +42,8 @@ __all__ = ["DealtDataset"]
 # before, none any more, a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
 _NEXT = "next of a data set"
+# In the place of parts: the rank that dealt them has its own.
+_KEPT = None
 # In the place of the hash of a batch: this replica has none to compare.
 _UNSEEN = np.iinfo(np.int64).min
 
@@ -81,7 +83,8 @@ class DealtDataset(ReducibleDataset):
         per_replica = (
             options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         )
-        self._alone = per_replica or place.num_replicas == 1
+        # Whether the pipeline here serves the replicas of this rank alone.
+        self._alone = per_replica or strategy.num_ranks == 1
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
@@ -174,16 +177,20 @@ class _Elements:
         self._index += 1
         self._position.position += 1
         self._seen, self._mark = None, _UNSEEN
-        part, most, least = self._deal(self._own_parts())
+        parts, most, least = self._deal(self._own_parts())
         if most < _GIVES or least == _STOPPED:
             raise self._end()
-        if part is not None:
-            self._empty = empty_like(part)
+        for part in parts:
+            if part is not None:
+                self._empty = empty_like(part)
         if least == _ENDED:
             self._empty = self._form(self._empty)
             if self._empty is None:
                 raise self._end()
-        return tree_map(PerReplica, self._empty if part is None else part)
+        parts = [self._empty if part is None else part for part in parts]
+        if len(parts) == 1:
+            return tree_map(PerReplica, parts[0])
+        return self._strategy.joined(parts, "a batch")
 
     def _end(self) -> StopIteration:
         """Return what ends the loop, and go on to the next epoch."""
@@ -217,8 +224,9 @@ class _Elements:
 
         Those of other replicas are as they travel.
         """
-        collectives, replicas = self._strategy.collectives, self._place.replicas
-        dealt: list[Any] = [None] * len(replicas)
+        collectives, place = self._strategy.collectives, self._place
+        served = place.own if self._alone else place.replicas
+        dealt: list[Any] = [None] * len(served)
         if self._steps is not None:
             parts, self._kept = self._kept, None
             try:
@@ -226,7 +234,8 @@ class _Elements:
                 if self._steps.shared:
                     parts = self._cut(None if parts is None else parts[0])
                 if parts is not None:
-                    dealt = [parts[0], *map(packed, parts[1:])]
+                    own = len(place.own)
+                    dealt = [*parts[:own], *map(packed, parts[own:])]
             except Exception as error:
                 self._has_failed = True
                 collectives.fail(_NEXT, error)
@@ -251,36 +260,34 @@ class _Elements:
                 self._mark = digest(batch, on_gpus=not self._index)
         return parts
 
-    def _deal(self, dealt: list[Any]) -> tuple[Tree, int, int]:
-        """Return this replica's part, and the furthest and the least far state."""
+    def _deal(self, dealt: list[Any]) -> tuple[list[Tree], int, int]:
+        """Return the parts of this rank, and the furthest and the least far state."""
         collectives = self._strategy.collectives
         channel: Any = collectives.channel
         failed: Exception | None = None
         with collectives.moving(_NEXT) as comm:
-            part, came = dealt[0], None
+            parts, came = dealt[: len(self._place.own)], None
             if not self._alone:
                 own = channel.patient(self._place.comm)
-                # Not to itself: its own part need not be pickled.
-                came = own.scatter([None, *dealt[1:]], root=0)
+                came = own.scatter(self._by_rank(dealt), root=0)
             try:
-                if came is not None:
-                    part = self._placer.unpacked(came)
-                elif part is not None:
+                if came is not _KEPT:
+                    unpack = self._placer.unpacked
+                    parts = [None if one is None else unpack(one) for one in came]
+                else:
                     place = self._placer.place if self._alone else self._placer.own
-                    part = place(part)
+                    parts = [None if one is None else place(one) for one in parts]
             except Exception as error:
                 failed = error
-            state = _GIVES if part is not None else _LASTED
-            if part is None:
-                state = _ENDED if self._empty is None else _LASTED
-                if self._has_failed and self._steps and self._steps.shared:
-                    # The others go on, but with pieces of batches.
-                    state = _STOPPED
+            found = [self._state(part) for part in parts]
             mark = self._mark
             marks = mark, mark if mark == _UNSEEN else -mark
             # With both signs, so that one MAX gives the least, too.
-            states = np.array([state, -state, failed is not None, *marks], np.int64)
-            comm.Allreduce(comm.mpi.IN_PLACE, states, op=comm.mpi.MAX)
+            states = np.array(
+                [max(found), -min(found), failed is not None, *marks], np.int64
+            )
+            if comm is not None:
+                comm.Allreduce(comm.mpi.IN_PLACE, states, op=comm.mpi.MAX)
         if failed is not None:
             collectives.fail(_NEXT, failed)
             raise failed
@@ -291,7 +298,25 @@ class _Elements:
         if states[3] != _UNSEEN and states[3] != -states[4] and least != _STOPPED:
             raise self._difference()
         self._seen = None
-        return part, most, least
+        return parts, most, least
+
+    def _by_rank(self, dealt: list[Any]) -> list[Any]:
+        """Return the parts of the replicas of each rank, but of the first none."""
+        # Its own part need not be pickled.
+        groups, start = [], 0
+        for count in self._place.counts:
+            groups.append(dealt[start : start + count])
+            start += count
+        return [_KEPT, *groups[1:]]
+
+    def _state(self, part: Tree) -> int:
+        """Return how far a replica is that has got a part, or None."""
+        if part is not None:
+            return _GIVES
+        if self._has_failed and self._steps and self._steps.shared:
+            # The others go on, but with pieces of batches.
+            return _STOPPED
+        return _ENDED if self._empty is None else _LASTED
 
     def _difference(self) -> CollectiveError:
         """Return what all replicas raise where workers have different batches."""

@@ -267,18 +267,23 @@ class _Batches:
                 batch = _reading_own(stage, place.epoch, start, strategy)()
             else:
                 batch = next(self._reader)
-            batch = self._placer.place(batch)
-            count = strategy.num_replicas_in_sync
-            return tree_map(PerReplica, batch) if count > 1 else batch
+            pieces = [self._placer.place(piece) for piece in batch]
+            if len(pieces) > 1:
+                return strategy.joined(pieces, "a batch")
+            several = strategy.num_replicas_in_sync > 1
+            return tree_map(PerReplica, pieces[0]) if several else pieces[0]
 
 
 def _reading_own(
     stage: Batched, epoch: int, start: int, strategy: Replicas
 ) -> Callable[[], Tree]:
-    """Return what reads this replica's piece of a batch."""
-    count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-    first, last = piece(stage.stop(start) - start, count, replica)
-    return reading(stage, epoch, start, first, last)
+    """Return what reads the pieces of a batch that this rank's replicas have."""
+    count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
+    reads = [
+        reading(stage, epoch, start, *piece(length, count, replica))
+        for replica in strategy.local_replicas
+    ]
+    return lambda: [read() for read in reads]
 
 
 # Policies under which workers do not read the same global batches.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from hpcstrat.data.batches import as_batch
 from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
@@ -32,30 +32,32 @@ class Steps:
 
 
 class Place:
-    """This replica's place among those that one pipeline serves.
+    """This rank's place among those that one pipeline serves.
 
-    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``. With ``single``
-    one serves all replicas, as if they were one worker.
+    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``, of which each
+    rank has as many as ``counts`` says; ``own`` are this rank's. With ``single`` one
+    serves all replicas, as if they were one worker.
     """
 
     def __init__(self, strategy: Replicas, *, single: bool = False) -> None:
         self.num_replicas = strategy.num_replicas_in_sync
         self.replica_id = strategy.replica_id
+        self.own = strategy.local_replicas
         self.comm: Any = None
         self.num_workers, self.worker_id = 1, 0
-        self.replicas = [self.replica_id]
-        if self.num_replicas > 1:
+        self.replicas, self.counts = list(self.own), [len(self.own)]
+        self.leads = True
+        if strategy.num_ranks > 1:
             topology = strategy.topology
-            self.comm = topology.replica_comm
-            self.replicas = list(range(self.num_replicas))
+            self.comm, ranks = topology.replica_comm, range(strategy.num_ranks)
             if not single:
-                self.comm, self.replicas = (
-                    topology.worker_comm,
-                    topology.worker_replicas,
-                )
+                self.comm, ranks = topology.worker_comm, topology.worker_replicas
                 self.num_workers = topology.num_workers
                 self.worker_id = topology.worker_id
-        self.leads = self.replica_id == self.replicas[0]
+            blocks = [strategy.replicas_of(rank) for rank in ranks]
+            self.replicas = [replica for block in blocks for replica in block]
+            self.counts = [len(block) for block in blocks]
+            self.leads = self.comm.rank == 0
 
 
 def iterable_steps(dataset: Any, place: Place) -> Steps:
@@ -113,11 +115,29 @@ def function_steps(
     count = place.num_replicas
     if per_replica:
         # To the function each replica is then a worker by itself.
-        context = InputContext(count, place.replica_id, count)
-        dataset = dataset_fn(context)
-        return Steps(dataset, _alone)
+        contexts = [InputContext(count, replica, count) for replica in place.own]
+        datasets = [dataset_fn(context) for context in contexts]
+        if len(datasets) == 1:
+            return Steps(datasets[0], _alone)
+        return Steps(datasets, _SideBySide)
     dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
     return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
+
+
+class _SideBySide:
+    """Steps of several pipelines; a replica whose pipeline has ended has None."""
+
+    def __init__(self, pipelines: Iterable[Iterable[Any]]) -> None:
+        self._iterators = [iter(pipeline) for pipeline in pipelines]
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Tree]:
+        elements = [next(iterator, None) for iterator in self._iterators]
+        if all(element is None for element in elements):
+            raise StopIteration
+        return [None if one is None else as_batch(one) for one in elements]
 
 
 def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:

@@ -134,7 +134,7 @@ def restore_snapshot(
     for name, thing in objects.iterators.items():
         if isinstance(thing, RandomStreams):
             thing.restore_own_state(
-                commit.iterators[name], rows.get(name), changed=bool(handover.lost)
+                commit.iterators[name], [rows.get(name)], changed=bool(handover.lost)
             )
         else:
             thing.restore_state(commit.iterators[name])

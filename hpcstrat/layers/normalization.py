@@ -16,6 +16,7 @@ from hpcstrat.arrays.kinds import (
     to_host,
 )
 from hpcstrat.context import MadeTogether, second_strategy
+from hpcstrat.context import own_index
 from hpcstrat.layers.moments import (
     checked,
     others,
@@ -109,9 +110,20 @@ class SyncBatchNormalization(MadeTogether):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # For backward: centered values, inverse deviations, type of the result, and the
-        # number of values; None where that was not found, outside training.
-        self._kept: tuple[Array, Array, Any, Any] | None = None
+        # By replica of this process, for backward: centered values, inverse deviations,
+        # type of the result, and the number of values; that is None outside training.
+        self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
+
+    @property
+    def _kept(self) -> tuple[Array, Array, Any, Any] | None:
+        return self._kept_by.get(own_index() or 0)
+
+    @_kept.setter
+    def _kept(self, kept: tuple[Array, Array, Any, Any] | None) -> None:
+        if kept is None:
+            self._kept_by.pop(own_index() or 0, None)
+        else:
+            self._kept_by[own_index() or 0] = kept
 
     @property
     def trainable_variables(self) -> list[Variable]:

@@ -45,10 +45,12 @@ class NonFinite:
         self,
         policy: str,
         strategy: Strategy,
-        pairs: Sequence[tuple[Any, Variable]],
+        given: Sequence[Sequence[tuple[Any, Variable]]],
         combined: Sequence[Gradient],
     ) -> bool:
         """Return whether a step whose gradients are not finite is to be left out.
+
+        ``given`` are the gradients of each replica of this process.
 
         Collective over the strategy's replicas, with the same result. Warnings are
         given of the 1st, 2nd, 4th, 8th ... such step; where the policy is to raise, a
@@ -56,13 +58,13 @@ class NonFinite:
         """
         self._steps += 1
         if policy == "raise":
-            message = _describe(strategy, pairs, combined)
+            message = _describe(strategy, given, combined)
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
         # Ever more rarely: a run that has gone wrong would fill its log.
         if self._steps & (self._steps - 1) == 0:
-            message = _describe(strategy, pairs, combined)
+            message = _describe(strategy, given, combined)
             if strategy.replica_id == 0:
                 get_logger("optimizers").warning(
                     "%s (step %d of this kind, %s)",
@@ -108,7 +110,7 @@ def _arrays(gradients: Iterable[Gradient]) -> list[Array]:
 
 def _describe(
     strategy: Strategy,
-    pairs: Sequence[tuple[Any, Variable]],
+    given: Sequence[Sequence[tuple[Any, Variable]]],
     combined: Sequence[Gradient],
 ) -> str:
     """Name the first gradient that is not finite, and the replicas it comes from."""
@@ -117,18 +119,21 @@ def _describe(
         for index, array in enumerate(_arrays(combined))
         if not np.isfinite(to_host(array)).all()
     ]
-    own, variable = pairs[bad[0]]
+    _, variable = given[0][bad[0]]
     gradient = combined[bad[0]]
     array = to_host(_arrays([gradient])[0])
     place = int(np.argmin(np.isfinite(array)))
     element = tuple(int(i) for i in np.unravel_index(place, array.shape))
     if isinstance(gradient, IndexedSlices):
         element = (int(gradient.indices[element[0]]), *element[1:])
-    finite = np.isfinite(_parts(own, element)).all()
+    finite = [
+        bool(np.isfinite(_parts(pairs[bad[0]][0], element)).all()) for pairs in given
+    ]
     found = strategy.collectives.all_gather_object(
-        bool(finite), f"origin of the gradient of {variable.name}"
+        finite, f"origin of the gradient of {variable.name}"
     )
-    ranks = [rank for rank, is_finite in enumerate(found) if not is_finite]
+    flags = [is_finite for part in found for is_finite in part]
+    ranks = [replica for replica, is_finite in enumerate(flags) if not is_finite]
     origin = f"from replicas {ranks}"
     if not ranks:
         origin = "though finite on every replica, because the sum overflows"

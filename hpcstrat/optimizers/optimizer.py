@@ -290,6 +290,8 @@ class Optimizer(MadeTogether, ABC):
         strategy = get_strategy()
         if strategy.applies_elsewhere:
             return strategy.apply_gradients(self, grads_and_vars)
+        if strategy.meetings is not None:
+            return self._apply_once(strategy, grads_and_vars)
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
@@ -315,6 +317,38 @@ class Optimizer(MadeTogether, ABC):
             self._accumulation.undo(error, strategy)
             raise
         self._accumulation.restart()
+        return updated
+
+    def _apply_once(self, strategy: Strategy, grads_and_vars: Iterable[Any]) -> bool:
+        """Make one step for all logical replicas of this process."""
+        if self._accumulation.steps > 1:
+            raise ValueError(
+                "expected accumulate_steps=1 with logical replicas, found "
+                f"{self._accumulation.steps}; ask for more logical replicas, which do "
+                "the same"
+            )
+        pairs: Pairs = checked(grads_and_vars)
+        if self._fills:
+            pairs = self._filling.filled(strategy.collectives, pairs)
+        require_gradients(pairs)
+        present = [(g, v) for g, v in pairs if g is not None]
+        label = self._label(pairs)
+
+        def act(given: list[Pairs]) -> list[bool]:
+            routine = self._routine
+            if routine is None or not routine.fits(strategy, list(given[0])):
+                routine = Routine(strategy, given[0], label)
+            parts = [[gradient for gradient, _ in pairs] for pairs in given]
+            rate = self._rate(strategy.collectives)
+            reduced = strategy.reduce_parts(self._op, parts, label, routine.sums)
+            updated = self._use(reduced, given, routine, rate)
+            dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
+            self._routine = routine if dense and not self._fills else None
+            if self._routine is not None and updated:
+                routine.repeat()
+            return [updated] * len(given)
+
+        updated: bool = strategy.meetings.meet(label, act, present)
         return updated
 
     # No entry: an error here comes after the calls of the one that combined them.
@@ -358,10 +392,20 @@ class Optimizer(MadeTogether, ABC):
         pairs = checked(grads_and_vars)
         require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
-        routine = Routine(strategy, present, self._label(pairs))
-        if rate is None:
-            rate = self._rate(strategy.collectives)
-        return self._use([g for g, _ in present], present, routine, rate)
+        label = self._label(pairs)
+
+        def update() -> bool:
+            routine = Routine(strategy, present, label)
+            now = self._rate(strategy.collectives) if rate is None else rate
+            return self._use([g for g, _ in present], [present], routine, now)
+
+        if strategy.meetings is None:
+            return update()
+        # Once for all logical replicas of this process.
+        updated: bool = strategy.meetings.meet(
+            f"apply_combined: {label}", lambda given: [update()] * len(given), None
+        )
+        return updated
 
     def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
         sums = self._accumulation
@@ -409,19 +453,22 @@ class Optimizer(MadeTogether, ABC):
             reduced = collectives.reduce_inside(
                 self._op, gradients, routine.label, out=routine.sums
             )
-        return self._use(reduced, pairs, routine, rate)
+        return self._use(reduced, [pairs], routine, rate)
 
     @quiet
     def _use(
-        self, reduced: list[Any], pairs: Pairs, routine: Routine, rate: float
+        self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
     ) -> bool:
-        """Update variables with combined gradients; quiet, as the sums of them are."""
-        slices = routine.slices
+        """Update variables with combined gradients; quiet, as the sums of them are.
+
+        ``given`` are the gradients of each replica of this process.
+        """
+        slices, pairs = routine.slices, given[0]
         if not routine.begun and slices is None:
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
-        if routine.non_finite != "off" and self._refuses(reduced, pairs, routine):
+        if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
@@ -445,7 +492,9 @@ class Optimizer(MadeTogether, ABC):
         self.iterations.component[...] = number
         return True
 
-    def _refuses(self, reduced: list[Any], pairs: Pairs, routine: Routine) -> bool:
+    def _refuses(
+        self, reduced: list[Any], given: list[Pairs], routine: Routine
+    ) -> bool:
         """Return whether a step is left out, since its gradients are not finite."""
         strategy, slices = get_strategy(), routine.slices
         if not routine.repeats:
@@ -460,11 +509,11 @@ class Optimizer(MadeTogether, ABC):
             return False
         if slices is not None:
             # All of them, to say which it is.
-            given = [gradient for gradient, _ in pairs]
-            reduced = strategy.collectives.batch_reduce(self._op, given, routine.label)
+            own = [gradient for gradient, _ in given[0]]
+            reduced = strategy.collectives.batch_reduce(self._op, own, routine.label)
         # A combined gradient has the same bits on every replica: all decide alike.
         policy = routine.non_finite
-        return self._non_finite.refuses(policy, strategy, pairs, reduced)
+        return self._non_finite.refuses(policy, strategy, given, reduced)
 
     def _rate(self, collectives: Collectives) -> float:
         rate = self.learning_rate

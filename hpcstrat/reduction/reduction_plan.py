@@ -29,7 +29,7 @@ from hpcstrat.typing import Array
 if TYPE_CHECKING:
     from hpcstrat.gpu.transports.device_group import DeviceGroup
 
-__all__ = ["marked", "plan_reduction"]
+__all__ = ["marked", "plan_reduction", "result_dtype"]
 
 
 def plan_reduction(
@@ -68,7 +68,7 @@ def plan_reduction(
     request = Request(
         describe_call(f"{what}({op.name})", details, nbytes),
         tuple((a.dtype, a.shape) for a in arrays),
-        tuple((a.shape, _result_dtype(a.dtype, means)) for a in arrays),
+        tuple((a.shape, result_dtype(a.dtype, means)) for a in arrays),
         int(means),
         allocate,
     )
@@ -119,7 +119,8 @@ def _in_areas(areas: Any, usual: Any) -> Any:
     return functools.partial(reduce_in_areas, areas, usual)
 
 
-def _result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
+def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
+    """Return the type of the sum, or mean, of arrays of a type."""
     wire, narrows = wire_dtype(dtype, means)
     return dtype.newbyteorder("=") if narrows else wire
 

@@ -5,6 +5,7 @@ They stand in one module because each returns the other.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -17,8 +18,18 @@ import numpy as np
 from hpcstrat.channel.channel import Channel
 from hpcstrat.channel.entries import collective
 from hpcstrat.channel.started import Started
-from hpcstrat.context import ContextEntry, current, pop, push, second_strategy
+from hpcstrat.context import (
+    ContextEntry,
+    current,
+    own_index,
+    pop,
+    push,
+    second_strategy,
+)
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
+from hpcstrat.logical.meetings import Meetings, joined
+from hpcstrat.logical.replica_sums import ReplicaSums
+from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.observe.timeline import active, trace
@@ -40,9 +51,9 @@ from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.keras_guard import guard_keras
 from hpcstrat.strategies.split import Split
-from hpcstrat.tree import is_leaf, tree_map
+from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
 from hpcstrat.typing import Tree
-from hpcstrat.values import DistributedValues, PerReplica, localize
+from hpcstrat.values import DistributedValues, PerReplica, localize, part_of
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
@@ -66,12 +77,19 @@ class ReplicaContext:
         The strategy that runs the function.
     replica_id_in_sync_group : int
         Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
+    collectives : Collectives or Meetings
+        The calls between replicas, as this one makes them.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id_in_sync_group: int,
+        collectives: Collectives | Meetings,
+    ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
-        self.collectives = strategy.collectives
+        self.collectives = collectives
 
     @property
     def strategy(self) -> Strategy:
@@ -91,7 +109,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """This replica's device."""
-        return (self._strategy.device,)
+        return (self._strategy.device_of(self._replica_id),)
 
     def _require_current(self, what: str) -> None:
         entry = current()
@@ -138,6 +156,11 @@ class ReplicaContext:
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         # Part of the header: replicas that merge different functions are told apart.
         what = f"merge_call of {name}"
+        meetings = self._strategy.meetings
+        if meetings is not None:
+            self._require_current("merge_call")
+            act = functools.partial(self._strategy.merge, what, merge_fn)
+            return meetings.meet(what, act, (args, kwargs or {}))
         # Outside of `together`: what this raises is raised on every replica anyway.
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
@@ -326,11 +349,13 @@ class Strategy:
     Parameters
     ----------
     collectives : Collectives
-        The calls between replicas.
-    replica_id : int
-        This process's replica.
+        The calls between the processes.
+    rank : int
+        This process, among those of the strategy.
     device : str
-        This replica's device.
+        This process's device.
+    logical_replicas : int, optional
+        How many replicas the processes have together; default: one each.
     on_error : str
         ``"abort"``: an exception in a replica function stays on its replica, and ends
         the job when nothing catches it. ``"raise"``: it is raised on all replicas, out
@@ -342,6 +367,14 @@ class Strategy:
     ----------
     extended : StrategyExtended
         Further methods.
+    rank : int
+        This process, among those of the strategy.
+    num_ranks : int
+        Number of processes.
+    local_replicas : range
+        The replicas of this process.
+    meetings : Meetings or None
+        The calls between logical replicas; None where each process has one replica.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
@@ -361,20 +394,37 @@ class Strategy:
     def __init__(
         self,
         collectives: Collectives | None = None,
-        replica_id: int = 0,
+        rank: int = 0,
         device: str = "CPU:0",
         *,
+        logical_replicas: int | None = None,
         on_error: str = "abort",
     ) -> None:
         check_on_error(on_error)
-        self.collectives = collectives or Collectives(None)
-        self.replica_id = replica_id
+        self._ranks = collectives or Collectives(None)
+        self.rank, self.num_ranks = rank, self._ranks.size
         self.device = device
         self.extended = StrategyExtended(self)
         # Made once, as every `run` and merged function pushes one of them.
         self.cross_entry = ContextEntry(self)
-        self.update_entry = ContextEntry(self, updating=True)
-        self.replica_entry = ContextEntry(self, ReplicaContext(self, replica_id))
+        self._num_replicas = logical_replicas or self._ranks.size
+        self.meetings: Meetings | None = None
+        self._sums = ReplicaSums(
+            self._ranks, TreeOrder(self._num_replicas, self._ranks.size), rank
+        )
+        self.local_replicas = self._sums.block
+        if logical_replicas is not None:
+            self.meetings = Meetings(self._ranks, self._sums, self.cross_entry)
+        inside = self.meetings or self._ranks
+        self.replica_entries = [
+            ContextEntry(self, ReplicaContext(self, replica, inside), index=index)
+            for index, replica in enumerate(self.local_replicas)
+        ]
+        self.replica_entry = self.replica_entries[0]
+        self.update_entries = [
+            ContextEntry(self, updating=True, index=index)
+            for index in range(len(self.local_replicas))
+        ]
         self.raises_together = on_error == "raise"
         # Called once with whether the `run` under way failed, on any replica.
         self.run_ends: list[Callable[[bool], None]] = []
@@ -385,7 +435,44 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose updates are aggregated together."""
-        return self.collectives.size
+        return self._num_replicas
+
+    @property
+    def replica_id(self) -> int:
+        """The replica that runs; in cross-replica context the first of this process."""
+        block = self.local_replicas
+        if len(block) == 1:
+            return block.start
+        entry = current()
+        index = entry.index if entry is not None and entry.strategy is self else None
+        return block[index or 0]
+
+    @property
+    def collectives(self) -> Any:
+        """The calls between the replicas, or in cross-replica context the processes.
+
+        For the library's own modules.
+        """
+        if self.meetings is not None:
+            entry = current()
+            if entry is not None and entry.strategy is self and entry.replica_context:
+                return entry.replica_context.collectives
+        return self._ranks
+
+    def replicas_of(self, rank: int) -> range:
+        """Return the replicas of a process.
+
+        Not collective. For the library's own modules.
+        """
+        return self._sums.order.block(rank)
+
+    def device_of(self, replica: int) -> str:
+        """Return the device of a replica of this process.
+
+        Not collective. For the library's own modules.
+        """
+        del replica
+        return self.device
 
     @property
     def topology(self) -> Topology:
@@ -558,21 +645,86 @@ class Strategy:
                         "expected a list or tuple of arguments, found "
                         f"{type(args).__name__}; write args=(value,)"
                     )
-                if args:
-                    args = [localize(argument) for argument in args]
-                named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
-                token = push(self.replica_entry)
-                try:
-                    result = fn(*args, **named)
-                finally:
-                    pop(token)
-                result = None if result is None else self.distributed(result)
+                if self.meetings is not None:
+                    result = self._run_all(self.meetings, fn, args, kwargs or {})
+                else:
+                    result = self._run_one(self.replica_entry, fn, args, kwargs)
+                    result = None if result is None else self.distributed(result)
         except BaseException:
             self._end_run(failed=True)
             raise
         if self.run_ends:
             self._end_run(failed=False)
         return result
+
+    def _run_one(
+        self, entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function as one replica."""
+        token = push(entry)
+        try:
+            if args:
+                args = [localize(argument) for argument in args]
+            named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
+            return fn(*args, **named)
+        finally:
+            pop(token)
+
+    def _run_all(
+        self, meetings: Meetings, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function as each of this process's replicas, which take turns."""
+        results = meetings.run(
+            [
+                functools.partial(self._run_one, entry, fn, args, kwargs)
+                for entry in self.replica_entries
+            ]
+        )
+        return self.joined(results, "the results of run")
+
+    def joined(self, trees: list[Tree], what: str) -> Tree:
+        """Make distributed values of the values of this process's replicas.
+
+        Not collective. For the library's own modules. ValueError if their structures
+        differ.
+        """
+        if len(trees) == 1:
+            return self.distributed(trees[0])
+        flats = [flatten(tree) for tree in trees]
+        for replica, (_, structure) in zip(self.local_replicas, flats, strict=True):
+            if structure != flats[0][1]:
+                raise ValueError(
+                    f"expected one structure in {what} on all replicas, found "
+                    f"{flats[0][1]} on replica {self.local_replicas[0]} and "
+                    f"{structure} on replica {replica}; return the same on all"
+                )
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        return unflatten(flats[0][1], [_wrap(*column) for column in columns])
+
+    def merge(
+        self, what: str, merge_fn: Callable[..., Any], given: list[Any]
+    ) -> list[Any]:
+        """Call a merged function once, with what each of this process's replicas gave.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
+        self._ranks.barrier(what)
+        with self.together(what):
+            count, names = len(given[0][0]), given[0][1].keys()
+            if any(len(a) != count or k.keys() != names for a, k in given):
+                raise ValueError(
+                    f"expected the same arguments in {what} on all replicas, found "
+                    "other numbers or names of them; give the same on all"
+                )
+            merged = [
+                self.joined([args[i] for args, _ in given], what) for i in range(count)
+            ]
+            named = {
+                name: self.joined([kwargs[name] for _, kwargs in given], what)
+                for name in names
+            }
+            result = merge_fn(self, *merged, **named)
+            return [part_of(result, index) for index in range(len(given))]
 
     def _end_run(self, failed: bool) -> None:
         # Taken off first: a function that raises must not be called by the next run.
@@ -637,12 +789,13 @@ class Strategy:
             yield
             return
         # Another replica may fail where this one does not, and takes it back.
-        before = variable.component.copy()
+        before = [component.copy() for component in variable.components]
         try:
             with self.together(f"{what} of variable {variable.name!r}"):
                 yield
         except BaseException:
-            np.copyto(variable.component, before)
+            for component, old in zip(variable.components, before, strict=True):
+                np.copyto(component, old)
             raise
 
     def distributed(self, tree: Tree) -> Tree:
@@ -650,7 +803,33 @@ class Strategy:
 
         Not collective. For the library's own modules.
         """
+        if self.meetings is not None and own_index() is not None:
+
+            def act(trees: list[Tree]) -> list[Tree]:
+                return [self.joined(trees, "an output")] * len(trees)
+
+            return self.meetings.meet("output of a step", act, tree)
         return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
+
+    def parts(self, tree: Tree) -> list[Tree]:
+        """Return the part of each of this process's replicas; what is plain is in all.
+
+        Not collective. For the library's own modules.
+        """
+        count = len(self.local_replicas)
+        return [part_of(tree, index, variables=True) for index in range(count)]
+
+    def reduce_parts(
+        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+    ) -> Tree:
+        """Combine a tree of arrays of each of this process's replicas, over all.
+
+        Collective over the strategy's replicas, in cross-replica context. For the
+        library's own modules.
+        """
+        if self.meetings is None:
+            return self._ranks.reduce_inside(op, trees[0], what, out=out)
+        return self._sums.reduce(op, trees, what, out=out)
 
     def reduce(
         self,
@@ -699,7 +878,8 @@ class Strategy:
         RuntimeError
             In replica context.
         """
-        if axis is None and type(reduce_op) in _OPERATIONS:
+        plain = self.meetings is None and axis is None
+        if plain and type(reduce_op) in _OPERATIONS:
             entry = current()
             if entry is None or (
                 entry.strategy is self and entry.replica_context is None
@@ -718,11 +898,12 @@ class Strategy:
             entry.strategy is not self or entry.replica_context is not None
         ):
             self._require_cross("reduce")
-        if axis is None and type(value) is np.ndarray:
+        plain = self.meetings is None and axis is None
+        if plain and type(value) is np.ndarray:
             # What most calls have; each look more of a small one costs a microsecond.
             op = ReduceOp.parse(reduce_op)
             return self.collectives.reduce_inside(op, value, "reduce", out=out)
-        return value_reduction.reduce(self.collectives, reduce_op, value, axis, out)
+        return value_reduction.reduce(self, reduce_op, value, axis, out)
 
     @collective
     def gather(self, value: Tree, axis: int) -> Tree:
@@ -754,8 +935,8 @@ class Strategy:
             In replica context.
         """
         self._require_cross("gather")
-        parts = value_reduction.contributions(value)
-        return self.collectives.all_gather(parts, axis, "gather")
+        own = joined(self.parts(value), axis, "gather", self.local_replicas)
+        return self._ranks.all_gather(own, axis, "gather")
 
     def local_value(self, tree: Tree) -> Tree:
         """Return this replica's part of every distributed value.
@@ -772,7 +953,10 @@ class Strategy:
         tree
             The same structure; variables give their component, read-only.
         """
-        return value_reduction.contributions(tree)
+        index = own_index() or 0
+        if len(self.local_replicas) > 1 and own_index() is None:
+            return tree_map(_only, tree)
+        return part_of(tree, index, variables=True)
 
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
         """Return the values of this worker's replicas.
@@ -792,12 +976,12 @@ class Strategy:
             no structure.
         """
         distributed = not is_leaf(value) or isinstance(value, DistributedValues)
-        return self._local_results(value, self.local_value(value), distributed)
+        return self._local_results(value, self.parts(value), distributed)
 
     def _local_results(
-        self, value: Any, own: Any, distributed: bool
+        self, value: Any, parts: list[Any], distributed: bool
     ) -> tuple[Any, ...]:
-        return (own if distributed else value,)
+        return tuple(parts) if distributed else (value,)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Tree]
@@ -816,9 +1000,15 @@ class Strategy:
         tree
             With PerReplica leaves, also for one replica.
         """
-        with self.together("experimental_distribute_values_from_function"):
-            value = value_fn(ValueContext(self.replica_id, self.num_replicas_in_sync))
-        return tree_map(PerReplica, value) if self.distributes else value
+        what = "experimental_distribute_values_from_function"
+        with self.together(what):
+            values = [
+                value_fn(ValueContext(replica, self.num_replicas_in_sync))
+                for replica in self.local_replicas
+            ]
+        if len(values) > 1:
+            return self.joined(values, what)
+        return tree_map(PerReplica, values[0]) if self.distributes else values[0]
 
     @collective
     def experimental_distribute_dataset(
@@ -982,6 +1172,8 @@ class Strategy:
                 f"expected 0 <= root < {self.num_replicas_in_sync}, the number of "
                 f"replicas, found {root}; choose one of them"
             )
+        if self.meetings is not None and own_index() is None:
+            root = self._sums.order.owner(root)
         return self.collectives.broadcast_object(value, root, "broadcast_object")
 
     def arrivals(self) -> ArrivalReport:
@@ -1110,8 +1302,16 @@ class Strategy:
 _ALONE = nullcontext()
 
 
-def _wrap(leaf: Any) -> Any:
+def _only(leaf: Any) -> Any:
+    # Raises where there are several.
+    return leaf._local if isinstance(leaf, DistributedValues) else leaf
+
+
+def _wrap(*leaves: Any) -> Any:
     # None says that there is nothing, on this replica or on all.
-    if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
-        return leaf
-    return PerReplica(leaf)
+    first = leaves[0]
+    if isinstance(first, (Variable, DistributedValues)):
+        return first
+    if all(leaf is None for leaf in leaves):
+        return None
+    return PerReplica(*leaves)

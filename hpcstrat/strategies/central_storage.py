@@ -130,11 +130,11 @@ class CentralStorageStrategy(MpiStrategy):
         return CentralVariable
 
     def _local_results(
-        self, value: Any, own: Any, distributed: bool
+        self, value: Any, parts: list[Any], distributed: bool
     ) -> tuple[Any, ...]:
         # A value may be distributed on some ranks only: None is not.
         found = self.collectives.all_gather_object(
-            (distributed, own), "experimental_local_results"
+            (distributed, parts[0]), "experimental_local_results"
         )
         if not any(wrapped for wrapped, _ in found):
             return (value,)

@@ -38,6 +38,7 @@ class Wish:
     progress_thread: bool
     settings: Any
     devices: Sequence[str] | None
+    logical_replicas: Any = None
 
     @property
     def survives(self) -> bool:
@@ -59,6 +60,7 @@ class Wish:
         words = {
             "replicas_per_worker": self.replicas_per_worker,
             "devices": self.devices,
+            "logical_replicas": self.logical_replicas,
             "on_error": self.on_error if self.on_error != "abort" else None,
             "on_lost_rank": "raise" if self.survives else None,
             "progress_thread": self.progress_thread or None,
@@ -93,6 +95,13 @@ class Wish:
             raise ValueError(
                 f"expected replicas_per_worker >= 1 or None, found {each}; pass None "
                 "for one worker per node"
+            )
+        replicas = self.logical_replicas
+        whole = isinstance(replicas, numbers.Integral) and replicas is not True
+        if replicas is not None and (not whole or replicas < 1):
+            raise ValueError(
+                f"expected an integer logical_replicas >= 1, found {replicas!r}; leave "
+                "it out for one replica on each rank"
             )
         if not isinstance(self.settings, (Settings, type(None))):
             raise TypeError(

@@ -178,7 +178,7 @@ class StrategyExtended:
         if type(tensor) in (bool, int, float, complex):
             return tensor
         strategy = self._strategy
-        own = strategy.local_value(tensor)
+        own = strategy.parts(tensor)[0]
         array = strategy.collectives.broadcast(own, 0, "broadcast_to")
         return Mirrored(array) if strategy.distributes else array
 
@@ -234,23 +234,31 @@ class StrategyExtended:
         # put back.
         with strategy.together("update"):
             self._check_update(var, [*args, *named.values()])
+        # One array of a mirrored variable serves all replicas of this process.
+        mirrored = isinstance(var, MirroredVariable)
+        entries = strategy.update_entries[: 1 if mirrored else None]
+        results = []
         with strategy.all_or_none(var, "update"):
-            token = push(strategy.update_entry)
-            try:
-                result = fn(
-                    var,
-                    *[localize(argument) for argument in args],
-                    **{k: localize(v) for k, v in named.items()},
-                )
-            finally:
-                pop(token)
+            for update_entry in entries:
+                token = push(update_entry)
+                try:
+                    result = fn(
+                        var,
+                        *[localize(argument) for argument in args],
+                        **{k: localize(v) for k, v in named.items()},
+                    )
+                finally:
+                    pop(token)
+                results.append(result)
         if not group:
-            return (result,)
+            return tuple(results)
         if strategy.num_replicas_in_sync == 1:
-            return result
+            return results[0]
+        if len(results) > 1:
+            return strategy.joined(results, "update")
         # Components of a SyncOnRead variable differ, and so do results made of them.
         kind = Mirrored if isinstance(var, MirroredVariable) else PerReplica
-        return _grouped(result, kind)
+        return _grouped(results[0], kind)
 
     def _check_update(self, var: Any, arguments: list[Any]) -> None:
         strategy = self._strategy
@@ -502,7 +510,7 @@ class StrategyExtended:
                 "share, found a PerReplica, with which it would come to differ; "
                 f"{ONE_OF_MANY}"
             )
-        token = push(strategy.update_entry)
+        token = push(strategy.update_entries[0])
         try:
             result = fn(
                 *[localize(argument) for argument in args],
@@ -603,7 +611,7 @@ def _update_in_merge(
     **kwargs: Any,
 ) -> Any:
     # A merge call wraps each argument as a PerReplica, the function as well.
-    function = fn._local if isinstance(fn, PerReplica) else fn
+    function = fn.values[0] if isinstance(fn, PerReplica) else fn
     same = [_unwrapped(argument) for argument in args]
     named = {k: _unwrapped(v) for k, v in kwargs.items()}
     return strategy.extended.update(var, function, same, named, _unwrapped(group))
@@ -613,8 +621,8 @@ def _unwrapped(tree: Tree) -> Tree:
     """Take Python constants, which are the program's, out of their wrapping."""
 
     def bare(leaf: Any) -> Any:
-        if type(leaf) is PerReplica and isinstance(leaf._local, _CONSTANTS):
-            return leaf._local
+        if type(leaf) is PerReplica and isinstance(leaf.values[0], _CONSTANTS):
+            return leaf.values[0]
         return leaf
 
     return tree_map(bare, tree)

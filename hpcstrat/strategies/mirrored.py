@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import TopologyError
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.settings import Settings
@@ -25,7 +26,9 @@ class MirroredStrategy(MpiStrategy):
     Parameters
     ----------
     devices : sequence of str, optional
-        One device per replica, in replica order. ``GPU:0`` is the first GPU of the
+        One device per replica, in replica order. More CPU devices than ranks are
+        logical replicas, of which a rank runs several, as
+        ``MultiWorkerMirroredStrategy(logical_replicas=...)`` has them. ``GPU:0`` is the first GPU of the
         host, as its ranks see them; naming GPUs is as the setting ``device="gpu"``.
         Default: by the settings, ``CPU:0``, ``CPU:1``, ... on CPUs.
     cross_device_ops : CrossDeviceOps, optional
@@ -56,11 +59,13 @@ class MirroredStrategy(MpiStrategy):
         on_error: str = "abort",
         settings: Settings | None = None,
     ) -> None:
-        names, problem = None, None
+        names, problem, logical = None, None, None
         try:
             if devices is not None:
                 names = [parse_device(name) for name in devices]
-            gpu_numbers(names or ())
+            if gpu_numbers(names or ()) is None and names is not None:
+                # More devices than ranks are replicas that share a rank.
+                logical = _more_than_ranks(names, comm)
         except Exception as error:
             # The others learn of it, where they wait for this rank.
             problem = error
@@ -70,6 +75,7 @@ class MirroredStrategy(MpiStrategy):
             on_error=on_error,
             settings=settings,
             devices=names,
+            logical_replicas=logical,
             problem=problem,
         )
         # From here on the ranks know the same, so that all raise, and close, or none.
@@ -92,12 +98,18 @@ class MirroredStrategy(MpiStrategy):
         self._bind(names)
 
     def _local_results(
-        self, value: Any, own: Any, distributed: bool
+        self, value: Any, parts: list[Any], distributed: bool
     ) -> tuple[Any, ...]:
         # A value may be distributed on some ranks only: None is not.
         found = self.collectives.all_gather_object(
-            (distributed, own), "experimental_local_results"
+            (distributed, parts), "experimental_local_results"
         )
         if any(wrapped for wrapped, _ in found):
-            return tuple(part for _, part in found)
+            return tuple(part for _, own in found for part in own)
         return (value,)
+
+
+def _more_than_ranks(names: Sequence[str], comm: Any) -> int | None:
+    """Return the number of devices, if there are more than ranks; else None."""
+    size = launch_from_environment().size if comm is None else comm.size
+    return len(names) if len(names) > size else None

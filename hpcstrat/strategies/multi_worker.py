@@ -26,6 +26,11 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         Kept for programs that ask for it; MPI says which ranks there are.
     communication_options : CommunicationOptions, optional
         Defaults of every call.
+    logical_replicas : int, optional
+        How many replicas there are, whatever the number of ranks, which may be smaller:
+        each rank then runs several, one after the other, and every result has the same
+        bits on any number of ranks; see ``docs/same-bits.md``. The same on every rank;
+        default: one replica on each rank.
     replicas_per_worker : int, optional
         Make the ranks of one node act as workers of this many replicas; default: one
         worker per node.
@@ -52,6 +57,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
 
     Raises
     ------
+    ValueError
+        If there are fewer logical replicas than ranks. On every rank.
     TopologyError
         If MPI was started for one thread, and a progress thread is wanted, or
         the loss of a rank cannot be survived here, or ranks have the same GPU, or only
@@ -65,6 +72,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         cluster_resolver: Any = None,
         communication_options: CommunicationOptions | None = None,
         *,
+        logical_replicas: int | None = None,
         replicas_per_worker: int | None = None,
         comm: MPI.Intracomm | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -89,6 +97,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             progress_thread=progress_thread,
             on_lost_rank=on_lost_rank,
             settings=settings,
+            logical_replicas=logical_replicas,
             problem=problem,
         )
         self._cluster_resolver = cluster_resolver

@@ -50,6 +50,7 @@ class MpiStrategy(Strategy):
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
         devices: Sequence[str] | None = None,
+        logical_replicas: int | None = None,
         problem: Exception | None = None,
     ) -> None:
         # Whatever is wrong with an argument is found before the ranks meet, and told
@@ -68,6 +69,7 @@ class MpiStrategy(Strategy):
             progress_thread=progress_thread,
             settings=settings,
             devices=devices,
+            logical_replicas=logical_replicas,
         )
         self._key, connection = connect(wish, problem)
         self._connection = connection
@@ -76,7 +78,20 @@ class MpiStrategy(Strategy):
         collectives = Collectives(
             connection.channel, cross_device_ops, communication_options
         )
-        super().__init__(collectives, connection.topology.replica_id, on_error=on_error)
+        ranks = connection.topology.num_replicas
+        if logical_replicas is not None and logical_replicas < ranks:
+            # On every rank, as all have asked for the same number.
+            connection.close(self._key)
+            raise ValueError(
+                f"expected logical_replicas >= {ranks}, the number of ranks, found "
+                f"{logical_replicas}; launch fewer ranks, or ask for more replicas"
+            )
+        super().__init__(
+            collectives,
+            connection.topology.replica_id,
+            logical_replicas=logical_replicas,
+            on_error=on_error,
+        )
 
     def _bind(self, names: Sequence[str] | None = None) -> None:
         """Give each rank its device; every strategy does so when it is made."""
@@ -108,7 +123,25 @@ class MpiStrategy(Strategy):
     @property
     def devices(self) -> tuple[str, ...]:
         """Devices of this worker's replicas."""
-        return self._devices
+        if self.meetings is None:
+            return self._devices
+        return tuple(map(self.device_of, self._worker_replicas()))
+
+    def device_of(self, replica: int) -> str:
+        """Return the device of a replica of this worker.
+
+        Not collective. For the library's own modules.
+        """
+        if self.meetings is None or not self.device.startswith("CPU:"):
+            return self.device
+        if len(self._devices) == self.num_replicas_in_sync:
+            return self._devices[replica]
+        return f"CPU:{self._worker_replicas().index(replica)}"
+
+    def _worker_replicas(self) -> list[int]:
+        """Return the logical replicas of the ranks of this worker."""
+        ranks = self.topology.worker_replicas
+        return [n for rank in ranks for n in self._sums.order.block(rank)]
 
     @property
     def settings(self) -> Settings:
@@ -170,6 +203,8 @@ class MpiStrategy(Strategy):
             self._closed = True
             # Its plans hold shared memory of the topology: they go before it.
             self.collectives.close()
+            if self.meetings is not None:
+                self.meetings.close()
             if self._connection.copies is not None:
                 self._connection.copies.leave_out(self)
             self._connection.close(self._key)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hpcstrat.arrays.casting import rounded
 from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_reducible
 from hpcstrat.options import ReduceOp
-from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
-from hpcstrat.values import DistributedValues, Mirrored
+from hpcstrat.values import Mirrored
 
-__all__ = ["contributions", "reduce"]
+__all__ = ["reduce"]
 
 
-def contributions(tree: Tree) -> Tree:
-    """Return this rank's part of each value, also of variables."""
-    return tree_map(
-        lambda leaf: leaf._local if isinstance(leaf, DistributedValues) else leaf, tree
-    )
+class Summing(Protocol):
+    """What reduces the parts of this process's replicas; see `Strategy`."""
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def parts(self, tree: Tree) -> list[Tree]: ...
+
+    def reduce_parts(
+        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+    ) -> Tree: ...
 
 
 def reduce(
-    collectives: Collectives, reduce_op: Any, value: Tree, axis: Any, out: Tree = None
+    strategy: Summing, reduce_op: Any, value: Tree, axis: Any, out: Tree = None
 ) -> Tree:
     """Combine the replicas' values; see `Strategy.reduce`.
 
@@ -33,53 +38,55 @@ def reduce(
     """
     op = ReduceOp.parse(reduce_op)
     if axis is not None:
-        array, axes = _checked(value, axis)
+        arrays, axes = _checked(strategy, value, axis)
         if out is not None:
             raise ValueError(
                 f"expected no out in a reduction over axis {axis!r}, found one; leave "
                 "it out"
             )
-        return _over_axes(collectives, op, array, axes)
+        return _over_axes(strategy, op, arrays, axes)
     # One value needs no list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
-        part = value._local if isinstance(value, DistributedValues) else value
-        return collectives.reduce_inside(op, part, "reduce", out=out)
-    return _structure(collectives, op, value, out)
+        return strategy.reduce_parts(op, strategy.parts(value), "reduce", out)
+    return _structure(strategy, op, value, out)
 
 
-def _structure(collectives: Collectives, op: ReduceOp, value: Tree, out: Tree) -> Tree:
+def _structure(strategy: Summing, op: ReduceOp, value: Tree, out: Tree) -> Tree:
     leaves, structure = flatten(value)
     mirrored = [isinstance(leaf, Mirrored) for leaf in leaves]
     if not any(mirrored):
-        return collectives.reduce_inside(op, contributions(value), "reduce", out=out)
+        return strategy.reduce_parts(op, strategy.parts(value), "reduce", out)
     if out is not None:
         raise ValueError(
             "expected values that differ between replicas in a reduction with an out, "
             "found a Mirrored value; leave out away"
         )
-    if op is ReduceOp.SUM and any(mirrored) and collectives.size > 1:
+    count = strategy.num_replicas_in_sync
+    if op is ReduceOp.SUM and any(mirrored) and count > 1:
         raise ValueError(
             "expected a value for each replica in the SUM over replicas, found a "
-            f"Mirrored value, which is the same on all {collectives.size}; use MEAN, "
+            f"Mirrored value, which is the same on all {count}; use MEAN, "
             "or multiply it by the number of replicas"
         )
     # Only what may differ travels: the mean of equal values is one of them.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
-        parts = [contributions(leaves[i]) for i in rest]
+        parts = strategy.parts([leaves[i] for i in rest])
         for index, array in zip(
-            rest, collectives.batch_reduce(op, parts, "reduce"), strict=True
+            rest, strategy.reduce_parts(op, parts, "reduce"), strict=True
         ):
             leaves[index] = array
     for index, same in enumerate(mirrored):
         if same:
-            local = leaves[index]._local
+            local = leaves[index].values[0]
             leaves[index] = local.copy() if is_device(local) else np.array(local)
     return unflatten(structure, leaves)
 
 
-def _checked(value: Tree, axis: Any) -> tuple[Array, tuple[int, ...]]:
-    """Return this rank's array and the axes, all of them from 0."""
+def _checked(
+    strategy: Summing, value: Tree, axis: Any
+) -> tuple[list[Array], tuple[int, ...]]:
+    """Return the arrays of this rank's replicas and the axes, all of them from 0."""
     if not is_leaf(value):
         raise TypeError(
             "expected one distributed value for a reduction over an axis, found a "
@@ -93,7 +100,8 @@ def _checked(value: Tree, axis: Any) -> tuple[Array, tuple[int, ...]]:
             f"expected an integer or a tuple of integers as axis, found {axis!r}; "
             "change it"
         )
-    array = to_reducible(contributions(value))
+    arrays = [to_reducible(part) for part in strategy.parts(value)]
+    array = arrays[0]
     if not all(-array.ndim <= a < array.ndim for a in axes):
         raise ValueError(
             f"expected an axis of an array of {array.ndim} dimensions, found {axis!r}; "
@@ -104,13 +112,13 @@ def _checked(value: Tree, axis: Any) -> tuple[Array, tuple[int, ...]]:
         raise ValueError(
             f"expected different axes, found {axis!r}; name each of them once"
         )
-    return array, positive
+    return arrays, positive
 
 
 def _over_axes(
-    collectives: Collectives, op: ReduceOp, array: Array, axes: tuple[int, ...]
+    strategy: Summing, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]
 ) -> Array:
-    dtype = array.dtype
+    dtype = arrays[0].dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
     # Halves are added up in float32, and rounded once.
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
@@ -118,15 +126,16 @@ def _over_axes(
         wide = np.dtype(np.float64)
     # As in `hpcstrat.arrays.casting.quietly`.
     with np.errstate(all="ignore"):
-        own = as_array(array.sum(axis=axes, dtype=wide))
+        sums = [as_array(array.sum(axis=axes, dtype=wide)) for array in arrays]
     if op is ReduceOp.SUM:
-        own = rounded(own, dtype)
-        total: Array = collectives.batch_reduce(ReduceOp.SUM, own, label)
+        sums = [rounded(own, dtype) for own in sums]
+        total: Array = strategy.reduce_parts(ReduceOp.SUM, sums, label)
         return total
     # Lengths may differ between replicas: sum and count travel in one message, and
     # the mean is that of all elements, not of the replicas' means.
-    count = np.int64(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-    total, count = collectives.batch_reduce(ReduceOp.SUM, [own, count], label)
+    counts = [np.prod([a.shape[i] for i in axes], dtype=np.int64) for a in arrays]
+    parts = [[own, np.int64(n)] for own, n in zip(sums, counts, strict=True)]
+    total, count = strategy.reduce_parts(ReduceOp.SUM, parts, label)
     with np.errstate(all="ignore"):
         mean = as_array(total / int(count) if count else total * np.nan)
     return rounded(mean, dtype if is_half(dtype) else wide)

@@ -11,7 +11,7 @@ from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_half
 from hpcstrat.channel.entries import collective
-from hpcstrat.context import current, second_strategy
+from hpcstrat.context import current, own_index, second_strategy
 from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.typing import Array
@@ -23,7 +23,7 @@ from hpcstrat.values import (
     Mirrored,
     PerReplica,
 )
-from hpcstrat.variables.variable import NOT_SUMMABLE, Variable
+from hpcstrat.variables.variable import NOT_SUMMABLE, Variable, apply_into, view_of
 
 __all__ = [
     "DistributedVariable",
@@ -45,7 +45,10 @@ _ALONE = ObjectCollectives(None)
 
 
 class DistributedVariable(Variable, DistributedValues):
-    """A variable with one component per replica; this process holds its own."""
+    """A variable with one component per replica; this process holds those of its own.
+
+    Of a mirrored one all are equal: one array serves all replicas of a process.
+    """
 
     _is_distributed = True
 
@@ -96,17 +99,12 @@ class DistributedVariable(Variable, DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this process: one, read-only."""
+        """The components of this process's replicas, read-only."""
         return (self._view,)
 
     @property
     def _local(self) -> Array:
         return self._view
-
-    # `DistributedValues` has a slot of that name.
-    @_local.setter
-    def _local(self, value: Any) -> None:
-        raise AttributeError("the component of a variable is set by assign")
 
     def _mode(self) -> str:
         """Return which context this variable is used in."""
@@ -164,6 +162,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
     @collective
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         mode = self._mode()
+        if mode is _REPLICA and self._strategy.meetings is not None:
+            return self._update_once(method, value, read_value)
         if mode is _REPLICA:
             if self._strategy.num_replicas_in_sync > 1:
                 value = self._aggregated(method, value)
@@ -174,6 +174,24 @@ class MirroredVariable(DistributedVariable, Mirrored):
         with self._strategy.all_or_none(self, method):
             result = self._apply(method, self._one_value(method, value), read_value)
         return self._as_mirrored(result)
+
+    def _update_once(self, method: str, value: Any, read_value: bool) -> Any:
+        """Update the array that the replicas of this process share, for all of them."""
+        strategy, what = self._strategy, f"{method} of variable {self.name!r}"
+        self._require_aggregation(method)
+
+        def act(values: list[Array]) -> list[Any]:
+            if self.aggregation in (_SUM, _MEAN):
+                op = ReduceOp.from_variable_aggregation(self.aggregation)
+                combined = strategy.reduce_parts(op, values, what)
+            else:
+                combined = strategy.collectives.broadcast(values[0], 0, what)
+            combined = self._converted(method, combined)
+            self._apply(method, combined, False)
+            return values
+
+        strategy.meetings.meet(what, act, self._converted(method, value))
+        return self._component.copy() if read_value else None
 
     def _one_value(self, method: str, value: Any) -> Array:
         """Refuse values that differ between replicas."""
@@ -221,11 +239,34 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
             return self._as_mirrored(result)
+        if self._strategy.meetings is not None:
+            return self._scatter_once(method, rows)
         if self._strategy.num_replicas_in_sync > 1:
             rows = self._aggregated_rows(method, rows)
         else:
             self._require_meaning(method)
         return self._scatter_own(method, rows)
+
+    def _scatter_once(self, method: str, rows: IndexedSlices) -> Any:
+        """As `_update_once`, of rows."""
+        strategy, what = self._strategy, f"{method} of variable {self.name!r}"
+        self._require_aggregation(method)
+        self._require_meaning(method)
+
+        def act(parts: list[IndexedSlices]) -> list[Any]:
+            if self.aggregation in (_SUM, _MEAN):
+                op = ReduceOp.from_variable_aggregation(self.aggregation)
+                combined = strategy.reduce_parts(op, parts, what)
+            else:
+                own = parts[0].values, parts[0].indices
+                found = strategy.collectives.broadcast_object(own, 0, what)
+                combined = IndexedSlices(*found, self.shape)
+            self._scatter_own(method, combined)
+            return parts
+
+        own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
+        strategy.meetings.meet(what, act, own)
+        return self._component.copy()
 
     def _require_meaning(self, method: str) -> None:
         """Refuse what has none for SUM and MEAN; in every context, on any replicas."""
@@ -257,6 +298,37 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
 class SyncOnReadVariable(DistributedVariable):
     """A variable whose components are updated apart, and combined when read."""
+
+    def _keep(self, component: Array) -> None:
+        more = range(len(self._strategy.local_replicas) - 1)
+        self._components = [component, *(component.copy() for _ in more)]
+        self._views = [view_of(own) for own in self._components]
+
+    # Of the replica that runs; in cross-replica context of the first of this process.
+    @property
+    def _component(self) -> Array:
+        return self._components[own_index() or 0]
+
+    @property
+    def _view(self) -> Array:
+        return self._views[own_index() or 0]
+
+    @property
+    def components(self) -> Sequence[Array]:
+        """The arrays of this process's replicas, in their order."""
+        return self._components
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, read-only."""
+        return tuple(self._views)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Copy the variable with its values; the strategy is shared."""
+        other: Any = super().__deepcopy__(memo)
+        for own, kept in zip(other._components, self._components, strict=True):
+            own[...] = kept
+        return other  # type: ignore[no-any-return]
 
     def _communicates(self) -> bool:
         # An assignment itself does not, but reads the value that it returns.
@@ -328,11 +400,12 @@ class SyncOnReadVariable(DistributedVariable):
             )
         array = self._converted(method, value)
         # For MEAN and ONLY_FIRST_REPLICA the value itself: a mean of equal parts is it.
-        share = array
-        if self.aggregation is _SUM:
-            count = self._strategy.num_replicas_in_sync
-            share = share_of(array, count, self._strategy.replica_id)
-        self._apply(method, share, False)
+        share, count = array, self._strategy.num_replicas_in_sync
+        replicas = self._strategy.local_replicas
+        for replica, component in zip(replicas, self._components, strict=True):
+            if self.aggregation is _SUM:
+                share = share_of(array, count, replica)
+            apply_into(component, method, share)
         return array
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
@@ -393,18 +466,23 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
             groups.setdefault(variable.aggregation, []).append(index)
     if not groups:
         return results
-    collectives = variables[next(iter(groups.values()))[0]]._strategy.collectives
+    strategy = variables[next(iter(groups.values()))[0]]._strategy
+    collectives = strategy.collectives
     for aggregation, indices in sorted(groups.items(), key=lambda item: item[0].value):
-        own = [variables[i]._component for i in indices]
+        parts = [
+            [variables[i].components[k] for i in indices]
+            for k in range(len(strategy.local_replicas))
+        ]
         names = ", ".join(variables[i].name for i in indices)
         what = f"reading of variables {names}"
         if aggregation is _NONE:
-            values = collectives.all_gather([part[None] for part in own], 0, what)
+            own = [array_module(p[0]).stack(p) for p in zip(*parts, strict=True)]
+            values = collectives.all_gather(own, 0, what)
         elif aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            values = collectives.broadcast(own, 0, what)
+            values = collectives.broadcast(parts[0], 0, what)
         else:
             op = ReduceOp.from_variable_aggregation(aggregation)
-            values = collectives.batch_reduce(op, own, what)
+            values = collectives.call(what, strategy.reduce_parts, op, parts, what)
         for index, value in zip(indices, values, strict=True):
             results[index] = value
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -125,8 +126,7 @@ class Variable(MadeTogether, ArrayOperators):
         on_read = self.synchronization is VariableSynchronization.ON_READ
         # As in tf.distribute: parts of a total have no gradient.
         self.trainable = (not on_read) if trainable is None else bool(trainable)
-        self._component = self._initialize(initial_value, dtype)
-        self._view = view_of(self._component)
+        self._keep(self._initialize(initial_value, dtype))
         self._made()
 
     @staticmethod
@@ -147,6 +147,11 @@ class Variable(MadeTogether, ArrayOperators):
         the owner's task. For the library's own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
+
+    def _keep(self, component: Array) -> None:
+        """Make an array the component, or the first value of several."""
+        self._component = component
+        self._view = view_of(component)
 
     def _made(self) -> None:
         """Do what is left when the component is there."""
@@ -182,6 +187,11 @@ class Variable(MadeTogether, ArrayOperators):
     def component(self) -> Array:
         """This replica's own array, live and writable; writing it is unchecked."""
         return self._component
+
+    @property
+    def components(self) -> Sequence[Array]:
+        """The arrays of this process's replicas, in their order, as `component`."""
+        return (self._component,)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -627,8 +637,7 @@ class Variable(MadeTogether, ArrayOperators):
         """Copy the variable with its value; the strategy is shared."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._component = self._component.copy()
-        other._view = view_of(other._component)
+        other._keep(self._component.copy())
         memo[id(self)] = other
         return other
 

@@ -166,7 +166,11 @@ def test_mirrored_strategy_checks_its_devices(job: Any) -> None:
         assert strategy.extended.worker_devices == tuple(names)
         assert strategy.run(lambda: hs.get_replica_context().devices) is not None
         assert strategy.device == names[job.rank]
-    for wrong in ([*names, "CPU:99"], ["CPU:0"] * (job.size + 1), ["TPU:0"], []):
+    # More of them are logical replicas.
+    with hs.MirroredStrategy([*names, "CPU:99"]) as strategy:
+        assert strategy.num_replicas_in_sync == job.size + 1
+        assert strategy.devices == (*names, "CPU:99")
+    for wrong in (["CPU:0"] * (job.size + 1), ["TPU:0"], []):
         assert type(outcome(hs.MirroredStrategy, wrong)) is ValueError
 
 

@@ -1,0 +1,314 @@
+"""The calls between logical replicas, for code that runs as one of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.arrays.kinds import array_module, as_array
+from hpcstrat.context import ContextEntry, current, pop, push
+from hpcstrat.errors import CollectiveError
+from hpcstrat.logical.replica_sums import ReplicaSums
+from hpcstrat.logical.turns import Act, Turns
+from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.tree import flatten, tree_map, unflatten
+from hpcstrat.typing import Array, Tree
+
+__all__ = ["Ended", "Meetings"]
+
+
+class Ended:
+    """A started reduction that has ended already; see `hpcstrat.channel.started`."""
+
+    def __init__(self, result: Tree) -> None:
+        self._result = result
+
+    def test(self) -> bool:
+        """Whether it has ended: it has."""
+        return True
+
+    def wait(self) -> Tree:
+        """Return the result."""
+        return self._result
+
+
+class Meetings:
+    """Calls of the replicas of one rank, which the rank makes for all of them at once.
+
+    It has the methods of `Collectives`, for code in replica context: each replica of
+    this rank comes to the call, and gets a result of its own. ``ranks`` are the calls
+    between ranks, and ``cross_entry`` is the context in which they are made.
+    """
+
+    # Code that looks for one is of a rank, not of a replica.
+    channel = None
+    overlaps = False
+
+    def __init__(
+        self, ranks: Collectives, sums: ReplicaSums, cross_entry: ContextEntry
+    ) -> None:
+        self._ranks = ranks
+        self._sums = sums
+        self._cross_entry = cross_entry
+        self.block = sums.block
+        self.size = sums.order.num_replicas
+        self._turns: Turns | None = None
+        if len(self.block) > 1:
+            names = [f"replica {number}" for number in self.block]
+            self._turns = Turns(names, self._tell)
+
+    @property
+    def collectives(self) -> Meetings:
+        """Itself, as entries of the library look for it."""
+        return self
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long a call waits for late ranks."""
+        return self._ranks.timeout_seconds
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call a function for each replica of this rank; returns what they returned."""
+        if self._turns is None:
+            return [function() for function in functions]
+        return self._turns.run(functions)
+
+    def close(self) -> None:
+        """End the threads of the replicas."""
+        if self._turns is not None:
+            self._turns.close()
+
+    def _tell(self, what: str, error: BaseException) -> None:
+        """Tell the other ranks, which are in a call that is not made here."""
+        self._ranks.fail(what, error)
+
+    def meet(self, what: str, act: Act, argument: Any) -> Any:
+        """Make a call once, for all replicas of this rank; returns this one's result.
+
+        Collective over the strategy's replicas. ``act`` takes the arguments of the
+        replicas of this rank, in their order, and returns a result for each. It is
+        called in cross-replica context. CollectiveError if replicas make another call.
+        """
+        entry = current()
+        number = 0 if entry is None or entry.index is None else entry.index
+        inside = functools.partial(self._in_cross_context, act)
+        if self._turns is None:
+            return inside([argument])[0]
+        return self._turns.meet(number, what, inside, argument)
+
+    def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
+        token = push(self._cross_entry)
+        try:
+            return act(arguments)
+        finally:
+            pop(token)
+
+    def _all_get(self, what: str, make: Callable[[list[Any]], Tree], own: Any) -> Any:
+        """Give each replica a result of its own, of what is made once."""
+
+        def act(arguments: list[Any]) -> list[Any]:
+            result = self._ranks.call(what, make, arguments)
+            more = len(arguments) - 1
+            return [result, *(tree_map(_copied, result) for _ in range(more))]
+
+        return self.meet(what, act, own)
+
+    def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in which the replicas make calls."""
+        del what
+        return function(*args)
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all replicas."""
+
+        def act(arguments: list[Any]) -> list[Any]:
+            self._ranks.barrier(what)
+            return arguments
+
+        self.meet(what, act, None)
+
+    def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> None:
+        """Return None: calls of replicas are not repeated by a plan of ranks."""
+
+    def reduce_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Combine the arrays of all replicas, in the order of their tree."""
+        label = f"{what}({op.name})"
+        if out is None:
+            return self._all_get(
+                label,
+                lambda values: self._sums.reduce(op, values, what, options),
+                trees,
+            )
+
+        def act(pairs: list[Any]) -> list[Any]:
+            values, outs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            if any(given is None for given in outs):
+                raise CollectiveError(
+                    f"expected out on all replicas in {label}, found it on some; give "
+                    "one on all, or on none"
+                )
+            first = self._sums.reduce(op, values, what, options, out=outs[0])
+            leaves, _ = flatten(first)
+            for others in outs[1:]:
+                for into, leaf in zip(flatten(others)[0], leaves, strict=True):
+                    _copy_into(into, leaf)
+            return outs
+
+        return self.meet(label, act, (trees, out))
+
+    batch_reduce = reduce_inside
+
+    def start_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+        part: bool = False,
+    ) -> Ended:
+        """Reduce at once: replicas that take turns have nothing to do meanwhile."""
+        del part
+        return Ended(self.reduce_inside(op, trees, what, options, out=out))
+
+    start_reduce = start_inside
+
+    def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
+        """Concatenate the arrays of all replicas along an axis."""
+
+        def make(trees: list[Tree]) -> Tree:
+            return self._ranks.all_gather(
+                joined(trees, axis, what, self.block), axis, what
+            )
+
+        return self._all_get(f"{what}(axis={axis})", make, tree)
+
+    def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
+        """Give every replica the arrays of one."""
+
+        def make(trees: list[Tree]) -> Tree:
+            rank = self._sums.order.owner(root)
+            own = trees[root - self.block[0]] if root in self.block else trees[0]
+            return self._ranks.broadcast(own, rank, what)
+
+        return self._all_get(f"{what}(root={root})", make, tree)
+
+    def broadcast_object(self, value: Any, root: int, what: str) -> Any:
+        """Give every replica the object of one: the same object on a rank."""
+
+        def act(values: list[Any]) -> list[Any]:
+            rank = self._sums.order.owner(root)
+            own = values[root - self.block[0]] if root in self.block else None
+            found = self._ranks.broadcast_object(own, rank, what)
+            return [found] * len(values)
+
+        return self.meet(f"{what}(root={root})", act, value)
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Give every replica the objects of all, in replica order."""
+
+        def act(values: list[Any]) -> list[Any]:
+            found = self._ranks.all_gather_object(values, what)
+            return [[one for part in found for one in part] for _ in values]
+
+        result: list[Any] = self.meet(what, act, value)
+        return result
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Do nothing: the others learn of it where they wait for this replica."""
+
+    @contextmanager
+    def all_raise(self, what: str) -> Iterator[None]:
+        """Do nothing, as `fail`."""
+        del what
+        yield
+
+    def section(self, what: str) -> AbstractContextManager[None]:
+        """Return what does nothing: `run` ends in the section of its rank."""
+        del what
+        return nullcontext()
+
+    def moving(self, what: str) -> NoReturn:
+        """Refuse what one rank per replica is needed for."""
+        raise NotImplementedError(
+            f"expected one rank for each replica in {what}, found logical replicas, "
+            "which have no communicator; make the call outside of run"
+        )
+
+
+def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
+    """Concatenate the arrays of a rank's replicas along an axis."""
+    if len(trees) == 1:
+        return trees[0]
+    flats = [flatten(tree) for tree in trees]
+    for number, (_, structure) in zip(block, flats, strict=True):
+        if structure != flats[0][1]:
+            raise CollectiveError(
+                f"expected the same structure in {what} on all replicas, found "
+                f"{flats[0][1]} on replica {block[0]} and {structure} on replica "
+                f"{number}; gather the same on all",
+                [block[0], number],
+            )
+    results = []
+    for leaves in zip(*(leaves for leaves, _ in flats), strict=True):
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            # Refused by what is called with it.
+            results.append(leaves[0])
+            continue
+        arrays = [as_array(leaf) for leaf in leaves]
+        first, bad = arrays[0], None
+        if not 0 <= axis < first.ndim:
+            results.append(first)
+            continue
+        for number, array in zip(block, arrays, strict=True):
+            if _apart(array, axis) != _apart(first, axis):
+                bad = number
+                break
+        if bad is not None:
+            raise CollectiveError(
+                f"expected arrays in {what} that differ along axis {axis} alone, found "
+                f"{first.dtype}{list(first.shape)} on replica {block[0]} and "
+                f"{array.dtype}{list(array.shape)} on replica {bad}; gather the same "
+                "on all",
+                [block[0], bad],
+            )
+        results.append(array_module(first).concatenate(arrays, axis))
+    return unflatten(flats[0][1], results)
+
+
+def _apart(array: Array, axis: int) -> Any:
+    """Return what has to be equal in arrays that are put one behind the other."""
+    shape = array.shape
+    return array.dtype, shape[:axis], shape[axis + 1 :]
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        values, indices = leaf.values.copy(), leaf.indices.copy()
+        return IndexedSlices(values, indices, leaf.dense_shape)
+    return leaf.copy() if hasattr(leaf, "copy") else leaf
+
+
+def _copy_into(into: Any, leaf: Array) -> None:
+    if not isinstance(into, np.ndarray) and not hasattr(into, "__setitem__"):
+        raise ValueError(
+            f"expected a writable array as out, found a {type(into).__name__}; make it "
+            "with numpy.empty"
+        )
+    if into is not leaf:
+        into[...] = leaf

@@ -1,0 +1,226 @@
+"""Threads in which the replicas of one rank take turns.
+
+A replica runs until it comes to a call between replicas, or to the end of its function;
+then the next one runs. Once all have come to the call, the thread that had called
+`Turns.run` makes it for all of them: only that thread calls MPI. So there is no moment
+at which two replicas run, and the order in which they do is always the same.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from _thread import allocate_lock
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+from hpcstrat.errors import CollectiveError, ReplicaError
+
+__all__ = ["Turns"]
+
+_numbers = itertools.count()
+
+Act = Callable[[list[Any]], Sequence[Any]]
+"""Makes a call for all replicas: takes their arguments, returns their results."""
+
+
+class _Stopped(BaseException):
+    """Ends the replicas of a run that the program has left."""
+
+
+class _Seat:
+    """A replica's thread, with what it has come to."""
+
+    def __init__(self) -> None:
+        # Held while it is another's turn.
+        self.turn = allocate_lock()
+        self.turn.acquire()
+        self.thread = 0
+        # Between the beginning of its function and the end.
+        self.running = False
+        self.job: Callable[[], Any] | None = None
+        # Of the call that it waits in; None once its function has ended.
+        self.what: str | None = None
+        self.act: Act | None = None
+        self.argument: Any = None
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.failure: BaseException | None = None
+
+
+class Turns:
+    """Threads for the replicas of a rank, which are kept from run to run.
+
+    ``names`` are those of the replicas, in their order. ``tell`` gets what a call was,
+    and an error, where only some of them have come to that call: for the other ranks,
+    which wait in it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tell: Callable[[str, BaseException], None]
+    ) -> None:
+        self._names = names
+        self._tell = tell
+        self._seats: list[_Seat] = []
+        self._ended = allocate_lock()
+        self._ended.acquire()
+        # Which failed first: the others may have failed because of it.
+        self._first: BaseException | None = None
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call a function for each replica, in turns; returns what they returned.
+
+        Each runs in a copy of the caller's context. What the first replica that failed
+        has raised is raised here, once all have ended.
+        """
+        seats = self._seats or self._start()
+        self._first = None
+        for seat, function in zip(seats, functions, strict=True):
+            context = contextvars.copy_context()
+            seat.job = _in_context(context, function)
+            seat.error = seat.failure = seat.answer = None
+        try:
+            self._go_round(seats)
+            while any(seat.what is not None for seat in seats):
+                self._answer(seats)
+                self._go_round([seat for seat in seats if seat.job is not None])
+        except BaseException:
+            # Such as Ctrl-C: what the replicas do then is of no use to anybody.
+            self._abandon()
+            raise
+        if self._first is not None:
+            raise self._first
+        return [seat.answer for seat in seats]
+
+    def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
+        """Wait, in a replica's thread, until all have come here; then return its result.
+
+        The last arguments are those of the replica with this number. ``act`` is called
+        once, that of the first replica, in the thread that had called `run`.
+        """
+        seat = self._seats[number]
+        if seat.thread != get_ident():
+            raise RuntimeError(
+                f"expected {what} in the thread of {self._names[number]}, found it in "
+                f"thread {threading.current_thread().name!r}; call it in the function "
+                "that strategy.run was given"
+            )
+        seat.what, seat.act, seat.argument = what, act, argument
+        self._pass_on(seat)
+        seat.turn.acquire()
+        if seat.error is not None:
+            error, seat.error = seat.error, None
+            raise error
+        answer, seat.answer = seat.answer, None
+        return answer
+
+    def close(self) -> None:
+        """End the threads."""
+        self._abandon()
+
+    def _start(self) -> list[_Seat]:
+        seats = self._seats = [_Seat() for _ in self._names]
+        for name, seat in zip(self._names, seats, strict=True):
+            threading.Thread(
+                target=self._serve,
+                args=(seats, seat),
+                name=f"{name} ({next(_numbers)})",
+                daemon=True,
+            ).start()
+        return seats
+
+    def _serve(self, seats: list[_Seat], seat: _Seat) -> None:
+        """Run a replica's functions, one for each run."""
+        seat.thread = get_ident()
+        while True:
+            seat.turn.acquire()
+            if seats is not self._seats or seat.job is None:
+                return
+            seat.running = True
+            try:
+                seat.answer = seat.job()
+            except _Stopped:
+                return
+            except BaseException as error:
+                seat.failure = error
+                self._first = error if self._first is None else self._first
+            seat.job, seat.running = None, False
+            if seats is not self._seats:
+                return
+            self._pass_on(seat)
+
+    def _go_round(self, seats: Sequence[_Seat]) -> None:
+        """Give each replica its turn, and wait until all have come to a call."""
+        if seats:
+            self._round = iter(seats)
+            next(self._round).turn.release()
+            self._ended.acquire()
+
+    def _pass_on(self, seat: _Seat) -> None:
+        if seat not in self._seats:
+            raise _Stopped
+        following = next(self._round, None)
+        (self._ended if following is None else following.turn).release()
+
+    def _answer(self, seats: Sequence[_Seat]) -> None:
+        """Make the call that all replicas wait for, or say why it cannot be made."""
+        waiting = [seat for seat in seats if seat.what is not None]
+        first = waiting[0]
+        what, act = first.what, first.act
+        same = len(waiting) == len(seats) and all(s.what == what for s in waiting)
+        assert what is not None
+        assert act is not None
+        error: BaseException | None = None
+        if not same:
+            error = self._disagreement(seats)
+            self._tell(what, error)
+        else:
+            try:
+                answers = act([seat.argument for seat in seats])
+                for seat, answer in zip(seats, answers, strict=True):
+                    seat.answer = answer
+            except Exception as problem:
+                error = problem
+        for seat in waiting:
+            seat.what = seat.act = seat.argument = None
+            seat.error = error
+
+    def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
+        """Return what the replicas raise that wait for others in vain."""
+        doing = []
+        for name, seat in zip(self._names, seats, strict=True):
+            if seat.failure is not None:
+                kind = type(seat.failure).__name__
+                return ReplicaError(
+                    f"expected all replicas in {self._call(seats)}, found that {name} "
+                    f"had raised {kind}: {seat.failure}; see its own traceback"
+                )
+            doing.append(f"{name} {'at its end' if seat.what is None else seat.what}")
+        return CollectiveError(
+            "expected all replicas to make the same calls inside run, found "
+            f"{'; '.join(doing)}; make each call on all replicas, in one order"
+        )
+
+    @staticmethod
+    def _call(seats: Sequence[_Seat]) -> str | None:
+        return next(seat.what for seat in seats if seat.what is not None)
+
+    def _abandon(self) -> None:
+        """Let the threads end, each when its turn would come."""
+        seats, self._seats = self._seats, []
+        self._ended = allocate_lock()
+        self._ended.acquire()
+        for seat in seats:
+            # The one whose turn it is finds out at its next call.
+            if seat.what is not None or not seat.running:
+                seat.error = _Stopped()
+                seat.what = None
+                seat.turn.release()
+
+
+def _in_context(
+    context: contextvars.Context, function: Callable[[], Any]
+) -> Callable[[], Any]:
+    return lambda: context.run(function)
