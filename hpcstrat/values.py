@@ -288,6 +288,11 @@ class Mirrored(ArrayOperators, DistributedValues):
 
     __slots__ = ()
 
+    @property
+    def _local(self) -> Any:
+        """The copy of this process, which serves all its replicas."""
+        return self._parts[0]
+
     def _operand(self) -> Array:
         return _plain(self._local)
 

@@ -24,6 +24,7 @@ from hpcstrat.variables import (
     DistributedVariable,
     SyncOnReadVariable,
     Variable,
+    has_logical_replicas,
     read_all,
 )
 
@@ -306,8 +307,11 @@ class Objects:
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            apart = _is_apart(variable)
-            rows = (self.strategy.num_replicas_in_sync,) if apart else ()
+            # Of logical replicas every component is saved, so that nothing is rounded.
+            gathered = on_read and has_logical_replicas(variable)
+            apart = _is_apart(variable) or gathered
+            alone = apart and not gathered
+            rows = (self.strategy.num_replicas_in_sync,) if alone else ()
             if of_group := is_of_group(variable):
                 rows = (self.strategy.split.num_groups,)
             entries[path] = Entry(
@@ -319,6 +323,7 @@ class Objects:
                 variable.trainable,
                 apart and not of_group,
                 of_group,
+                gathered,
             )
         return entries
 

@@ -58,10 +58,10 @@ class Meetings:
         self._cross_entry = cross_entry
         self.block = sums.block
         self.size = sums.order.num_replicas
-        self._turns: Turns | None = None
-        if len(self.block) > 1:
-            names = [f"replica {number}" for number in self.block]
-            self._turns = Turns(names, self._tell)
+        # Of runs that lie in each other, as one in a merged function of another; the
+        # last is the innermost that is under way.
+        self._running: list[Turns] = []
+        self._kept: list[Turns] = []
 
     @property
     def collectives(self) -> Meetings:
@@ -75,14 +75,21 @@ class Meetings:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call a function for each replica of this rank; returns what they returned."""
-        if self._turns is None:
+        if len(self.block) == 1:
             return [function() for function in functions]
-        return self._turns.run(functions)
+        names = [f"replica {number}" for number in self.block]
+        turns = self._kept.pop() if self._kept else Turns(names, self._tell)
+        self._running.append(turns)
+        try:
+            return turns.run(functions)
+        finally:
+            self._running.remove(turns)
+            self._kept.append(turns)
 
     def close(self) -> None:
         """End the threads of the replicas."""
-        if self._turns is not None:
-            self._turns.close()
+        for turns in self._kept:
+            turns.close()
 
     def _tell(self, what: str, error: BaseException) -> None:
         """Tell the other ranks, which are in a call that is not made here."""
@@ -98,9 +105,9 @@ class Meetings:
         entry = current()
         number = 0 if entry is None or entry.index is None else entry.index
         inside = functools.partial(self._in_cross_context, act)
-        if self._turns is None:
+        if not self._running:
             return inside([argument])[0]
-        return self._turns.meet(number, what, inside, argument)
+        return self._running[-1].meet(number, what, inside, argument)
 
     def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
         token = push(self._cross_entry)

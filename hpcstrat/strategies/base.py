@@ -53,7 +53,13 @@ from hpcstrat.strategies.keras_guard import guard_keras
 from hpcstrat.strategies.split import Split
 from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
 from hpcstrat.typing import Tree
-from hpcstrat.values import DistributedValues, PerReplica, localize, part_of
+from hpcstrat.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    localize,
+    part_of,
+)
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
@@ -682,10 +688,13 @@ class Strategy:
         )
         return self.joined(results, "the results of run")
 
-    def joined(self, trees: list[Tree], what: str) -> Tree:
+    def joined(
+        self, trees: list[Tree], what: str, wrap: Callable[..., Any] | None = None
+    ) -> Tree:
         """Make distributed values of the values of this process's replicas.
 
-        Not collective. For the library's own modules. ValueError if their structures
+        Not collective. For the library's own modules. ``wrap`` makes one of the leaves
+        of all; default: as in the results of `run`. ValueError if their structures
         differ.
         """
         if len(trees) == 1:
@@ -699,7 +708,7 @@ class Strategy:
                     f"{structure} on replica {replica}; return the same on all"
                 )
         columns = zip(*(leaves for leaves, _ in flats), strict=True)
-        return unflatten(flats[0][1], [_wrap(*column) for column in columns])
+        return unflatten(flats[0][1], [(wrap or _wrap)(*column) for column in columns])
 
     def merge(
         self, what: str, merge_fn: Callable[..., Any], given: list[Any]
@@ -810,6 +819,13 @@ class Strategy:
 
             return self.meetings.meet("output of a step", act, tree)
         return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
+
+    def mirrored(self, value: Any) -> Mirrored:
+        """Return a value that is the same on all replicas, of which it is a part.
+
+        Not collective. For the library's own modules.
+        """
+        return Mirrored(*[value] * len(self.local_replicas))
 
     def parts(self, tree: Tree) -> list[Tree]:
         """Return the part of each of this process's replicas; what is plain is in all.
@@ -1007,7 +1023,7 @@ class Strategy:
                 for replica in self.local_replicas
             ]
         if len(values) > 1:
-            return self.joined(values, what)
+            return self.joined(values, what, PerReplica)
         return tree_map(PerReplica, values[0]) if self.distributes else values[0]
 
     @collective

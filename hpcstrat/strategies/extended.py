@@ -109,7 +109,7 @@ class StrategyExtended:
     def _for(self, destinations: Any, result: Any) -> Any:
         several = self._strategy.num_replicas_in_sync > 1
         if several and isinstance(destinations, DistributedValues):
-            return Mirrored(result)
+            return self._strategy.mirrored(result)
         return result
 
     def batch_reduce_to(
@@ -180,7 +180,7 @@ class StrategyExtended:
         strategy = self._strategy
         own = strategy.parts(tensor)[0]
         array = strategy.collectives.broadcast(own, 0, "broadcast_to")
-        return Mirrored(array) if strategy.distributes else array
+        return strategy.mirrored(array) if strategy.distributes else array
 
     def update(
         self,
@@ -251,14 +251,15 @@ class StrategyExtended:
                     pop(token)
                 results.append(result)
         if not group:
-            return tuple(results)
+            # As many as there are replicas, also of one that has served them all.
+            missing = len(strategy.update_entries) - len(results)
+            return tuple(results + results[:1] * missing)
         if strategy.num_replicas_in_sync == 1:
             return results[0]
         if len(results) > 1:
             return strategy.joined(results, "update")
         # Components of a SyncOnRead variable differ, and so do results made of them.
-        kind = Mirrored if isinstance(var, MirroredVariable) else PerReplica
-        return _grouped(results[0], kind)
+        return _grouped(results[0], strategy.mirrored if mirrored else PerReplica)
 
     def _check_update(self, var: Any, arguments: list[Any]) -> None:
         strategy = self._strategy
@@ -519,8 +520,8 @@ class StrategyExtended:
         finally:
             pop(token)
         if not group:
-            return (result,)
-        return _grouped(result, Mirrored) if several else result
+            return (result,) * len(strategy.update_entries)
+        return _grouped(result, strategy.mirrored) if several else result
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: Any = None

@@ -12,6 +12,7 @@ from hpcstrat.variables.replicated import (
     MirroredVariable,
     SyncOnReadVariable,
     class_of_own,
+    has_logical_replicas,
     read_all,
     share_of,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "SyncOnReadVariable",
     "Variable",
     "class_of_own",
+    "has_logical_replicas",
     "read_all",
     "share_of",
 ]

@@ -30,6 +30,7 @@ __all__ = [
     "MirroredVariable",
     "SyncOnReadVariable",
     "class_of_own",
+    "has_logical_replicas",
     "read_all",
     "share_of",
 ]
@@ -98,11 +99,6 @@ class DistributedVariable(Variable, DistributedValues):
         raise NotImplementedError
 
     @property
-    def values(self) -> tuple[Any, ...]:
-        """The components of this process's replicas, read-only."""
-        return (self._view,)
-
-    @property
     def _local(self) -> Array:
         return self._view
 
@@ -126,7 +122,7 @@ class DistributedVariable(Variable, DistributedValues):
     def _as_mirrored(self, result: Any) -> Any:
         # As in tf.distribute, where one replica gives bare values.
         alone = self._strategy.num_replicas_in_sync == 1
-        return result if result is None or alone else Mirrored(result)
+        return result if result is None or alone else self._strategy.mirrored(result)
 
 
 class MirroredVariable(DistributedVariable, Mirrored):
@@ -142,6 +138,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     def _communicates(self) -> bool:
         return self._mode() is _REPLICA
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The array of this process's replicas, once for each, read-only."""
+        return (self._view,) * len(self._strategy.local_replicas)
 
     def _made(self) -> None:
         self._strategy.register(self)
@@ -415,6 +416,12 @@ class SyncOnReadVariable(DistributedVariable):
         )
 
 
+def has_logical_replicas(variable: Variable) -> bool:
+    """Whether the ranks of a variable's strategy may have several replicas each."""
+    strategy = variable.distribute_strategy
+    return strategy is not None and strategy.meetings is not None
+
+
 def class_of_own(*, on_read: bool = True) -> type[Variable]:
     """Return the class of variables of which each replica has its own component.
 
@@ -452,7 +459,8 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     SyncOnRead variable; they are of one strategy, in the same order on every replica.
     Plain and mirrored variables give this replica's component, read-only, no copy;
     SyncOnRead ones the aggregate, or with aggregation ``NONE`` all components, of shape
-    (num_replicas, ...): with ``own_rows`` this replica's, no copy.
+    (num_replicas, ...): with ``own_rows`` this replica's, no copy, and of logical
+    replicas all components of every SyncOnRead variable.
     """
     # By the property of no variable: `value` would be a call for each.
     results: list[Any] = [
@@ -461,8 +469,11 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     ]
     groups: dict[VariableAggregation, list[int]] = {}
     for index, variable in enumerate(variables):
-        apart = own_rows and variable.aggregation is _NONE
-        if isinstance(variable, SyncOnReadVariable) and not apart:
+        if not isinstance(variable, SyncOnReadVariable):
+            continue
+        if own_rows and has_logical_replicas(variable):
+            groups.setdefault(_NONE, []).append(index)
+        elif not own_rows or variable.aggregation is not _NONE:
             groups.setdefault(variable.aggregation, []).append(index)
     if not groups:
         return results

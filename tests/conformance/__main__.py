@@ -37,6 +37,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="time limit of one case (default: 20)",
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="most ranks of a case of one process: more replicas share a rank",
+    )
     return parser.parse_args(argv)
 
 
@@ -87,6 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [case for case in cases if case.get("topic") in arguments.topic]
     if arguments.id:
         cases = [case for case in cases if case["id"] in arguments.id]
+    if arguments.ranks:
+        # The others say what each of several processes sees.
+        cases = [
+            {**case, "ranks": arguments.ranks}
+            for case in cases
+            if case["strategy"] == "mirrored"
+        ]
     if not cases:
         print("expected at least one case, found none; check --topic and --id")
         return 2

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import hpcstrat as hs
 from tests.conformance.session import Frame, Session, variable_kind
 
@@ -51,7 +53,15 @@ def _op_checkpoint_value(session: Session, frame: Frame, step: dict[str, Any]) -
     # An ordinary HDF5 file: the variables are the data sets under /variables.
     path = _newest(session.directory / "checkpoints")
     with h5py.File(path, "r", locking=False) as file:
-        return file["variables"][step["name"]][()]
+        dataset = file["variables"][step["name"]]
+        value = dataset[()]
+        how = dataset.attrs["aggregation"]
+        # Of logical replicas the file has all components, to be combined by the reader.
+        if "replica_axis" in dataset.attrs and how != "none":
+            combine = {"sum": np.sum, "mean": np.mean}.get(how, np.take)
+            value = combine(value, *([0] if how == "only_first_replica" else []), axis=0)
+            value = value.astype(dataset.dtype)
+        return value
 
 
 CHECKPOINT_STEPS = {

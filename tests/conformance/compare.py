@@ -13,6 +13,7 @@ __all__ = [
     "error_matches",
     "join",
     "local",
+    "part_of",
     "project",
 ]
 
@@ -65,13 +66,26 @@ def project(expected: Any, replica: int) -> Any:
     return expected
 
 
+def part_of(value: Any, index: int, count: int) -> Any:
+    """Return an observation as the rank would have made it for one of its replicas.
+
+    Of lists with an own entry for each of ``count`` replicas it keeps that one.
+    """
+    if _is_own(value) and len(value) in (1, count):
+        return [value[index if len(value) == count else 0]]
+    if isinstance(value, dict):
+        return {key: part_of(part, index, count) for key, part in value.items()}
+    if isinstance(value, list):
+        return [part_of(part, index, count) for part in value]
+    return value
+
+
 def _is_own(value: Any) -> bool:
-    """Return whether ``value`` is a list with this rank's own entry."""
+    """Return whether ``value`` is a list with the own entries of this rank."""
     return (
         isinstance(value, list)
-        and len(value) == 1
-        and isinstance(value[0], dict)
-        and set(value[0]) == {OWN}
+        and bool(value)
+        and all(isinstance(part, dict) and set(part) == {OWN} for part in value)
     )
 
 
@@ -83,7 +97,7 @@ def join(parts: Sequence[Any]) -> Any:
     """
     first = parts[0]
     if all(_is_own(part) for part in parts):
-        return [_strip(part[0][OWN]) for part in parts]
+        return [_strip(entry[OWN]) for part in parts for entry in part]
     if all(isinstance(part, dict) and set(part) == set(first) for part in parts):
         if set(first) == {UNION}:
             return _union([part[UNION] for part in parts])

@@ -42,7 +42,7 @@ class Outcome:
 
 
 def num_ranks(case: dict[str, Any]) -> int:
-    """Return the size of the largest strategy of a case."""
+    """Return how many ranks a case takes: a replica each, or at most ``ranks``."""
     sizes: list[int] = [case["replicas"]]
 
     def visit(steps: Sequence[dict[str, Any]]) -> None:
@@ -52,7 +52,7 @@ def num_ranks(case: dict[str, Any]) -> int:
             visit(step.get("body", []))
 
     visit(case["program"])
-    return max(sizes)
+    return min(max(sizes), case.get("ranks", max(sizes)))
 
 
 def _launcher() -> list[str]:

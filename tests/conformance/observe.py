@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat.context import current
 
 __all__ = [
     "OWN",
@@ -61,8 +62,10 @@ def encode_tensor(value: Any) -> dict[str, Any]:
 
 
 def own_component(value: Any) -> Any:
-    """Return this rank's part of a distributed value or variable."""
-    return value.values[0]
+    """Return the part of the replica that runs, or of this rank's first replica."""
+    entry = current()
+    index = 0 if entry is None or entry.index is None else entry.index
+    return value.values[index]
 
 
 def _encode_container(value: Any, names: Mapping[int, str]) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def encode(value: Any, names: Mapping[int, str]) -> Any:
         return _encode_container(value, names)
     if isinstance(value, hs.DistributedValues):
         kind = "mirrored" if isinstance(value, hs.Mirrored) else "per_replica"
-        return {kind: [own(encode(own_component(value), names))]}
+        return {kind: [own(encode(part, names)) for part in value.values]}
     if isinstance(value, np.dtype):
         return {"py": value.name}
     if hasattr(value, "__array__"):

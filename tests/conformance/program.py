@@ -93,6 +93,7 @@ def _run_recorded(
     finally:
         record["after"] = session.facts()
         record["replicas"] = session.replicas
+        record["local"] = session.num_local
     return True
 
 

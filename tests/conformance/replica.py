@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
+from hpcstrat.context import own_index
 from tests.conformance.expressions import evaluate
 from tests.conformance.observe import own
 from tests.conformance.session import (
@@ -226,7 +227,14 @@ def op_update(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
             if "as" in do:
                 # Names of update functions are global, one entry for each component.
                 session.names[do["as"]] = result
-                session.recalls[do["as"]] = {"list": [own(session.encode(result))]}
+                count = len(session.strategy.local_replicas)
+                found = [own(session.encode(result))]
+                if variable_kind(variable) == "mirrored":
+                    # One call serves all replicas of a rank.
+                    found *= count
+                elif count > 1 and own_index():
+                    found = [*session.recalls[do["as"]]["list"], *found]
+                session.recalls[do["as"]] = {"list": found}
         return result
 
     session.log(

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from tests.conformance.observe import Opaque, encode, encode_tensor, own_component
+from hpcstrat.context import own_index
+from tests.conformance.observe import Opaque, encode, encode_tensor, own
 
 __all__ = [
     "Frame",
@@ -129,6 +130,11 @@ class Session:
         return int(self.comms[max(self.comms)].rank)
 
     @property
+    def num_local(self) -> int:
+        """How many replicas of the current strategy this rank has."""
+        return len(self.strategy.local_replicas) if self.active else 0
+
+    @property
     def active(self) -> bool:
         """Whether this rank is a replica of the current strategy."""
         return self.strategy is not None
@@ -146,12 +152,16 @@ class Session:
         if kind == "one_device":
             strategy: Any = hs.OneDeviceStrategy("CPU:0")
         else:
-            comm = self.comms[replicas]
+            # Replicas beyond the ranks that there are are logical ones.
+            comm = self.comms[min(replicas, max(self.comms))]
             if comm is None:
                 return None
             # The replay catches exceptions, so that the other replicas must be told.
             if kind == "mirrored":
-                strategy = hs.MirroredStrategy(comm=comm, on_error="raise")
+                devices = None
+                if replicas > comm.size:
+                    devices = [f"CPU:{number}" for number in range(replicas)]
+                strategy = hs.MirroredStrategy(devices, comm=comm, on_error="raise")
             elif kind == "multi_worker":
                 strategy = hs.MultiWorkerMirroredStrategy(
                     replicas_per_worker=1, comm=comm, on_error="raise"
@@ -190,7 +200,7 @@ class Session:
         What is combined or assigned is also noted as this rank's part alone, in which
         variables are their values.
         """
-        event = {"kind": kind, **fields}
+        event = {"kind": kind, "replica": own_index(), **fields}
         if "value" in fields:
             event["part"] = encode(fields["value"], {})
             event["value"] = self.encode(fields["value"])
@@ -202,9 +212,9 @@ class Session:
         facts = {}
         for name, variable in self.variables.items():
             kind = variable_kind(variable)
-            part = variable if kind == "plain" else own_component(variable)
+            parts = [variable.numpy()] if kind == "plain" else variable.values
             facts[name] = {
-                "value": encode_tensor(part.numpy() if kind == "plain" else part),
+                "value": [own(encode_tensor(part)) for part in parts],
                 "class": kind,
                 "aggregation": variable.aggregation.name,
                 "dtype": np.dtype(variable.dtype).name,

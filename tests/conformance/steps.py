@@ -156,8 +156,8 @@ def _op_components(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     if variable_kind(variable) == "plain":
         part = variable.numpy()
         return Shown([part], {"list": [encode_tensor(part)]})
-    part = np.array(own_component(variable))
-    return Shown([part], {"list": [own(encode_tensor(part))]})
+    parts = [np.array(part) for part in variable.values]
+    return Shown(parts, {"list": [own(encode_tensor(part)) for part in parts]})
 
 
 def _op_attr(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
@@ -171,8 +171,10 @@ def _op_attr(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 
 def _op_update_step(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     result = op_update(session, frame, step)
-    if not step.get("group", True) and isinstance(result, tuple) and len(result) == 1:
-        return Shown(result, {"tuple": [own(session.encode(result[0]))]})
+    count = len(session.strategy.local_replicas)
+    own_results = isinstance(result, tuple) and len(result) == count
+    if not step.get("group", True) and own_results:
+        return Shown(result, {"tuple": [own(session.encode(one)) for one in result]})
     return result
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tests.conformance.compare import difference, error_matches, join, local, project
+from tests.conformance.compare import (
+    difference,
+    error_matches,
+    join,
+    local,
+    part_of,
+    project,
+)
 
 __all__ = ["MISSING", "View", "expected_end", "views_of"]
 
@@ -205,14 +212,53 @@ def _final_error(record: dict[str, Any]) -> dict[str, Any] | None:
     return last or record.get("late")
 
 
+def _by_replica(step: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+    """Return a rank's record of a step as each of its replicas would have made it."""
+    count = 1 if step is None else step.get("local", 1)
+    if step is None or count < 2:
+        return [step if step is None else part_of(step, 0, 1) | _own_facts(step, 0)]
+    return [
+        {
+            **part_of(step, index, count),
+            **_own_facts(step, index),
+            "events": [
+                part_of(event, index, count)
+                for event in step["events"]
+                if event.get("replica") in (None, index)
+            ],
+        }
+        for index in range(count)
+    ]
+
+
+def _own_facts(step: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return what a replica held of every variable, before and after a step."""
+    found: dict[str, Any] = {}
+    for when in ("before", "after"):
+        if when in step:
+            found[when] = {
+                name: {**fact, "value": _entry(fact["value"], index)}
+                for name, fact in step[when].items()
+            }
+    return found
+
+
+def _entry(entries: Any, index: int) -> Any:
+    # Plain variables have one value for all.
+    return local(entries[index] if index < len(entries) else entries[0])
+
+
 def views_of(case: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[View]:
     """Return the steps that any rank executed."""
     views = []
     finals = [_final_error(record) for record in records]
     for number in range(max(len(record["steps"]) for record in records)):
         steps = [
-            record["steps"][number] if number < len(record["steps"]) else None
+            one
             for record in records
+            for one in _by_replica(
+                record["steps"][number] if number < len(record["steps"]) else None
+            )
         ]
         # Ranks outside of a smaller strategy have no part in it.
         inside = [step for step in steps if step is None or "skipped" not in step]

@@ -59,7 +59,9 @@ class Entry:
 
     ``dtype`` is NumPy's name of the variable's type, not of the stored one;
     synchronization and aggregation are in lower case. With ``per_replica``, as of
-    aggregation ``none``, the first axis counts replicas; with ``per_group``, groups.
+    aggregation ``none`` or of logical replicas, the first axis counts replicas; with
+    ``per_group``, groups. ``gathered`` says, of what is to be saved, that each rank has
+    the rows of all.
     """
 
     path: str
@@ -70,6 +72,7 @@ class Entry:
     trainable: bool
     per_replica: bool = False
     per_group: bool = False
+    gathered: bool = False
 
     @property
     def has_rows(self) -> bool:

@@ -254,7 +254,7 @@ def _make(
                     nbytes = math.prod(shape) * dtype.itemsize
                     entry = header.entries.get(path)
                     extent = Extent(path, offset, nbytes)
-                    if entry is not None and entry.has_rows:
+                    if entry is not None and entry.has_rows and not entry.gathered:
                         rows = shape[0] if entry.per_group else header.num_replicas
                         extent = Extent(path, offset, nbytes, rows, entry.per_group)
                     extents.append(extent)

@@ -32,7 +32,7 @@ class BlockDeal:
     def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
         self._blocks = blocks
         self.most_kept = most_kept
-        self.size = strategy.num_replicas_in_sync
+        self.size = strategy.num_ranks
         self.column, self.columns, self._worker, self._workers = 0, 1, 0, 1
         if self.size > 1:
             topology = strategy.topology

@@ -16,6 +16,7 @@ from hpcstrat.checkpoint.objects import Objects, is_of_group
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
 from hpcstrat.logs import get_logger
+from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
@@ -43,15 +44,46 @@ class Match:
 
         No replica needs another's: each takes its part by rules that all know.
         """
-        if self.entry.has_rows:
-            row = self.row(strategy)
-            if row is not None:
-                self.assign_row(value[row], strategy)
-            return
-        self._place(value, strategy)
+        if not self.entry.has_rows:
+            self._place(value, strategy)
+        elif self._has_components:
+            self._assign_components(value, strategy)
+        else:
+            for index, row in enumerate(self.rows(strategy)):
+                if row is not None:
+                    self.assign_row(value[row], strategy, index)
 
-    def assign_row(self, row: Array, strategy: Replicas) -> None:
-        """Put one row, which `row` has chosen, into this replica's component."""
+    @property
+    def _has_components(self) -> bool:
+        """Whether the rows are components of a value that is combined when read."""
+        return self.entry.per_replica and self.entry.aggregation != "none"
+
+    def _assign_components(self, value: Array, strategy: Replicas) -> None:
+        """Put what each logical replica had into today's components.
+
+        As it is, where there are as many; else the combined value is divided.
+        """
+        variable, rows = self.variable, len(value)
+        same = rows == strategy.num_replicas_in_sync
+        if isinstance(variable, SyncOnReadVariable) and same:
+            first = strategy.local_replicas.start
+            for index, component in enumerate(variable.components):
+                _store(component, rounded(value[first + index], variable.dtype))
+            return
+        total = value[0]
+        if self.entry.aggregation != "only_first_replica":
+            # In the order in which the replicas themselves would add them.
+            total = TreeOrder(rows, 1).sum_all(TreeOrder(rows, 1).sum_roots(0, value))
+        if self.entry.aggregation == "mean":
+            total = rounded(total / rows, value.dtype)
+        self._place(total, strategy)
+
+    def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
+        """Put one row, of those that `rows` has chosen, into a component."""
+        variable = self.variable
+        if self.entry.per_replica and variable is not None:
+            _store(variable.components[index], rounded(row, variable.dtype))
+            return
         # The value of a group is that of all its replicas.
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
@@ -63,15 +95,17 @@ class Match:
             return
         if value.dtype != variable.dtype and strategy.replica_id == 0:
             _tell_losses(self.entry.path, value, variable.dtype)
-        if self._is_total:
-            # Before it is divided: shares of an integer add up in its own type only.
-            cast = rounded(value, variable.dtype)
-            count = strategy.num_replicas_in_sync
-            value = share_of(cast, count, strategy.replica_id)
         if variable.lies_elsewhere:
             variable.assign(rounded(value, variable.dtype))
-        else:
-            _store(variable.component, value)
+            return
+        first = strategy.local_replicas.start
+        for replica, component in enumerate(variable.components, first):
+            part = value
+            if self._is_total:
+                # First cast: shares of an integer add up in its own type only.
+                cast = rounded(value, variable.dtype)
+                part = share_of(cast, strategy.num_replicas_in_sync, replica)
+            _store(component, part)
 
     @property
     def _is_total(self) -> bool:
@@ -83,19 +117,26 @@ class Match:
 
     @property
     def divides(self) -> bool:
-        """Whether this replica's part is not the saved value itself."""
-        return self._is_total or self.entry.has_rows
+        """Whether this rank's array does not get the saved value itself."""
+        several = self.variable is not None and len(self.variable.components) > 1
+        return several or self._is_total or self.entry.has_rows
 
-    def row(self, strategy: Replicas) -> int | None:
-        """Return which of the saved rows this replica takes; None for none."""
+    def takes_one_row(self, strategy: Replicas) -> bool:
+        """Whether this rank needs one of the saved rows alone."""
+        several = self._has_components or len(strategy.local_replicas) > 1
+        return self.entry.has_rows and not several
+
+    def rows(self, strategy: Replicas) -> list[int | None]:
+        """Return the saved row for each replica of this rank; None for none."""
         saved = self.entry.shape[0]
-        own, count = int(strategy.replica_id), strategy.num_replicas_in_sync
+        own, count = list(strategy.local_replicas), strategy.num_replicas_in_sync
         if self.entry.per_group:
-            own, count = strategy.split.own, strategy.split.num_groups
+            own, count = [strategy.split.own], strategy.split.num_groups
         if saved == count:
-            return own
+            return list(own)
         # Not "error": `match_entries` has refused another number of rows before.
-        return {"first": 0, "cycle": own % saved, "init": None}[self.per_replica]
+        chosen = {"first": [0 for _ in own], "cycle": [n % saved for n in own]}
+        return list(chosen.get(self.per_replica, [None for _ in own]))
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
@@ -252,6 +293,9 @@ def _rows_misfit(
 ) -> str:
     if entry.per_group and not num_groups:
         return _OF_GROUPS
+    if entry.per_replica and entry.aggregation != "none":
+        # What is combined when it is read can be divided anew.
+        return ""
     count, what = num_replicas, "replicas"
     if entry.per_group:
         count, what = num_groups, "groups"
@@ -271,7 +315,8 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
         shape = shape[1:]
     if entry.per_replica:
         none = variable.aggregation is VariableAggregation.NONE
-        if not (isinstance(variable, SyncOnReadVariable) and none):
+        apart = isinstance(variable, SyncOnReadVariable) and none
+        if entry.aggregation == "none" and not apart:
             return "has a value for each replica, and the variable wants one"
         shape = shape[1:]
     if shape != variable.shape:

@@ -161,12 +161,12 @@ class _ParallelRead:
         if extent is None:
             self._empty.append(match)
         elif (
-            match.entry.has_rows
+            match.takes_one_row(self._strategy)
             and match.variable is not None
             and extent.nbytes > self._plan.block_bytes
         ):
             # Too much for all: each replica reads its own row.
-            row = match.row(self._strategy)
+            [row] = match.rows(self._strategy)
             if row is not None:
                 each = extent.nbytes // match.entry.shape[0]
                 place = extent.offset + row * each

@@ -99,12 +99,12 @@ class PendingSave:
         file: NewFile,
         plan: Plan,
         *,
-        replica: int,
-        num_replicas: int,
+        rank: int,
+        num_ranks: int,
     ) -> None:
         self.order, self.step = order, step
         self.file, self.plan = file, plan
-        self.replica, self.num_replicas = replica, num_replicas
+        self.rank, self.num_ranks = rank, num_ranks
         self.blocking_seconds = 0.0
         # On replica 0 only.
         self.publication: Publication | None = None
@@ -160,7 +160,7 @@ class PendingSave:
                 # Replica 0 waits for no verdict on a part without blocks.
                 if part.blocks:
                     verdict = part.hashes if error is None else _number(error)
-                    write_verdict(*self._where(self.replica), verdict)
+                    write_verdict(*self._where(self.rank), verdict)
             elif error is not None:
                 self.publication.drop(error)
             else:
@@ -173,7 +173,7 @@ class PendingSave:
 
     def _where(self, rank: int) -> tuple[str, Plan, tuple[int, int], bytes]:
         """Return where a replica's verdict is, as `read_verdict` takes it."""
-        place = rank, self.num_replicas
+        place = rank, self.num_ranks
         return self.file.temporary, self.plan, place, self.file.nonce
 
     def _publish_when_all_are_there(
@@ -182,7 +182,7 @@ class PendingSave:
         hashes = np.zeros(self.plan.num_blocks, np.uint64)
         hashes[list(part.blocks)] = part.hashes
         nap = _FIRST_NAP_SECONDS
-        for rank, blocks in enumerate(self.plan.parts(self.num_replicas)):
+        for rank, blocks in enumerate(self.plan.parts(self.num_ranks)):
             if rank == 0 or not blocks:
                 continue
             while (verdict := read_verdict(*self._where(rank))) is None:

@@ -104,11 +104,11 @@ class Saver:
             header.step,
             file,
             self._plan,
-            replica=self._strategy.replica_id,
-            num_replicas=self._strategy.num_replicas_in_sync,
+            rank=self._strategy.rank,
+            num_ranks=self._strategy.num_ranks,
         )
         save.publication = publications[0] if publications else None
-        blocks = save.plan.parts(save.num_replicas)[save.replica]
+        blocks = save.plan.parts(save.num_ranks)[save.rank]
         rows = self._rows(save, values)
         try:
             data = _sources(values, rows) | state_bytes(header, file.python)
@@ -220,7 +220,7 @@ class Saver:
         temporary = os.path.join(
             self._directory, temporary_name(os.path.basename(path))
         )
-        room = room_bytes(plan, header.num_replicas) if order.asynchronous else 0
+        room = room_bytes(plan, self._strategy.num_ranks) if order.asynchronous else 0
         target = Target(
             path=path,
             temporary=temporary,
@@ -326,7 +326,7 @@ class Saver:
             nbytes=save.plan.size,
             asynchronous=asynchronous,
             blocking_seconds=save.blocking_seconds if asynchronous else total,
-            copy_seconds=seconds[save.replica]["copy"],
+            copy_seconds=seconds[save.rank]["copy"],
             total_seconds=total,
             hash_seconds=max(each["hash"] for each in seconds),
             write_seconds=max(each["write"] for each in seconds),
@@ -352,7 +352,7 @@ class Saver:
 
 def _num_cores(strategy: Replicas) -> int:
     """Return how many cores are there for this replica."""
-    if strategy.num_replicas_in_sync > 1:
+    if strategy.num_ranks > 1:
         return int(strategy.topology.cores_each)
     # Of a job of several ranks, each with a strategy of its own, not all is known.
     alone = launch_from_environment().size <= 1

@@ -27,7 +27,7 @@ def check_mirrored(
     must be equal, too. With ``turn`` 0, 1, 2 and so on all bytes have their turn: a
     part has 16 MiB, or an eighth of the bytes by the number of replicas.
     """
-    if strategy.num_replicas_in_sync == 1:
+    if strategy.num_ranks == 1:
         return
     copies = [
         Copy(name, variable.component)
@@ -37,7 +37,7 @@ def check_mirrored(
     total = sum(copy.array.nbytes for copy in copies)
     part = copies
     if turn is not None:
-        share = total // strategy.num_replicas_in_sync
+        share = total // strategy.num_ranks
         part = list(_part(copies, total, turn, max(_LEAST_BYTES, share // _PARTS)))
     what = f"comparison of {len(copies)} mirrored variables"
     strategy.collectives.barrier(what)
