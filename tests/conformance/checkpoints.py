@@ -56,11 +56,11 @@ def _op_checkpoint_value(session: Session, frame: Frame, step: dict[str, Any]) -
         dataset = file["variables"][step["name"]]
         value = dataset[()]
         how = dataset.attrs["aggregation"]
-        # Of logical replicas the file has all components, to be combined by the reader.
+        how = how.decode() if isinstance(how, bytes) else how
+        # Of logical replicas the file has all components, which its reader combines.
         if "replica_axis" in dataset.attrs and how != "none":
-            combine = {"sum": np.sum, "mean": np.mean}.get(how, np.take)
-            value = combine(value, *([0] if how == "only_first_replica" else []), axis=0)
-            value = value.astype(dataset.dtype)
+            combined = {"sum": value.sum(0), "mean": value.mean(0)}.get(how, value[0])
+            value = np.asarray(combined, dataset.dtype)
         return value
 
 

@@ -13,12 +13,13 @@ import numpy as np
 
 from tests.conformance.compare import difference, join, local
 from tests.conformance.model import (
+    aggregate,
     array_of,
     flat_leaves,
     has_word,
     same_tensor,
 )
-from tests.conformance.observe import dtype_of
+from tests.conformance.observe import dtype_of, encode_tensor
 from tests.conformance.rules import (
     FIRST,
     SUM,
@@ -41,6 +42,7 @@ __all__ = [
     "empty_batch",
     "first_of_all",
     "initial_cast",
+    "logical_components",
     "more_types",
     "objects",
     "run_result",
@@ -339,6 +341,22 @@ def structure(view: View, memory: Memory) -> str | None:
     if all(_skeleton(value) == _skeleton(returned[0]) for value in returned):
         return None
     return equal_on_all(view, returned, "structure-per-rank")
+
+
+def logical_components(view: View, memory: Memory) -> str | None:
+    """Components of logical replicas come back as they were, not as shares."""
+    spec, program = view.spec, view.case["program"]
+    restored = any(step["op"] == "restore" for step in program[: view.number])
+    if spec["op"] != "components" or "ranks" not in view.case or not restored:
+        return None
+    held = fact(view, 0, spec["var"])
+    if held.get("class") != "sync_on_read" or not view.complete:
+        return None
+    seen = [array_of(after[spec["var"]]["value"]) for after in view.after]
+    wanted = [array_of(part) for part in view.expected["list"]]
+    how = held["aggregation"]
+    same = same_tensor(aggregate(how, seen), encode_tensor(aggregate(how, wanted)))
+    return "logical-components" if same else None
 
 
 def first_of_all(view: View, memory: Memory) -> str | None:
