@@ -7,7 +7,12 @@ from typing import Any
 from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.memory_restore import Inventory, choose, restore_snapshot
+from hpcstrat.elastic.memory_restore import (
+    Inventory,
+    choose,
+    restore_snapshot,
+    restore_whole,
+)
 from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.typing import Replicas
@@ -121,7 +126,8 @@ class Memory:
                 commit.key = None
             return None
         commit = next((c for c in held if c.key == key), Snapshot())
-        restore_snapshot(commit, key, objects, strategy, reports)
+        restore = restore_whole if strategy.logical else restore_snapshot
+        restore(commit, key, objects, strategy, reports)
         for other in held:
             # What came later has been lost, and is to be done again.
             if other is not commit:
@@ -191,15 +197,19 @@ class Memory:
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
-        commit.fill(objects, {"": text})
-        if self._copies and channel is not None:
+        if strategy.logical:
+            commit.fill_whole(objects, {"": text})
+        else:
+            commit.fill(objects, {"": text})
+        if self._copies and not strategy.logical and channel is not None:
             commit.copies = exchange(strategy, commit.own_part(), self._partners)
         commit.step = step
-        commit.replica = strategy.replica_id
+        commit.replica = strategy.rank
         commit.num_replicas = strategy.num_replicas_in_sync
+        commit.num_ranks = strategy.num_ranks
         commit.key = self._generation, self._number
         self._calls = -1 if channel is None else channel.num_calls
 
 
 def _holding(commit: Snapshot) -> tuple[Any, int, int, list[int]]:
-    return commit.key, commit.replica, commit.num_replicas, sorted(commit.copies)
+    return commit.key, commit.replica, commit.num_ranks, sorted(commit.copies)

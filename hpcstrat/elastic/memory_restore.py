@@ -20,7 +20,7 @@ from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.typing import Array, Replicas
 
-__all__ = ["Inventory", "choose", "restore_snapshot"]
+__all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,49 @@ def restore_snapshot(
     check_mirrored(strategy, variables)
 
 
+def restore_whole(
+    commit: Snapshot,
+    key: Key,
+    objects: Objects,
+    strategy: Replicas,
+    reports: Sequence[Inventory],
+) -> None:
+    """Give all objects the state of a commit that holds all logical replicas' parts.
+
+    As `restore_snapshot`. Nothing is lost, whoever is left, and each replica gets what
+    it had, wherever it is now.
+    """
+    handover = _handover(key, reports)
+    if handover.newcomers:
+        _give_to_newcomers(commit, handover, strategy)
+    variables = objects.variables()
+    matches, unmade = match_entries(
+        commit.header(),
+        variables,
+        objects,
+        num_replicas=strategy.num_replicas_in_sync,
+        allow_cast=False,
+        expect_partial=False,
+        per_replica="error",
+    )
+    for match in matches:
+        match.assign(commit.arrays[match.entry.path], strategy)
+    objects.reset(unmade)
+    objects.end_restore(commit.num_replicas, strategy.num_replicas_in_sync)
+    for name, thing in objects.iterators.items():
+        thing.restore_state(commit.iterators[name])
+    for name, thing in objects.python.items():
+        thing.load_state_dict(from_text(commit.python[name]))
+    check_mirrored(strategy, variables)
+
+
 def _give_to_newcomers(
     commit: Snapshot, handover: _Handover, strategy: Replicas
 ) -> None:
     """Fill the commits of those who have none with what is the same everywhere."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
-    if strategy.replica_id == handover.root:
+    if strategy.rank == handover.root:
         described = (
             commit.step,
             commit.num_replicas,
@@ -160,15 +196,15 @@ def _give_to_newcomers(
             {path: (a.dtype, a.shape) for path, a in commit.arrays.items()},
         )
     found = collectives.broadcast_object(described, handover.root, what)
-    if strategy.replica_id not in handover.holders:
+    if strategy.rank not in handover.holders:
         commit.step, commit.num_replicas, commit.entries = found[:3]
         commit.iterators, commit.python = found[3:5]
         # Values that each replica has a part of stay zero until `_restore_lost`.
         commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
-    paths = commit.mirrored()
+    paths = list(commit.entries) if strategy.logical else commit.mirrored()
     arrays = [commit.arrays[path] for path in paths]
     given = collectives.broadcast(arrays, handover.root, what) if paths else []
-    if strategy.replica_id not in handover.holders:
+    if strategy.rank not in handover.holders:
         commit.arrays.update(zip(paths, given, strict=True))
 
 

@@ -36,8 +36,9 @@ class Snapshot:
     # None while it is not complete: a rank that dies in `fill` has not committed.
     key: Key | None = None
     step: int = 0
-    # Which replica made it, of how many: both may be others after a loss.
+    # Which rank made it, of how many: both may be others after a loss.
     replica: int = 0
+    num_ranks: int = 1
     num_replicas: int = 1
     entries: dict[str, Entry] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Snapshot:
         variables = objects.variables()
         # Of variables on a GPU this waits for their last update.
         values = {path: to_host(v.component) for path, v in variables.items()}
-        self.entries = {
+        entries = {
             path: Entry(
                 path,
                 variable.shape,
@@ -62,6 +63,30 @@ class Snapshot:
             )
             for path, variable in variables.items()
         }
+        self._copy(entries, values)
+        self.iterators = {
+            name: t.own_state() if isinstance(t, RandomStreams) else t.state()
+            for name, t in objects.iterators.items()
+        }
+        self._copy_python(objects, python)
+
+    def fill_whole(self, objects: Objects, python: Mapping[str, bytes]) -> None:
+        """Copy everything, with the parts of all logical replicas.
+
+        Collective over the strategy's replicas. Each rank can then go on alone, and a
+        lost one has taken nothing with it.
+        """
+        self.key = None
+        variables = objects.variables()
+        found = objects.values(variables)
+        values = {path: to_host(value) for path, value in found.items()}
+        self._copy(objects.entries(variables, values), values)
+        self.iterators = {name: t.state() for name, t in objects.iterators.items()}
+        self._copy_python(objects, python)
+
+    def _copy(self, entries: dict[str, Entry], values: Mapping[str, Array]) -> None:
+        """Copy values, into the arrays of the last time where they fit."""
+        self.entries = entries
         for path in self.arrays.keys() - values.keys():
             del self.arrays[path]
         for path, value in values.items():
@@ -71,10 +96,9 @@ class Snapshot:
             else:
                 # Pages that were touched before: no fault for each of them.
                 kept[...] = value
-        self.iterators = {
-            name: t.own_state() if isinstance(t, RandomStreams) else t.state()
-            for name, t in objects.iterators.items()
-        }
+
+    def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
+        """Copy the program's own state, and that of objects of Python."""
         self.python = dict(python)
         for name, thing in objects.python.items():
             self.python[name] = as_text(name, thing.state_dict())

@@ -472,6 +472,11 @@ class Strategy:
         """
         return self._sums.order.block(rank)
 
+    @property
+    def logical(self) -> bool:
+        """Whether a process may have several replicas, which are not bound to it."""
+        return self.meetings is not None
+
     def device_of(self, replica: int) -> str:
         """Return the device of a replica of this process.
 

@@ -188,7 +188,12 @@ class MpiStrategy(Strategy):
         For the library's own modules.
         """
         self._closed = True
+        self._close_meetings()
         self._connection.abandon(self._key)
+
+    def _close_meetings(self) -> None:
+        if self.meetings is not None:
+            self.meetings.close()
 
     @collective
     def close(self) -> None:
@@ -203,8 +208,7 @@ class MpiStrategy(Strategy):
             self._closed = True
             # Its plans hold shared memory of the topology: they go before it.
             self.collectives.close()
-            if self.meetings is not None:
-                self.meetings.close()
+            self._close_meetings()
             if self._connection.copies is not None:
                 self._connection.copies.leave_out(self)
             self._connection.close(self._key)

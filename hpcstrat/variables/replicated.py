@@ -419,7 +419,7 @@ class SyncOnReadVariable(DistributedVariable):
 def has_logical_replicas(variable: Variable) -> bool:
     """Whether the ranks of a variable's strategy may have several replicas each."""
     strategy = variable.distribute_strategy
-    return strategy is not None and strategy.meetings is not None
+    return strategy is not None and bool(strategy.logical)
 
 
 def class_of_own(*, on_read: bool = True) -> type[Variable]:

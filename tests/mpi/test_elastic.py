@@ -61,6 +61,22 @@ def _wrong_replicas(trial: Trial, replicas: int, ranks: int) -> None:
         trial.problem = f"replicas are {found}, not {[replicas] * ranks}"
 
 
+@ulfm
+def test_a_lost_rank_leaves_no_trace_among_logical_replicas() -> None:
+    cases: list[Case] = []
+    for number, (n, where) in enumerate(
+        [(2, "reduce"), (3, "between"), (4, "commit"), (4, "restore")]
+    ):
+        run = {"logical_replicas": 5, "spare_ranks": number % 2}
+        kills = [_kill(number % (n - number % 2), where, AT_STEP.get(where, 0))]
+        cases.append((n, {"run": run, "kills": kills}))
+    expected = undisturbed(cases[0][1])
+    trials = _trials(cases)
+    for trial in trials:
+        judge(trial, expected, traceless=True)
+    _fail_for(trials)
+
+
 PLACES = ("start", "setup", "restore", "dataset", "between", "reduce", "commit", "end")
 FULL = pytest.mark.full
 AT_STEP = {"dataset": 5, "between": 5, "reduce": 5, "commit": 5}

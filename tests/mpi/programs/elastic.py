@@ -157,6 +157,7 @@ def make_train(folder: Path, options: dict[str, Any], kills: Kills) -> Any:
                 kills.at("commit", step)
                 time.sleep(pause)
         kills.at("end", step)
+        draws = strategy.run(lambda: np.array([noise.generator.random()]))
         with strategy.scope():
             return {
                 "step": step,
@@ -168,9 +169,7 @@ def make_train(folder: Path, options: dict[str, Any], kills: Kills) -> Any:
                 "mean": float(mean.numpy()),
                 "replicas": strategy.num_replicas_in_sync,
                 "workers": strategy.topology.num_workers,
-                "draws": strategy.gather(
-                    np.array([noise.generator.random()]), 0
-                ).tolist(),
+                "draws": strategy.gather(draws, 0).tolist(),
                 "bits": weights.numpy().tobytes().hex(),
             }
 

@@ -100,7 +100,17 @@ def attempt(
     return trial
 
 
-def judge(trial: Trial, expected: dict[str, Any], *, exact: bool = False) -> Trial:
+# What is the same, to the last bit, where logical replicas were lost and dealt anew.
+_TRACELESS = ("bits", "draws", "seen", "first", "mean", "replicas")
+
+
+def judge(
+    trial: Trial,
+    expected: dict[str, Any],
+    *,
+    exact: bool = False,
+    traceless: bool = False,
+) -> Trial:
     """Say what is wrong with a trial that should have come to the end."""
     found = [trial.problem] if trial.problem else []
     if trial.returncode:
@@ -117,6 +127,9 @@ def judge(trial: Trial, expected: dict[str, Any], *, exact: bool = False) -> Tri
             found.append(f"weights are {result['weights']}")
         if result["bits"] != trial.results[0]["bits"]:
             found.append("weights differ between replicas")
+        for key in _TRACELESS if traceless else ():
+            if result[key] != expected[key]:
+                found.append(f"{key} is {result[key]}, not {expected[key]}")
         if exact and result["seen"] != expected["seen"]:
             found.append(f"seen is {result['seen']}, not {expected['seen']}")
     trial.problem = "; ".join(dict.fromkeys(found))
@@ -126,6 +139,9 @@ def judge(trial: Trial, expected: dict[str, Any], *, exact: bool = False) -> Tri
 def undisturbed(options: dict[str, Any]) -> dict[str, Any]:
     """Return the result of one process."""
     alone = {k: v for k, v in options.items() if k not in ("kills", "run", "pause")}
+    logical = options.get("run", {}).get("logical_replicas")
+    if logical is not None:
+        alone["run"] = {"logical_replicas": logical}
     trial = attempt([], alone)
     assert len(trial.results) == 1, str(trial)
     return trial.results[0]
@@ -157,10 +173,13 @@ def campaign(
     seed: int,
     make_launch: Callable[[int], Sequence[str]],
     sizes: Sequence[int] = (3, 4),
+    logical: int | None = None,
 ) -> list[Trial]:
     """Kill one rank of each of many jobs at random; the trials are judged."""
     chance = random.Random(seed)
-    base = {"epochs": _EPOCHS, "pause": _PAUSE_SECONDS}
+    base: dict[str, Any] = {"epochs": _EPOCHS, "pause": _PAUSE_SECONDS}
+    if logical is not None:
+        base["run"] = {"logical_replicas": logical}
     expected = undisturbed(base)
     trials = []
     for number in range(count):
@@ -168,11 +187,12 @@ def campaign(
         each = chance.choice((None, None, 1, 2))
         copies = chance.random() < 0.5
         run = {"spare_ranks": spare_ranks, "partner_copies": copies}
+        run |= base.get("run", {})
         large = chance.choice((0, 0, 40_000))
         options = {**base, "large": large, "run": {**run, "replicas_per_worker": each}}
         disturb = kill_at_random(chance, n)
         trial = attempt(make_launch(n), options, disturb=disturb)
-        judge(trial, expected, exact=copies)
+        judge(trial, expected, exact=copies, traceless=logical is not None)
         trial.title = f"seed {seed}, trial {number}: {trial.title}"
         trials.append(trial)
     return trials
@@ -195,7 +215,8 @@ def local(n: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    done = campaign(int(sys.argv[1]), int(sys.argv[2]), local)
+    count, seed, *rest = map(int, sys.argv[1:])
+    done = campaign(count, seed, local, logical=rest[0] if rest else None)
     for one in done:
         if one.problem:
             print(one)
