@@ -93,6 +93,13 @@ class RandomStreams:
         """
         return self._own[own_index() or 0]
 
+    def generator_of(self, index: int) -> np.random.Generator:
+        """Return the generator of a replica of this process, counted from its first.
+
+        Not collective. For the library's own modules.
+        """
+        return self._own[index]
+
     @property
     def shared(self) -> np.random.Generator:
         """A numpy.random.Generator that gives the same on all replicas.

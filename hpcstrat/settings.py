@@ -100,6 +100,13 @@ class Settings:
         Whether the compiled kernel sums in the memory that the ranks of a machine
         share, where all of them have it; else NumPy does, with the same bits.
         Default: True.
+    math_threads : int, optional
+        With logical replicas, how many threads BLAS, OpenMP, PyTorch and XLA have in
+        each rank: their number changes the bits of a matrix product. Default: 1.
+    step_digests : str, optional
+        Folder for a log of digests of the mirrored variables, one for each entry into
+        ``run``, which ``hpcstrat verify-bits`` compares with that of another run; empty
+        for none. Default: empty.
 
     Raises
     ------
@@ -126,6 +133,8 @@ class Settings:
     mpi_reads_gpu: str | None = _setting("auto", choices=("auto", "yes", "no"))
     nccl: bool | None = _setting(True)
     native: bool | None = _setting(True)
+    math_threads: int | None = _setting(1, least=1)
+    step_digests: str | None = _setting("")
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -18,6 +18,7 @@ from hpcstrat.cli.doctor.examination import launch_words, software
 from hpcstrat.cli.terminal import UncutGroup
 from hpcstrat.cli.timeline_commands import timeline
 from hpcstrat.cli.torch_command import torch
+from hpcstrat.cli.verify_command import verify_bits
 from hpcstrat.cluster_resolver import launch_from_environment
 
 __all__ = ["main"]
@@ -35,6 +36,7 @@ main.add_command(ckpt)
 main.add_command(doctor)
 main.add_command(timeline)
 main.add_command(torch)
+main.add_command(verify_bits)
 
 
 @main.command()

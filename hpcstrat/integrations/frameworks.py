@@ -5,8 +5,21 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
-__all__ = ["require"]
+__all__ = ["refuse_logical_replicas", "require"]
+
+
+def refuse_logical_replicas(strategy: Any, what: str, advice: str) -> None:
+    """Refuse a strategy of logical replicas where each replica needs a rank.
+
+    Not collective, and the same on every rank: NotImplementedError.
+    """
+    if strategy.logical:
+        raise NotImplementedError(
+            f"expected one replica on each rank in {what}, found {strategy!r}, whose "
+            f"ranks share {strategy.num_replicas_in_sync} logical replicas; {advice}"
+        )
 
 
 def require(name: str, least: str, distribution: str | None = None) -> None:

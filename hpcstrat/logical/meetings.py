@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -20,7 +20,29 @@ from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
 
-__all__ = ["Ended", "Meetings"]
+__all__ = ["Ended", "Listener", "Meetings", "joined"]
+
+
+class Listener(Protocol):
+    """What has state of its own for each replica that takes its turn.
+
+    ``index`` counts the replicas of this rank.
+    """
+
+    def start(self) -> None:
+        """Begin a run; in the thread that has called it."""
+
+    def begin(self, index: int) -> None:
+        """Begin a replica's function; in its thread, as the next two."""
+
+    def pause(self, index: int) -> None:
+        """Leave the turn to others."""
+
+    def resume(self, index: int) -> None:
+        """Have the turn again."""
+
+    def end(self) -> None:
+        """End a run."""
 
 
 class Ended:
@@ -62,6 +84,7 @@ class Meetings:
         # last is the innermost that is under way.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
+        self.listeners: list[Listener] = []
 
     @property
     def collectives(self) -> Meetings:
@@ -75,6 +98,29 @@ class Meetings:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call a function for each replica of this rank; returns what they returned."""
+        for listener in self.listeners:
+            listener.start()
+        try:
+            return self._run(
+                [
+                    functools.partial(self._inside, index, function)
+                    for index, function in enumerate(functions)
+                ]
+            )
+        finally:
+            for listener in self.listeners:
+                listener.end()
+
+    def _inside(self, index: int, function: Callable[[], Any]) -> Any:
+        for listener in self.listeners:
+            listener.begin(index)
+        try:
+            return function()
+        finally:
+            for listener in self.listeners:
+                listener.pause(index)
+
+    def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         if len(self.block) == 1:
             return [function() for function in functions]
         names = [f"replica {number}" for number in self.block]
@@ -105,9 +151,15 @@ class Meetings:
         entry = current()
         number = 0 if entry is None or entry.index is None else entry.index
         inside = functools.partial(self._in_cross_context, act)
-        if not self._running:
-            return inside([argument])[0]
-        return self._running[-1].meet(number, what, inside, argument)
+        for listener in self.listeners:
+            listener.pause(number)
+        try:
+            if not self._running:
+                return inside([argument])[0]
+            return self._running[-1].meet(number, what, inside, argument)
+        finally:
+            for listener in self.listeners:
+                listener.resume(number)
 
     def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
         token = push(self._cross_entry)

@@ -46,6 +46,7 @@ from hpcstrat.options import (
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.safety.divergence.equality import check_equal
+from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.settings import Settings
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
@@ -432,6 +433,8 @@ class Strategy:
             for index in range(len(self.local_replicas))
         ]
         self.raises_together = on_error == "raise"
+        # Writes a digest at each entry into `run`, on one rank, where it is wanted.
+        self.digests: StepDigests | None = None
         # Called once with whether the `run` under way failed, on any replica.
         self.run_ends: list[Callable[[bool], None]] = []
         # How the replicas form groups; None where they are in sync.
@@ -638,6 +641,8 @@ class Strategy:
         entry = current()
         if entry is not None:
             self._require_cross("run")
+        if self.digests is not None:
+            self.digests.record()
         channel = self.collectives.channel
         # Counted before anything can fail, so that the headers tell who has left out
         # a step, whatever becomes of it.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcstrat.channel.entries import collective
 from hpcstrat.errors import RankLostError
+from hpcstrat.logical.threads import fix_threads
 from hpcstrat.options import CommunicationOptions
 from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.settings import Settings
 from hpcstrat.strategies.base import Strategy
@@ -93,6 +95,12 @@ class MpiStrategy(Strategy):
             on_error=on_error,
         )
 
+        self._thread_limits: Any = None
+        if self.logical:
+            self._thread_limits = fix_threads(self.settings.math_threads or 1)
+        if self.settings.step_digests and self.rank == 0:
+            self.digests = StepDigests(self.settings.step_digests)
+
     def _bind(self, names: Sequence[str] | None = None) -> None:
         """Give each rank its device; every strategy does so when it is made."""
         try:
@@ -156,6 +164,8 @@ class MpiStrategy(Strategy):
         """
         if self._connection.copies is not None:
             self._connection.copies.add(variable)
+        if self.digests is not None:
+            self.digests.add(variable)
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         # Checks the argument.
@@ -192,6 +202,8 @@ class MpiStrategy(Strategy):
         self._connection.abandon(self._key)
 
     def _close_meetings(self) -> None:
+        if self.digests is not None:
+            self.digests.close()
         if self.meetings is not None:
             self.meetings.close()
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.integrations.jax.primitive import Exchange, bind, refuse
 from hpcstrat.integrations.jax.xla_handler import DTYPES
 from hpcstrat.options import ReduceOp
@@ -254,12 +255,15 @@ def _to_leaf(leaf: Any) -> Any:
 def _exchanged(
     tree: Tree, convert: Any, strategy: Any, kind: str, place: int = 0
 ) -> Tree:
+    what = Exchange(strategy, kind, (), place).what
+    advice = "call ReplicaContext.all_reduce on its arrays, outside of jit"
+    refuse_logical_replicas(strategy, f"{what} of JAX", advice)
+
     def prepare() -> Any:
         named, structure = jax.tree_util.tree_flatten_with_path(tree)
         names = leaf_names([path for path, _ in named])
         return names, [convert(leaf) for _, leaf in named], structure
 
-    what = Exchange(strategy, kind, (), place).what
     names, leaves, structure = _checked(strategy, what, prepare)
     exchange = Exchange(strategy, kind, names, place)
     return structure.unflatten(bind(exchange, leaves))

@@ -22,6 +22,7 @@ import numpy as np
 from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import open_source
+from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
 from hpcstrat.integrations.keras.callbacks import Together, Watch, chosen, is_watched
 from hpcstrat.integrations.keras.exchanges import exchanges
@@ -390,6 +391,8 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ['loss']
     """
     require_strategy(strategy)
+    advice = "use one replica for each rank with Keras"
+    refuse_logical_replicas(strategy, "distribute", advice)
     return strategy.collectives.call("distribute", _distribute, model, strategy)
 
 

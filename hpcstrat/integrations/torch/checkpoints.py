@@ -11,6 +11,7 @@ import torch
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.context import pop, push
 from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
+from hpcstrat.integrations.torch.logical import streams_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
 from hpcstrat.strategies import Strategy
 from hpcstrat.typing import Array, Replicas
@@ -329,7 +330,8 @@ def state(
     -------
     dict of str to object
         ``model``, ``optimizer`` if there is one, and ``torch`` for what is in no
-        tensor: keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+        tensor; with logical replicas ``torch_random``, too, from which dropout draws:
+        keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
 
     Raises
     ------
@@ -362,8 +364,11 @@ def _state(
 ) -> dict[str, Any]:
     for name, other in others.items():
         as_text(name, other.state_dict())
-    own = _Module(module, strategy)
-    if optimizer is None:
-        return {"model": own, "torch": _Plain(own, None, others)}
-    slots = _Optimizer(optimizer, module, strategy)
-    return {"model": own, "optimizer": slots, "torch": _Plain(own, slots, others)}
+    own, streams = _Module(module, strategy), streams_of(strategy)
+    found: dict[str, Any] = {"model": own}
+    if streams is not None:
+        found["torch_random"] = streams
+    slots = None
+    if optimizer is not None:
+        found["optimizer"] = slots = _Optimizer(optimizer, module, strategy)
+    return {**found, "torch": _Plain(own, slots, others)}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hpcstrat.channel.closed import ClosedChannel
+from hpcstrat.integrations.torch.logical import LogicalReplicated
 from hpcstrat.integrations.torch.replicated import Replicated, broadcast
 from hpcstrat.integrations.torch.tensors import memory_of
 from hpcstrat.options import ReduceOp
@@ -141,7 +142,8 @@ def _replicate(
     broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
     if module in _replicated:
         _replicated.pop(module).remove()
-    _replicated[module] = Replicated(
+    kind = LogicalReplicated if strategy.logical else Replicated
+    _replicated[module] = kind(
         module, strategy, op, buffers=buffers, bucket_bytes=bucket_bytes
     )
 

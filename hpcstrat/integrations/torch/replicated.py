@@ -81,7 +81,8 @@ class Replicated:
         # The dense ones of the last reduction, which all replicas know.
         self._expected: list[int] = []
         self._versions = self._buffer_versions()
-        self._bucket_bytes = bucket_bytes if strategy.collectives.overlaps else 0
+        overlaps = strategy.collectives.overlaps and not strategy.logical
+        self._bucket_bytes = bucket_bytes if overlaps else 0
         # The dense ones that all replicas had the last time, and the buckets of these
         # that are started during a backward: all but the last one.
         self._planned_for: list[int] = []
@@ -123,7 +124,7 @@ class Replicated:
         # Hooks stay on a parameter that is frozen, and serve one that is thawed.
         parameter.requires_grad_(True)
         self._handles.append(parameter.register_post_accumulate_grad_hook(touch))
-        if self.op is ReduceOp.SUM or self._bucket_bytes:
+        if self.op is ReduceOp.SUM or self._bucket_bytes or self.strategy.logical:
             self._handles.append(parameter.register_hook(prepare))
         parameter.requires_grad_(trained)
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate, get_worker_in
 from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share
 from hpcstrat.data.order import ORDER_VERSION
+from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.strategies import Strategy
 
 __all__ = ["GlobalBatchSampler"]
@@ -78,6 +79,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
+        advice = (
+            "give a DataLoader of global batches to "
+            "strategy.experimental_distribute_dataset"
+        )
+        refuse_logical_replicas(strategy, "GlobalBatchSampler", advice)
         self.dataset = dataset
         self.distribute_strategy = strategy
         # Of the numbers of rows: their order, in batches.

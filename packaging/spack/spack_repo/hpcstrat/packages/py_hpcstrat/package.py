@@ -33,5 +33,6 @@ class PyHpcstrat(PythonPackage):
     depends_on("py-numpy@2.0:", type=("build", "run"))
     depends_on("py-optree@0.13:", type=("build", "run"))
     depends_on("py-rich@13.0:", type=("build", "run"))
+    depends_on("py-threadpoolctl@3.1:", type=("build", "run"))
     depends_on("py-xxhash@3.1:", type=("build", "run"))
     depends_on("py-matplotlib@3.8:", type=("build", "run"), when="+plot")

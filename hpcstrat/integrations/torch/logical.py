@@ -1,0 +1,342 @@
+"""Combines the gradients of logical replicas, which share one module on each rank.
+
+They take turns inside ``Strategy.run``: at the end of a replica's backward its
+gradients are taken from the parameters, and the next replica runs; once all have come
+there, the sums are put into ``.grad``. Buffers, such as running means, and PyTorch's
+generator of random numbers are those of the replica whose turn it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.context import own_index
+from hpcstrat.integrations.torch.replicated import Replicated
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.options import ReduceOp
+from hpcstrat.randomness import RandomStreams
+from hpcstrat.strategies import Strategy
+from hpcstrat.typing import Array
+
+__all__ = ["LogicalReplicated", "streams_of"]
+
+_WHAT = "gradients"
+
+
+class LogicalReplicated(Replicated):
+    """The state of a module that the logical replicas of a rank share."""
+
+    def __init__(
+        self, module: torch.nn.Module, strategy: Strategy, op: ReduceOp, **options: Any
+    ) -> None:
+        super().__init__(module, strategy, op, **options)
+        # Gradients that were there before the backward, to which its sum is added.
+        self._before: dict[int, torch.Tensor] = {}
+        self.sets = _BufferSets(self._owners, len(strategy.local_replicas))
+        _turns_of(strategy).modules.add(self)
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether all replicas begin a run with the same buffers."""
+        return self._buffers is not None
+
+    def prepare(self, index: int) -> None:
+        """Let a backward begin with no gradient, so that the replica's is its own."""
+        if own_index() is None:
+            raise RuntimeError(
+                "expected backward() in the function that strategy.run runs, with "
+                "logical replicas, found it outside; compute the loss of each replica "
+                "inside, and step the optimizer after run"
+            )
+        parameter = self._parameters[index]
+        if index not in self._touched and parameter.grad is not None:
+            if self._adds(index):
+                self._before[index] = parameter.grad
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _combine(self) -> None:
+        own: dict[int, torch.Tensor] = {}
+        for index in self._touched:
+            parameter = self._parameters[index]
+            if parameter.grad is not None:
+                own[index], parameter.grad = parameter.grad, None
+        self._touched.clear()
+        meetings: Any = self.strategy.meetings
+        meetings.meet(_WHAT, self._combine_all, own)
+
+    @torch.no_grad()
+    def _combine_all(self, given: list[dict[int, torch.Tensor]]) -> list[None]:
+        """Add the gradients of all replicas, once for this rank."""
+        count = len(self._parameters)
+        changed = self.sets.changed() if self._buffers is not None else []
+        marks = [_marks(own, count, changed) for own in given]
+        # What was reached the last time travels with the marks; what is missing follows.
+        *sums, told = self._summed(self._expected, given, marks)
+        rows = told[: 2 * count].reshape(2, -1)
+        dense, sparse = (np.flatnonzero(row).tolist() for row in rows)
+        self._refuse_mixed(dense, sparse)
+        totals = dict(zip(self._expected, sums, strict=True))
+        missing = sorted({*dense} - {*self._expected})
+        if missing:
+            totals.update(zip(missing, self._summed(missing, given), strict=True))
+        for index in dense:
+            self._give(index, as_tensor(totals[index]))
+        for index in sparse:
+            self._add_rows(index, [own.get(index) for own in given])
+        for index, before in self._before.items():
+            # Taken away, and reached by nobody after all.
+            if self._parameters[index].grad is None:
+                self._parameters[index].grad = before
+        self._before.clear()
+        self._expected = dense
+        self._agree_on_buffers(np.flatnonzero(told[2 * count :]).tolist())
+        return [None] * len(given)
+
+    def _summed(
+        self,
+        indices: list[int],
+        given: list[dict[int, torch.Tensor]],
+        marks: list[Array] | None = None,
+    ) -> list[Array]:
+        """Return the sums of dense gradients, and of the marks behind them."""
+        parts = []
+        for number, own in enumerate(given):
+            tensors = [self._dense(own.get(index), index) for index in indices]
+            arrays = [memory_of(tensor) for tensor in tensors]
+            parts.append(arrays if marks is None else [*arrays, marks[number]])
+        found: list[Array] = self.strategy.reduce_parts(self.op, parts, _WHAT)
+        return found
+
+    def _dense(self, gradient: torch.Tensor | None, index: int) -> torch.Tensor:
+        if gradient is None or gradient.is_sparse:
+            return torch.zeros_like(self._parameters[index])
+        return gradient
+
+    def _give(self, index: int, total: torch.Tensor) -> None:
+        parameter = self._parameters[index]
+        # Of one that no replica of this rank has reached it is still there.
+        before = self._before.get(index, parameter.grad)
+        parameter.grad = total if before is None else before + total
+
+    def _add_rows(self, index: int, given: list[torch.Tensor | None]) -> None:
+        """Put the rows of sparse gradients one behind the other."""
+        parameter, parts = self._parameters[index], []
+        shape = tuple(parameter.shape)
+        for gradient in given:
+            if gradient is None:
+                values = np.zeros((0, *shape[1:]), memory_of(parameter).dtype)
+                parts.append(IndexedSlices(values, np.zeros(0, np.int64), shape))
+                continue
+            one = gradient.coalesce()
+            values, indices = memory_of(one.values()), memory_of(one.indices()[0])
+            parts.append(IndexedSlices(values, indices, shape))
+        rows = self.strategy.reduce_parts(self.op, parts, _WHAT)
+        made: Any = torch.sparse_coo_tensor(
+            as_tensor(rows.indices)[None].clone(),
+            as_tensor(rows.values).clone(),
+            shape,
+            check_invariants=False,
+        )
+        self._give(index, made.coalesce())
+
+    def _agree_on_buffers(self, changed: list[int]) -> None:
+        """Give all replicas replica 0's buffers, or their mean, where any has changed."""
+        if not changed or self._buffers is None:
+            return
+        sets = self.sets.of(changed)
+        if self._buffers == "mean":
+            # Counters and the like are no means, and stay each replica's own.
+            floats = [i for i, b in enumerate(sets[0]) if b.is_floating_point()]
+            parts = [[memory_of(each[i]) for i in floats] for each in sets]
+            found = self.strategy.reduce_parts(ReduceOp.MEAN, parts, "buffers")
+            places = floats
+        else:
+            own = [memory_of(buffer) for buffer in sets[0]]
+            found = self.strategy.collectives.broadcast(own, 0, "buffers")
+            places = list(range(len(own)))
+        for each in sets:
+            for place, value in zip(places, found, strict=True):
+                each[place].copy_(as_tensor(value))
+        self.sets.load()
+
+
+def _marks(own: dict[int, torch.Tensor], count: int, changed: list[bool]) -> Array:
+    """Return what a replica tells: its dense and sparse gradients, and its buffers."""
+    marks = np.zeros((2, count), np.int32)
+    for index, gradient in own.items():
+        marks[int(gradient.is_sparse), index] = 1
+    return np.concatenate([marks.ravel(), np.array(changed, np.int32)])
+
+
+class _BufferSets:
+    """The buffers of a module, for each replica of a rank; those of one are in use."""
+
+    def __init__(self, owners: list[Any], count: int) -> None:
+        self._owners = owners
+        self._sets = [self._copies() for _ in range(count)]
+        # As they were when all replicas had the same.
+        self._common = self._copies()
+        self._in_use = 0
+
+    def _copies(self) -> list[list[torch.Tensor]]:
+        return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
+
+    @torch.no_grad()
+    def use(self, index: int) -> None:
+        """Let the module have a replica's buffers."""
+        if index != self._in_use:
+            self.keep()
+            self._in_use = index
+            self.load()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take the buffers in use into their set."""
+        for owner, kept in zip(self._owners, self._sets[self._in_use], strict=True):
+            for buffer, own in zip(_tensors(owner), kept, strict=True):
+                own.copy_(buffer)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Put the set in use into the module."""
+        for owner, kept in zip(self._owners, self._sets[self._in_use], strict=True):
+            for buffer, own in zip(_tensors(owner), kept, strict=True):
+                buffer.copy_(own)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Give all replicas what the module has, as after a restore."""
+        for each in self._sets:
+            for owner, kept in zip(self._owners, each, strict=True):
+                for buffer, own in zip(_tensors(owner), kept, strict=True):
+                    own.copy_(buffer)
+        self._common = self._copies()
+
+    def changed(self) -> list[bool]:
+        """Return of which owners any replica's buffers are others than before."""
+        self.keep()
+        return [
+            any(
+                not torch.equal(own, common)
+                for each in self._sets
+                for own, common in zip(each[number], self._common[number], strict=True)
+            )
+            for number in range(len(self._owners))
+        ]
+
+    def of(self, owners: list[int]) -> list[list[torch.Tensor]]:
+        """Return the buffers of some owners, for each replica."""
+        self.keep()
+        return [[b for number in owners for b in each[number]] for each in self._sets]
+
+
+def _tensors(owner: Any) -> list[torch.Tensor]:
+    return [buffer for buffer in owner.values() if buffer is not None]
+
+
+class _Turns:
+    """PyTorch's state of each replica of a rank; see `hpcstrat.logical.meetings`."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()
+        # They give a seed for each replica and run, and checkpoints save them.
+        seed = strategy.broadcast_object(torch.initial_seed()) % (1 << 63)
+        self.streams = strategy.random("hpcstrat.torch", seed=seed)
+        count = len(strategy.local_replicas)
+        self._states: list[Any] = [None] * count
+        # Of the thread that has called `run`; a run may lie in another.
+        self._outside: list[Any] = []
+        self._modes: tuple[Any, ...] = ()
+
+    def start(self) -> None:
+        """Begin a run."""
+        self._outside.append(torch.get_rng_state())
+        autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        ]
+        self._modes = torch.is_grad_enabled(), autocast
+        for module in self.modules:
+            module.sets.use(0)
+            if module.shares_buffers:
+                module.sets.reset()
+
+    def begin(self, index: int) -> None:
+        """Begin a replica's function, with the modes of the program."""
+        torch.set_grad_enabled(self._modes[0])
+        for device, enabled, dtype in self._modes[1]:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.manual_seed(int(self.streams.generator_of(index).integers(1 << 63)))
+        for module in self.modules:
+            module.sets.use(index)
+
+    def pause(self, index: int) -> None:
+        """Leave the turn to others."""
+        self._states[index] = torch.get_rng_state()
+
+    def resume(self, index: int) -> None:
+        """Have the turn again."""
+        torch.set_rng_state(self._states[index])
+        for module in self.modules:
+            module.sets.use(index)
+
+    def end(self) -> None:
+        """End a run."""
+        torch.set_rng_state(self._outside.pop())
+        for module in self.modules:
+            module.sets.use(0)
+
+
+# The gradients that an optimizer's step passes over, by optimizer.
+_hidden: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]]
+_hidden = weakref.WeakKeyDictionary()
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """Let a step change nothing where another replica of this rank has made it.
+
+    The replicas of a rank share parameters: the first steps for all of them.
+    """
+    if own_index():
+        found = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        _hidden[optimizer] = found
+        for parameter, _ in found:
+            parameter.grad = None
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    for parameter, gradient in _hidden.pop(optimizer, ()):
+        parameter.grad = gradient
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+_every: weakref.WeakKeyDictionary[Any, _Turns] = weakref.WeakKeyDictionary()
+
+
+def _turns_of(strategy: Strategy) -> _Turns:
+    """Return what swaps PyTorch's state for a strategy's replicas, made once."""
+    found = _every.get(strategy)
+    if found is None:
+        assert strategy.meetings is not None
+        found = _every[strategy] = _Turns(strategy)
+        strategy.meetings.listeners.append(found)
+    return found
+
+
+def streams_of(strategy: Strategy) -> RandomStreams | None:
+    """Return the random streams that seed PyTorch in each run; for checkpoints."""
+    found = _every.get(strategy)
+    return None if found is None else found.streams

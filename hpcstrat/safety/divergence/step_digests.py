@@ -1,0 +1,122 @@
+"""A log of digests of mirrored variables, one for each step, to compare two runs by.
+
+Two runs that should have the same bits are compared by ``hpcstrat verify-bits``, which
+says at which step they parted. Each step hashes a slice of the variables, going round,
+so that it takes a few microseconds however large they are: of small models it is all of
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.arrays.kinds import is_device
+from hpcstrat.safety.divergence.comparison import octets
+
+__all__ = ["StepDigests", "read_digests"]
+
+SLICE_BYTES = 64 << 10
+_MAGIC = "hpcstrat step digests 1"
+_FLUSH_EVERY = 100
+
+# A slice: the variables in it, and the bytes of each.
+_Slice = tuple[list[str], list[memoryview]]
+
+
+class StepDigests:
+    """Writes a file in ``folder``, which is made; for one rank of a job.
+
+    Raises OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.path = Path(folder) / f"digests-{time.time_ns()}.txt"
+        self._file: IO[str] | None = self.path.open("x", encoding="utf-8")
+        self._file.write(f"{_MAGIC}\n")
+        self._variables: list[weakref.ref[Any]] = []
+        self._slices: list[_Slice] = []
+        self._step = 0
+
+    def add(self, variable: Any) -> None:
+        """Log a variable from the next step on, until it is freed."""
+        self._variables.append(weakref.ref(variable, self._freed))
+        self._slices = []
+
+    def _freed(self, reference: Any) -> None:
+        if reference in self._variables:
+            self._variables.remove(reference)
+        # They hold its memory.
+        self._slices = []
+
+    def record(self) -> None:
+        """Write the digest of the slice that is due; before each step, and at the end."""
+        if self._file is None:
+            return
+        if not self._slices:
+            self._plan(self._file)
+        if self._slices:
+            number = self._step % len(self._slices)
+            digest = 0
+            for piece in self._slices[number][1]:
+                digest = xxh3_64_intdigest(piece, digest)
+            self._file.write(f"{self._step} {number} {digest:016x}\n")
+        self._step += 1
+        if not self._step % _FLUSH_EVERY:
+            self._file.flush()
+
+    def _plan(self, file: IO[str]) -> None:
+        """Cut all variables in host memory into slices, and write which are in each."""
+        left = 0
+        for reference in self._variables:
+            variable = reference()
+            if variable is None or is_device(variable.component):
+                continue
+            data = memoryview(octets(variable.component).reshape(-1))
+            for start in range(0, len(data), SLICE_BYTES):
+                piece = data[start : start + SLICE_BYTES]
+                if len(piece) > left:
+                    self._slices.append(([], []))
+                    left = SLICE_BYTES
+                names, pieces = self._slices[-1]
+                names.append(variable.name)
+                pieces.append(piece)
+                left -= len(piece)
+        for number, (names, _) in enumerate(self._slices):
+            file.write(f"slice {number} {' '.join(dict.fromkeys(names))}\n")
+
+    def close(self) -> None:
+        """Write the digest of the end, and close the file."""
+        if self._file is not None:
+            self.record()
+            self._file.close()
+            self._file = None
+
+
+def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
+    """Return the digest of each step in a file, with the names of what it is of.
+
+    ValueError if the file is another one.
+    """
+    names: dict[str, str] = {}
+    found: dict[int, tuple[str, str]] = {}
+    with open(path, encoding="utf-8", errors="replace") as file:
+        if file.readline().strip() != _MAGIC:
+            raise ValueError(
+                f"expected a log that the setting step_digests has written, found "
+                f"{path}, which begins otherwise; name a file digests-*.txt"
+            )
+        for line in file:
+            first, number, rest = (line.rstrip("\n").split(" ", 2) + ["", ""])[:3]
+            if first == "slice":
+                names[number] = rest
+            elif len(rest) == 16:
+                # The last line of a run that was killed may be cut.
+                found[int(first)] = rest, names.get(number, "")
+    return found

@@ -1,0 +1,190 @@
+"""Training with PyTorch and JAX on logical replicas has the bits of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from tests.mpi.ranks.outcomes import outcome
+
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
+
+
+def made(comm: Any = None) -> Any:
+    return hs.MultiWorkerMirroredStrategy(logical_replicas=4, comm=comm)
+
+
+def alone() -> Any:
+    """Return a strategy of this process alone, with all replicas."""
+    from mpi4py import MPI
+
+    return made(MPI.COMM_SELF)
+
+
+def batches(strategy: Any, *shape: int) -> Any:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((96, *shape), dtype=np.float32), rng.integers(0, 5, 96)
+    dataset = hs.Dataset((x, y), 32, shuffle=True, seed=1)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+def bits(*arrays: Any) -> list[bytes]:
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean", None])
+@pytest.mark.parametrize("inside", [False, True])
+def test_pytorch(job: Any, buffers: Any, inside: bool) -> None:
+    torch = pytest.importorskip("torch")
+    import hpcstrat.integrations.torch as hst
+
+    def training(strategy: Any) -> Any:
+        torch.manual_seed(0)
+        nn = torch.nn
+        net = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2),
+            nn.Flatten(), nn.Linear(4 * 36, 5), nn.Linear(5, 5),
+        )  # fmt: skip
+        net[6].requires_grad_(False)
+        hst.replicate(net, strategy, buffers=buffers)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def step(batch: Any) -> Any:
+            rows, labels = map(torch.from_numpy, batch)
+            if inside:
+                optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(rows), labels)
+            loss.backward()
+            if inside:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+            return loss.detach().numpy()
+
+        for batch in batches(strategy, 1, 8, 8):
+            if not inside:
+                optimizer.zero_grad()
+            losses = strategy.run(step, args=(batch,))
+            if not inside:
+                optimizer.step()
+        mean = strategy.reduce("mean", losses, axis=None)
+        state = [t.detach() for t in net.state_dict().values()]
+        if buffers is None:
+            # Each replica's own; what the module has then is that of some replica.
+            state = [p.detach() for p in net.parameters()]
+        return bits(mean, *state)
+
+    with alone() as one:
+        wanted = training(one)
+    with made() as strategy:
+        assert training(strategy) == wanted
+
+
+def test_pytorch_adds_up_backwards_and_knows_unreached_parameters(job: Any) -> None:
+    torch = pytest.importorskip("torch")
+    import hpcstrat.integrations.torch as hst
+
+    with made() as strategy:
+        net = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in "ab"])
+        with torch.no_grad():
+            for layer in net:
+                layer.weight.fill_(1.0)
+        hst.replicate(net, strategy, op="sum")
+
+        def step() -> None:
+            replica = hs.get_replica_context().replica_id_in_sync_group
+            rows = torch.full((1, 1), float(replica + 1))
+            # The second layer is reached on one replica only.
+            out = net[0](rows) + (net[1](rows) if replica == 2 else 0)
+            out.sum().backward()
+
+        for times in (1, 2):
+            strategy.run(step)
+            assert net[0].weight.grad.item() == 10 * times
+            assert net[1].weight.grad.item() == 3 * times
+        with pytest.raises(RuntimeError, match="inside"):
+            net[0](torch.ones(1, 1)).sum().backward()
+
+
+def test_pytorch_checkpoints_hold_what_dropout_draws_from(job: Any, folder: Any) -> None:
+    torch = pytest.importorskip("torch")
+    import hpcstrat.integrations.torch as hst
+
+    def training(strategy: Any, steps: int, resumed: bool) -> Any:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(6, 5))
+        hst.replicate(net, strategy)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        state = hst.state(net, optimizer)
+        assert "torch_random" in state
+        data = batches(strategy, 6)
+        manager = hs.CheckpointManager(folder / "torch", data=data, **state)
+        begin = manager.restore() if resumed else 0
+
+        def step(batch: Any) -> None:
+            rows, labels = map(torch.from_numpy, batch)
+            torch.nn.functional.cross_entropy(net(rows), labels).backward()
+
+        for number, batch in enumerate(data, begin):
+            if number == steps:
+                break
+            optimizer.zero_grad()
+            strategy.run(step, args=(batch,))
+            optimizer.step()
+            if number == 0 and not resumed and steps == 1:
+                manager.save(1)
+        return bits(*(p.detach() for p in net.parameters()))
+
+    with alone() as one:
+        wanted = training(one, 3, resumed=False)
+    with made() as strategy:
+        training(strategy, 1, resumed=False)
+    with alone() as one:
+        assert training(one, 3, resumed=True) == wanted
+
+
+def test_what_needs_a_rank_for_each_replica_is_refused(job: Any) -> None:
+    pytest.importorskip("torch")
+    import hpcstrat.integrations.torch as hst
+
+    with made() as strategy:
+        error = outcome(hst.GlobalBatchSampler, range(9), 3, strategy)
+        assert isinstance(error, NotImplementedError), repr(error)
+        assert "logical replicas" in str(error)
+
+
+def test_jax(job: Any) -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def loss(params: Any, rows: Any, labels: Any) -> Any:
+        hidden = jnp.tanh(rows @ params[0]) @ params[1]
+        return -jnp.mean(jax.nn.log_softmax(hidden)[jnp.arange(len(labels)), labels])
+
+    gradients = jax.jit(jax.value_and_grad(loss))
+
+    def training(strategy: Any) -> Any:
+        rng = np.random.default_rng(2)
+        with strategy.scope():
+            weights = [
+                hs.Variable(rng.standard_normal(s).astype(np.float32), name=f"w{s}")
+                for s in ((6, 7), (7, 5))
+            ]
+            optimizer = hs.optimizers.Adam(0.01)
+
+        def step(batch: Any) -> Any:
+            value, found = gradients([w.value() for w in weights], *batch)
+            optimizer.apply_gradients(zip(found, weights, strict=True))
+            return np.asarray(value)
+
+        for batch in batches(strategy, 6):
+            losses = strategy.run(step, args=(batch,))
+        mean = strategy.reduce("mean", losses, axis=None)
+        return bits(mean, *(w.numpy() for w in weights))
+
+    with alone() as one:
+        wanted = training(one)
+    with made() as strategy:
+        assert training(strategy) == wanted
