@@ -183,7 +183,8 @@ class SyncGroups:
     @property
     def collectives(self) -> Collectives:
         """The calls between all replicas; for the library's own modules."""
-        return self.everyone.collectives
+        found: Collectives = self.everyone.collectives
+        return found
 
     @property
     def num_groups(self) -> int:

@@ -15,8 +15,7 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_host,
 )
-from hpcstrat.context import MadeTogether, second_strategy
-from hpcstrat.context import own_index
+from hpcstrat.context import MadeTogether, own_index, second_strategy
 from hpcstrat.layers.moments import (
     checked,
     others,

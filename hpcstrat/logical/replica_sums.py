@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -205,7 +206,7 @@ class ReplicaSums:
             return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))
         ranks = self.order.num_ranks
         ends = [rank * size // ranks for rank in range(ranks + 1)]
-        parts = [rows[:, a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        parts = [rows[:, a:b] for a, b in pairwise(ends)]
         own = ends[self._rank + 1] - ends[self._rank]
         sent = np.concatenate([part.reshape(-1) for part in parts])
         came = np.empty(sum(counts) * own, run.dtype)
@@ -216,7 +217,7 @@ class ReplicaSums:
         )
         total = self.order.sum_all(list(came.reshape(sum(counts), own)))
         whole = np.empty(size, run.dtype)
-        sizes = [(b - a) * width for a, b in zip(ends, ends[1:], strict=False)]
+        sizes = [(b - a) * width for a, b in pairwise(ends)]
         comm.Allgatherv([_bytes(total), byte], [_bytes(whole), sizes, byte])
         return whole
 

@@ -240,7 +240,8 @@ class Optimizer(MadeTogether, ABC):
 
         For the library's own modules.
         """
-        return get_strategy().collectives
+        found: Collectives = get_strategy().collectives
+        return found
 
     @traced("apply_gradients", "optimizer")
     @collective
@@ -319,7 +320,7 @@ class Optimizer(MadeTogether, ABC):
         self._accumulation.restart()
         return updated
 
-    def _apply_once(self, strategy: Strategy, grads_and_vars: Iterable[Any]) -> bool:
+    def _apply_once(self, strategy: Any, grads_and_vars: Iterable[Any]) -> bool:
         """Make one step for all logical replicas of this process."""
         if self._accumulation.steps > 1:
             raise ValueError(

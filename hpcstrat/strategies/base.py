@@ -27,7 +27,7 @@ from hpcstrat.context import (
     second_strategy,
 )
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
-from hpcstrat.logical.meetings import Meetings, joined
+from hpcstrat.logical.meetings import Ended, Meetings, joined
 from hpcstrat.logical.replica_sums import ReplicaSums
 from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.observe import job_timeline
@@ -267,7 +267,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
-    ) -> Started:
+    ) -> Started | Ended:
         """Start an `all_reduce`, whose result is awaited later.
 
         Collective over the strategy's replicas; does not wait for them.
@@ -290,7 +290,7 @@ class ReplicaContext:
 
         Returns
         -------
-        Started
+        Started or Ended
             ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
             would have returned.
 

@@ -97,7 +97,8 @@ class Wish:
                 "for one worker per node"
             )
         replicas = self.logical_replicas
-        whole = isinstance(replicas, numbers.Integral) and replicas is not True
+        whole = isinstance(replicas, numbers.Integral)
+        whole = whole and not isinstance(replicas, bool)
         if replicas is not None and (not whole or replicas < 1):
             raise ValueError(
                 f"expected an integer logical_replicas >= 1, found {replicas!r}; leave "

@@ -19,7 +19,6 @@ from hpcstrat.typing import Array, Tree
 from hpcstrat.values import (
     ONE_OF_MANY,
     DistributedValues,
-    Mirrored,
     PerReplica,
     localize,
 )

@@ -28,8 +28,9 @@ class MirroredStrategy(MpiStrategy):
     devices : sequence of str, optional
         One device per replica, in replica order. More CPU devices than ranks are
         logical replicas, of which a rank runs several, as
-        ``MultiWorkerMirroredStrategy(logical_replicas=...)`` has them. ``GPU:0`` is the first GPU of the
-        host, as its ranks see them; naming GPUs is as the setting ``device="gpu"``.
+        ``MultiWorkerMirroredStrategy(logical_replicas=...)`` has them. ``GPU:0`` is the
+        first GPU of the host, as its ranks see them; naming GPUs is as the setting
+        ``device="gpu"``.
         Default: by the settings, ``CPU:0``, ``CPU:1``, ... on CPUs.
     cross_device_ops : CrossDeviceOps, optional
         How buffers are summed; default: chosen by the library.

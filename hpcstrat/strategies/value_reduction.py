@@ -9,7 +9,7 @@ import numpy as np
 from hpcstrat.arrays.casting import rounded
 from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_reducible
 from hpcstrat.options import ReduceOp
-from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
+from hpcstrat.tree import flatten, is_leaf, unflatten
 from hpcstrat.typing import Array, Tree
 from hpcstrat.values import Mirrored
 

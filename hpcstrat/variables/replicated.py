@@ -260,8 +260,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 combined = strategy.reduce_parts(op, parts, what)
             else:
                 own = parts[0].values, parts[0].indices
-                found = strategy.collectives.broadcast_object(own, 0, what)
-                combined = IndexedSlices(*found, self.shape)
+                values, indices = strategy.collectives.broadcast_object(own, 0, what)
+                combined = IndexedSlices(values, indices, self.shape)
             self._scatter_own(method, combined)
             return parts
 
@@ -307,11 +307,11 @@ class SyncOnReadVariable(DistributedVariable):
 
     # Of the replica that runs; in cross-replica context of the first of this process.
     @property
-    def _component(self) -> Array:
+    def _component(self) -> Array:  # type: ignore[override]
         return self._components[own_index() or 0]
 
     @property
-    def _view(self) -> Array:
+    def _view(self) -> Array:  # type: ignore[override]
         return self._views[own_index() or 0]
 
     @property

@@ -15,8 +15,8 @@ from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_o
 from hpcstrat.checkpoint.objects import Objects, is_of_group
 from hpcstrat.errors import CheckpointMismatchError
 from hpcstrat.gpu.transfers import store
-from hpcstrat.logs import get_logger
 from hpcstrat.logical.tree_order import TreeOrder
+from hpcstrat.logs import get_logger
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
@@ -73,7 +73,8 @@ class Match:
         total = value[0]
         if self.entry.aggregation != "only_first_replica":
             # In the order in which the replicas themselves would add them.
-            total = TreeOrder(rows, 1).sum_all(TreeOrder(rows, 1).sum_roots(0, value))
+            [total] = TreeOrder(rows, 1).sum_roots(0, list(value))
+            total = np.asarray(total)
         if self.entry.aggregation == "mean":
             total = rounded(total / rows, value.dtype)
         self._place(total, strategy)

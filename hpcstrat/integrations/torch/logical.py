@@ -58,10 +58,10 @@ class LogicalReplicated(Replicated):
                 "inside, and step the optimizer after run"
             )
         parameter = self._parameters[index]
-        if index not in self._touched and parameter.grad is not None:
-            if self._adds(index):
-                self._before[index] = parameter.grad
-                parameter.grad = None
+        first = index not in self._touched and parameter.grad is not None
+        if first and self._adds(index):
+            self._before[index] = parameter.grad
+            parameter.grad = None
 
     @torch.no_grad()
     def _combine(self) -> None:
@@ -80,7 +80,7 @@ class LogicalReplicated(Replicated):
         count = len(self._parameters)
         changed = self.sets.changed() if self._buffers is not None else []
         marks = [_marks(own, count, changed) for own in given]
-        # What was reached the last time travels with the marks; what is missing follows.
+        # What was reached the last time goes with the marks; what is missing follows.
         *sums, told = self._summed(self._expected, given, marks)
         rows = told[: 2 * count].reshape(2, -1)
         dense, sparse = (np.flatnonzero(row).tolist() for row in rows)
@@ -150,7 +150,7 @@ class LogicalReplicated(Replicated):
         self._give(index, made.coalesce())
 
     def _agree_on_buffers(self, changed: list[int]) -> None:
-        """Give all replicas replica 0's buffers, or their mean, where any has changed."""
+        """Give all replicas replica 0's buffers, or their mean, where any changed."""
         if not changed or self._buffers is None:
             return
         sets = self.sets.of(changed)
@@ -262,7 +262,11 @@ class _Turns:
         """Begin a run."""
         self._outside.append(torch.get_rng_state())
         autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            (
+                device,
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+            )
             for device in ("cpu", "cuda")
         ]
         self._modes = torch.is_grad_enabled(), autocast
@@ -309,7 +313,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     The replicas of a rank share parameters: the first steps for all of them.
     """
     if own_index():
-        found = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        found = [
+            (p, p.grad) for group in optimizer.param_groups for p in group["params"]
+        ]
         _hidden[optimizer] = found
         for parameter, _ in found:
             parameter.grad = None

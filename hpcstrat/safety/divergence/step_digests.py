@@ -56,7 +56,7 @@ class StepDigests:
         self._slices = []
 
     def record(self) -> None:
-        """Write the digest of the slice that is due; before each step, and at the end."""
+        """Write the digest of the slice that is due: before each step, at the end."""
         if self._file is None:
             return
         if not self._slices:
@@ -78,7 +78,8 @@ class StepDigests:
             variable = reference()
             if variable is None or is_device(variable.component):
                 continue
-            data = memoryview(octets(variable.component).reshape(-1))
+            flat: Any = octets(variable.component).reshape(-1)
+            data = memoryview(flat)
             for start in range(0, len(data), SLICE_BYTES):
                 piece = data[start : start + SLICE_BYTES]
                 if len(piece) > left:
@@ -113,7 +114,7 @@ def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
                 f"{path}, which begins otherwise; name a file digests-*.txt"
             )
         for line in file:
-            first, number, rest = (line.rstrip("\n").split(" ", 2) + ["", ""])[:3]
+            first, number, rest = [*line.rstrip("\n").split(" ", 2), "", ""][:3]
             if first == "slice":
                 names[number] = rest
             elif len(rest) == 16:

@@ -108,7 +108,9 @@ def test_pytorch_adds_up_backwards_and_knows_unreached_parameters(job: Any) -> N
             net[0](torch.ones(1, 1)).sum().backward()
 
 
-def test_pytorch_checkpoints_hold_what_dropout_draws_from(job: Any, folder: Any) -> None:
+def test_pytorch_checkpoints_hold_what_dropout_draws_from(
+    job: Any, folder: Any
+) -> None:
     torch = pytest.importorskip("torch")
     import hpcstrat.integrations.torch as hst
 

@@ -119,19 +119,16 @@ def judge(
         found.append("there is no completion marker")
     if not trial.results:
         found.append("there is no result")
+    keys = ["step", "ledger", "total", *(_TRACELESS if traceless else ())]
+    keys += ["seen"] if exact else []
     for result in trial.results:
-        for key in ("step", "ledger", "total"):
+        for key in keys:
             if result[key] != expected[key]:
                 found.append(f"{key} is {result[key]}, not {expected[key]}")
         if not np.allclose(result["weights"], expected["weights"], rtol=1e-9):
             found.append(f"weights are {result['weights']}")
         if result["bits"] != trial.results[0]["bits"]:
             found.append("weights differ between replicas")
-        for key in _TRACELESS if traceless else ():
-            if result[key] != expected[key]:
-                found.append(f"{key} is {result[key]}, not {expected[key]}")
-        if exact and result["seen"] != expected["seen"]:
-            found.append(f"seen is {result['seen']}, not {expected['seen']}")
     trial.problem = "; ".join(dict.fromkeys(found))
     return trial
 

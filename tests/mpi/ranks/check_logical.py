@@ -62,7 +62,9 @@ def by_the_tree(leaves: list[Any], op: str) -> Any:
     wire, narrows = wire_dtype(dtype, op == "mean")
     order = TreeOrder(count, 1)
     with np.errstate(all="ignore"):
-        [total] = order.sum_roots(0, [leaf.astype(wide) for leaf in leaves for wide in [wire]])
+        [total] = order.sum_roots(
+            0, [leaf.astype(wide) for leaf in leaves for wide in [wire]]
+        )
         total = np.asarray(total)
         if op == "mean":
             power = count & (count - 1) == 0 and wire.kind == "f"
@@ -78,7 +80,9 @@ def test_sums_are_those_of_the_tree(each: Any, job: Any, count: int, op: str) ->
         for number, dtype in enumerate(TYPES):
             shapes = [(), (0,), (7,), (3, 5), (9001,)]
             every = [leaves_of(number, count, dtype, s) for s in shapes if s]
-            every.append([leaf.reshape(()) for leaf in leaves_of(7, count, dtype, (1,))])
+            every.append(
+                [leaf.reshape(()) for leaf in leaves_of(7, count, dtype, (1,))]
+            )
 
             def values(every: Any = every) -> Any:
                 replica = hs.get_replica_context().replica_id_in_sync_group
@@ -128,7 +132,7 @@ def test_no_algorithm_changes_the_bits(each: Any, job: Any, ops: Any) -> None:
 
 
 def training(strategy: Any) -> list[bytes]:
-    """Train a little with everything that the library has; return all state, as bytes."""
+    """Train a little with all that the library has; return all state, as bytes."""
     state = _parts(strategy)
     _train(strategy, state, 0, STEPS)
     return _bytes_of(state)
@@ -272,7 +276,9 @@ def test_components_come_back_as_they_were(job: Any, folder: Path) -> None:
         hs.CheckpointManager(folder / "c", **back).restore()
         for how in hows:
             for replica, part in enumerate(back[how].values):
-                assert part.tolist() == np.array([replica, 0.1 * replica], "f4").tolist()
+                assert (
+                    part.tolist() == np.array([replica, 0.1 * replica], "f4").tolist()
+                )
     # On another number of replicas, and on none, the combined value is the same.
     with alone(3) as other:
         back = {how: variable(other, how) for how in hows}
