@@ -20,7 +20,7 @@ from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.tree import flatten, tree_map, unflatten
 from hpcstrat.typing import Array, Tree
 
-__all__ = ["Ended", "Listener", "Meetings", "joined"]
+__all__ = ["Ended", "Listener", "Meetings", "joined", "run_listened"]
 
 
 class Listener(Protocol):
@@ -73,7 +73,11 @@ class Meetings:
     overlaps = False
 
     def __init__(
-        self, ranks: Collectives, sums: ReplicaSums, cross_entry: ContextEntry
+        self,
+        ranks: Collectives,
+        sums: ReplicaSums,
+        cross_entry: ContextEntry,
+        listeners: Sequence[Listener],
     ) -> None:
         self._ranks = ranks
         self._sums = sums
@@ -84,7 +88,7 @@ class Meetings:
         # last is the innermost that is under way.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
-        self.listeners: list[Listener] = []
+        self._listeners = listeners
 
     @property
     def collectives(self) -> Meetings:
@@ -96,31 +100,8 @@ class Meetings:
         """How long a call waits for late ranks."""
         return self._ranks.timeout_seconds
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call a function for each replica of this rank; returns what they returned."""
-        for listener in self.listeners:
-            listener.start()
-        try:
-            return self._run(
-                [
-                    functools.partial(self._inside, index, function)
-                    for index, function in enumerate(functions)
-                ]
-            )
-        finally:
-            for listener in self.listeners:
-                listener.end()
-
-    def _inside(self, index: int, function: Callable[[], Any]) -> Any:
-        for listener in self.listeners:
-            listener.begin(index)
-        try:
-            return function()
-        finally:
-            for listener in self.listeners:
-                listener.pause(index)
-
-    def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         if len(self.block) == 1:
             return [function() for function in functions]
         names = [f"replica {number}" for number in self.block]
@@ -151,14 +132,14 @@ class Meetings:
         entry = current()
         number = 0 if entry is None or entry.index is None else entry.index
         inside = functools.partial(self._in_cross_context, act)
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener.pause(number)
         try:
             if not self._running:
                 return inside([argument])[0]
             return self._running[-1].meet(number, what, inside, argument)
         finally:
-            for listener in self.listeners:
+            for listener in self._listeners:
                 listener.resume(number)
 
     def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
@@ -308,6 +289,42 @@ class Meetings:
             f"expected one rank for each replica in {what}, found logical replicas, "
             "which have no communicator; make the call outside of run"
         )
+
+
+def run_listened(
+    functions: Sequence[Callable[[], Any]],
+    listeners: Sequence[Listener],
+    run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None,
+) -> list[Any]:
+    """Call functions of replicas by ``run``, and tell listeners which of them runs.
+
+    None calls one after the other.
+    """
+    if not listeners:
+        return [f() for f in functions] if run is None else run(functions)
+    told = [
+        functools.partial(_listened, listeners, index, function)
+        for index, function in enumerate(functions)
+    ]
+    for listener in listeners:
+        listener.start()
+    try:
+        return [function() for function in told] if run is None else run(told)
+    finally:
+        for listener in listeners:
+            listener.end()
+
+
+def _listened(
+    listeners: Sequence[Listener], index: int, function: Callable[[], Any]
+) -> Any:
+    for listener in listeners:
+        listener.begin(index)
+    try:
+        return function()
+    finally:
+        for listener in listeners:
+            listener.pause(index)
 
 
 def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:

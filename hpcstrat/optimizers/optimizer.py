@@ -291,6 +291,12 @@ class Optimizer(MadeTogether, ABC):
         strategy = get_strategy()
         if strategy.applies_elsewhere:
             return strategy.apply_gradients(self, grads_and_vars)
+        if strategy.logical and self._accumulation.steps > 1:
+            raise ValueError(
+                "expected accumulate_steps=1 with logical replicas, found "
+                f"{self._accumulation.steps}; ask for more logical replicas, which do "
+                "the same"
+            )
         if strategy.meetings is not None:
             return self._apply_once(strategy, grads_and_vars)
         collectives = strategy.collectives
@@ -322,12 +328,6 @@ class Optimizer(MadeTogether, ABC):
 
     def _apply_once(self, strategy: Any, grads_and_vars: Iterable[Any]) -> bool:
         """Make one step for all logical replicas of this process."""
-        if self._accumulation.steps > 1:
-            raise ValueError(
-                "expected accumulate_steps=1 with logical replicas, found "
-                f"{self._accumulation.steps}; ask for more logical replicas, which do "
-                "the same"
-            )
         pairs: Pairs = checked(grads_and_vars)
         if self._fills:
             pairs = self._filling.filled(strategy.collectives, pairs)

@@ -27,7 +27,13 @@ from hpcstrat.context import (
     second_strategy,
 )
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
-from hpcstrat.logical.meetings import Ended, Meetings, joined
+from hpcstrat.logical.meetings import (
+    Ended,
+    Listener,
+    Meetings,
+    joined,
+    run_listened,
+)
 from hpcstrat.logical.replica_sums import ReplicaSums
 from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.observe import job_timeline
@@ -380,8 +386,12 @@ class Strategy:
         Number of processes.
     local_replicas : range
         The replicas of this process.
+    logical : bool
+        Whether a process may have several replicas, which are not bound to it.
     meetings : Meetings or None
-        The calls between logical replicas; None where each process has one replica.
+        The calls between logical replicas; None where those of processes do as well.
+    listeners : list of Listener
+        What is told which replica runs.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
@@ -414,14 +424,21 @@ class Strategy:
         self.extended = StrategyExtended(self)
         # Made once, as every `run` and merged function pushes one of them.
         self.cross_entry = ContextEntry(self)
+        self.logical = logical_replicas is not None
         self._num_replicas = logical_replicas or self._ranks.size
         self.meetings: Meetings | None = None
         self._sums = ReplicaSums(
             self._ranks, TreeOrder(self._num_replicas, self._ranks.size), rank
         )
         self.local_replicas = self._sums.block
-        if logical_replicas is not None:
-            self.meetings = Meetings(self._ranks, self._sums, self.cross_entry)
+        # What has state of its own for each replica that runs.
+        self.listeners: list[Listener] = []
+        # The sum of two ranks is the same in any order: they need no other way.
+        plain = self._num_replicas == self._ranks.size <= 2
+        if logical_replicas is not None and not plain:
+            self.meetings = Meetings(
+                self._ranks, self._sums, self.cross_entry, self.listeners
+            )
         inside = self.meetings or self._ranks
         self.replica_entries = [
             ContextEntry(self, ReplicaContext(self, replica, inside), index=index)
@@ -474,11 +491,6 @@ class Strategy:
         Not collective. For the library's own modules.
         """
         return self._sums.order.block(rank)
-
-    @property
-    def logical(self) -> bool:
-        """Whether a process may have several replicas, which are not bound to it."""
-        return self.meetings is not None
 
     def device_of(self, replica: int) -> str:
         """Return the device of a replica of this process.
@@ -661,8 +673,8 @@ class Strategy:
                         "expected a list or tuple of arguments, found "
                         f"{type(args).__name__}; write args=(value,)"
                     )
-                if self.meetings is not None:
-                    result = self._run_all(self.meetings, fn, args, kwargs or {})
+                if self.meetings is not None or self.listeners:
+                    result = self._run_all(fn, args, kwargs or {})
                 else:
                     result = self._run_one(self.replica_entry, fn, args, kwargs)
                     result = None if result is None else self.distributed(result)
@@ -686,16 +698,14 @@ class Strategy:
         finally:
             pop(token)
 
-    def _run_all(
-        self, meetings: Meetings, fn: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _run_all(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function as each of this process's replicas, which take turns."""
-        results = meetings.run(
-            [
-                functools.partial(self._run_one, entry, fn, args, kwargs)
-                for entry in self.replica_entries
-            ]
-        )
+        functions = [
+            functools.partial(self._run_one, entry, fn, args, kwargs)
+            for entry in self.replica_entries
+        ]
+        one_by_one = None if self.meetings is None else self.meetings.take_turns
+        results = run_listened(functions, self.listeners, one_by_one)
         return self.joined(results, "the results of run")
 
     def joined(

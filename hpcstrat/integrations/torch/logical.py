@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.context import own_index
+from hpcstrat.context import own_index, pop, push
 from hpcstrat.integrations.torch.replicated import Replicated
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
 from hpcstrat.options import ReduceOp
@@ -71,8 +71,15 @@ class LogicalReplicated(Replicated):
             if parameter.grad is not None:
                 own[index], parameter.grad = parameter.grad, None
         self._touched.clear()
-        meetings: Any = self.strategy.meetings
-        meetings.meet(_WHAT, self._combine_all, own)
+        strategy = self.strategy
+        if strategy.meetings is not None:
+            strategy.meetings.meet(_WHAT, self._combine_all, own)
+            return
+        token = push(strategy.cross_entry)
+        try:
+            self._combine_all([own])
+        finally:
+            pop(token)
 
     @torch.no_grad()
     def _combine_all(self, given: list[dict[int, torch.Tensor]]) -> list[None]:
@@ -336,9 +343,8 @@ def _turns_of(strategy: Strategy) -> _Turns:
     """Return what swaps PyTorch's state for a strategy's replicas, made once."""
     found = _every.get(strategy)
     if found is None:
-        assert strategy.meetings is not None
         found = _every[strategy] = _Turns(strategy)
-        strategy.meetings.listeners.append(found)
+        strategy.listeners.append(found)
     return found
 
 
