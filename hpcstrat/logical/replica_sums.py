@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 from hpcstrat.arrays.casting import quiet, rounded
 from hpcstrat.arrays.indexed_slices import IndexedSlices
 from hpcstrat.arrays.kinds import array_module, is_device, to_host, to_reducible
-from hpcstrat.arrays.packing import Run, cut, wire_dtype
+from hpcstrat.arrays.packing import Run, cut, side_by_side, wire_dtype
+from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.channel.call import describe_call, signature_text
 from hpcstrat.collectives.work import divide, drain, fill
 from hpcstrat.errors import CollectiveError
@@ -26,6 +27,9 @@ from hpcstrat.typing import Array, Tree
 __all__ = ["ReplicaSums"]
 
 _PIECE_BYTES = 4 << 20
+# Arrays up to a size are copied side by side, so that NumPy is called once for many.
+_SMALL_BYTES = 32 << 10
+_PACK_BYTES = 256 << 10
 # Up to this size every rank adds all roots itself.
 _GATHERED_BYTES = 8 << 10
 
@@ -41,6 +45,7 @@ class ReplicaSums:
         self.order = order
         self.block = order.block(rank)
         self._rank = rank
+        self._recycler = Recycler()
         self._num_roots = [len(order.roots(r)) for r in range(order.num_ranks)]
 
     def reduce(
@@ -147,16 +152,27 @@ class ReplicaSums:
         means = op is ReduceOp.MEAN
         if not columns:
             return []
-        roots = []
-        for column in columns:
-            wire, _ = wire_dtype(column[0].dtype, means)
-            arrays = [_plain(rounded(to_host(array), wire)) for array in column]
-            roots.append(self.order.sum_roots(self._rank, arrays))
+        roots: list[list[Array]] = []
+        wires = [wire_dtype(column[0].dtype, means)[0] for column in columns]
+        packs = _packs(columns, wires)
+        for indices in packs:
+            wire, empty = wires[indices[0]], self._recycler.empty
+            arrays = [
+                _side_by_side([columns[i][number] for i in indices], wire, empty)
+                for number in range(len(self.block))
+            ]
+            roots.append(self.order.sum_roots(self._rank, arrays, empty))
         label = f"{what} ({op.name} of {self.order.num_replicas} replicas)"
-        totals = self._totals(roots, label)
-        results = []
-        for column, total in zip(columns, totals, strict=True):
+        found = self._totals(roots, label)
+        totals: dict[int, Array] = {}
+        for indices, total in zip(packs, found, strict=True):
             divide(total, self.order.num_replicas if means else 0)
+            shapes = [columns[i][0].shape for i in indices]
+            parts = [total] if len(indices) == 1 else side_by_side(total, shapes)
+            totals.update(zip(indices, parts, strict=True))
+        results = []
+        for index, column in enumerate(columns):
+            total = totals[index]
             _, narrows = wire_dtype(column[0].dtype, means)
             result = rounded(total, column[0].dtype) if narrows else total
             if is_device(column[0]):
@@ -171,7 +187,11 @@ class ReplicaSums:
             return [found[0] for found in roots]
         if self.order.is_pair:
             firsts = [found[0] for found in roots]
-            totals: list[Array] = self._ranks.reduce_inside(ReduceOp.SUM, firsts, what)
+            # Sums that were made here may be overwritten; a replica's own array may not.
+            out = firsts if len(self.block) > 1 else None
+            totals: list[Array] = self._ranks.reduce_inside(
+                ReduceOp.SUM, firsts, what, out=out
+            )
             return totals
         return self._exchanged(roots, what)
 
@@ -235,9 +255,38 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-def _plain(array: Array) -> Array:
-    # NumPy's ascontiguousarray gives scalars a dimension.
-    return array if array.flags.c_contiguous else array.copy("C")
+def _packs(
+    columns: Sequence[Sequence[Array]], wires: Sequence[np.dtype[Any]]
+) -> list[list[int]]:
+    """Return which arrays are added side by side: small ones of a type, up to a size."""
+    packs: list[list[int]] = []
+    filled: dict[np.dtype[Any], list[int]] = {}
+    left: dict[np.dtype[Any], int] = {}
+    for index, (column, wire) in enumerate(zip(columns, wires, strict=True)):
+        nbytes = column[0].size * wire.itemsize
+        if nbytes > _SMALL_BYTES:
+            packs.append([index])
+            continue
+        if left.get(wire, -1) < nbytes:
+            filled[wire], left[wire] = [], _PACK_BYTES
+            packs.append(filled[wire])
+        filled[wire].append(index)
+        left[wire] -= nbytes
+    return packs
+
+
+def _side_by_side(
+    arrays: Sequence[Array], wire: np.dtype[Any], empty: Callable[..., Array]
+) -> Array:
+    """Return one array itself, contiguous and of a type, or several in a flat one."""
+    if len(arrays) == 1:
+        array = rounded(to_host(arrays[0]), wire)
+        # NumPy's ascontiguousarray gives scalars a dimension.
+        return array if array.flags.c_contiguous else array.copy("C")
+    flat = empty((sum(array.size for array in arrays),), wire)
+    flats = [to_host(array).reshape(-1) for array in arrays]
+    np.concatenate(flats, out=flat, casting="unsafe")
+    return flat
 
 
 def _kind(value: Any) -> str:

@@ -8,8 +8,10 @@ block, whose roots are all that the other ranks need of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,9 @@ __all__ = ["TreeOrder"]
 
 # Elements that are added at a time, so that what lies between stays in a cache.
 _BLOCK = 1 << 15
+
+Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes an array of a shape and type."""
 
 _Node = tuple[int, int]
 """A subtree: the number of levels below its root, and which one of that level it is."""
@@ -49,6 +54,7 @@ class TreeOrder:
         """The root of the whole tree."""
         return (self.num_replicas - 1).bit_length(), 0
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - of frozen objects, one each job
     def roots(self, rank: int) -> list[_Node]:
         """Return the largest subtrees whose leaves all belong to a rank, in order."""
         block = self.block(rank)
@@ -73,22 +79,26 @@ class TreeOrder:
         """Whether the sum is that of one root of each of two ranks, in any order."""
         return self.num_ranks == 2 and all(len(self.roots(r)) == 1 for r in (0, 1))
 
-    def sum_roots(self, rank: int, values: Sequence[Array]) -> list[Array]:
+    def sum_roots(
+        self, rank: int, values: Sequence[Array], empty: Empty = np.empty
+    ) -> list[Array]:
         """Add up the values of a rank's replicas, to one array for each of its roots.
 
         ``values`` has a contiguous array of each replica, of one type and shape, not
-        modified; a root that is a single replica is its array itself.
+        modified; a root that is a single replica is its array itself, others are made
+        by ``empty``.
         """
         first = self.block(rank).start
         leaves = {(0, first + i): value for i, value in enumerate(values)}
-        return [self._added(node, leaves) for node in self.roots(rank)]
+        return [self._added(node, leaves, empty) for node in self.roots(rank)]
 
     def sum_all(self, roots: Sequence[Array]) -> Array:
         """Add the roots of all ranks, rank after rank."""
         nodes = [n for rank in range(self.num_ranks) for n in self.roots(rank)]
-        return self._added(self.top, dict(zip(nodes, roots, strict=True)))
+        known = dict(zip(nodes, roots, strict=True))
+        return self._added(self.top, known, np.empty)
 
-    def _added(self, node: _Node, known: dict[_Node, Array]) -> Array:
+    def _added(self, node: _Node, known: dict[_Node, Array], empty: Empty) -> Array:
         """Return the value of a node, from those of subtrees that hold its leaves."""
         if node in known:
             return known[node]
@@ -96,12 +106,15 @@ class TreeOrder:
         left, right = (level - 1, 2 * number), (level - 1, 2 * number + 1)
         if right[1] << right[0] >= self.num_replicas:
             # Cut off: there is nothing to add.
-            return self._added(left, known)
+            return self._added(left, known, empty)
         like = next(iter(known.values()))
-        total = np.empty_like(like)
+        total = empty(like.shape, like.dtype)
+        if like.size <= _BLOCK:
+            self._add(node, known, total)
+            return total
         flat = total.reshape(-1)
         flats = {key: value.reshape(-1) for key, value in known.items()}
-        for start in range(0, max(flat.size, 1), _BLOCK):
+        for start in range(0, flat.size, _BLOCK):
             part = slice(start, start + _BLOCK)
             self._add(node, {k: v[part] for k, v in flats.items()}, flat[part])
         return total

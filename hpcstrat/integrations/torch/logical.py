@@ -51,7 +51,7 @@ class LogicalReplicated(Replicated):
 
     def prepare(self, index: int) -> None:
         """Let a backward begin with no gradient, so that the replica's is its own."""
-        if own_index() is None:
+        if own_index() is None and self._adds(index):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
                 "logical replicas, found it outside; compute the loss of each replica "
@@ -288,7 +288,11 @@ class _Turns:
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        torch.manual_seed(int(self.streams.generator_of(index).integers(1 << 63)))
+        # Not `torch.manual_seed`, which asks all kinds of devices, whether there or not.
+        seed = int(self.streams.generator_of(index).integers(1 << 63))
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
         for module in self.modules:
             module.sets.use(index)
 
