@@ -116,10 +116,10 @@ class ReplicaSums:
             )
         by_leaf = [list(column) for column in zip(*columns, strict=True)]
         for column in by_leaf:
-            kinds = [_kind(value) for value in column]
-            for number, kind in enumerate(kinds):
-                if kind != kinds[0]:
-                    self._disagree(what, number, kinds[0], kind)
+            first = _kind(column[0])
+            for number, value in enumerate(column):
+                if (kind := _kind(value)) != first:
+                    self._disagree(what, number, _words(first), _words(kind))
         return by_leaf
 
     def _disagree(self, what: str, number: int, first: Any, other: Any) -> None:
@@ -289,7 +289,12 @@ def _side_by_side(
     return flat
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Return what has to be equal on all replicas."""
     if isinstance(value, IndexedSlices):
-        return f"rows of {value.values.dtype}{list(value.dense_shape or ())}"
-    return f"{value.dtype}{list(value.shape)}"
+        return value.values.dtype, value.values.shape[1:], "rows"
+    return value.dtype, value.shape
+
+
+def _words(kind: tuple[Any, ...]) -> str:
+    return f"{' '.join(kind[2:])} {kind[0]}{list(kind[1])}".strip()

@@ -205,7 +205,8 @@ class Replicated:
             del self._touched[index]
         if not self.syncs:
             return
-        first = not self._is_beside_another()
+        # Logical replicas meet in order, and need no count.
+        first = not self.strategy.logical and not self._is_beside_another()
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
             # A rank on which it fails, and which goes on with the next one, is told
