@@ -14,6 +14,7 @@ four backwards, three of them under ``no_sync``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +81,8 @@ def _training(strategies: dict[str, Any], nbytes: int) -> tuple[Steps, Any]:
         steps[name] = step
 
     def rewrite() -> None:
-        for arrays in gradients:
-            for array in arrays:
-                array += 1
+        for array in itertools.chain.from_iterable(gradients):
+            np.add(array, 1, out=array)
 
     return steps, rewrite
 
@@ -125,7 +125,9 @@ def _torch_steps(strategies: dict[str, Any], batch: int) -> Steps:
             torch.nn.functional.cross_entropy(net(rows), labels).backward()
 
         def logical(
-            strategy: Any = strategy, optimizer: Any = optimizer, backward: Any = backward
+            strategy: Any = strategy,
+            optimizer: Any = optimizer,
+            backward: Any = backward,
         ) -> None:
             optimizer.zero_grad()
             strategy.run(backward)

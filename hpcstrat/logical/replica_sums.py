@@ -187,7 +187,7 @@ class ReplicaSums:
             return [found[0] for found in roots]
         if self.order.is_pair:
             firsts = [found[0] for found in roots]
-            # Sums that were made here may be overwritten; a replica's own array may not.
+            # Sums that were made here may be overwritten, a replica's own array not.
             out = firsts if len(self.block) > 1 else None
             totals: list[Array] = self._ranks.reduce_inside(
                 ReduceOp.SUM, firsts, what, out=out
@@ -258,7 +258,7 @@ def _bytes(array: Array) -> Array:
 def _packs(
     columns: Sequence[Sequence[Array]], wires: Sequence[np.dtype[Any]]
 ) -> list[list[int]]:
-    """Return which arrays are added side by side: small ones of a type, up to a size."""
+    """Return which arrays are added side by side: small ones of a type."""
     packs: list[list[int]] = []
     filled: dict[np.dtype[Any], list[int]] = {}
     left: dict[np.dtype[Any], int] = {}

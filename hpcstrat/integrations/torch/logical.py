@@ -288,7 +288,7 @@ class _Turns:
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        # Not `torch.manual_seed`, which asks all kinds of devices, whether there or not.
+        # Not `torch.manual_seed`, which asks for all kinds of devices, there or not.
         seed = int(self.streams.generator_of(index).integers(1 << 63))
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
