@@ -48,10 +48,20 @@ RUN_RETURNS = {"op": "run", "return": {"per_replica": [1.0, 2.0]}}
 RUN_RAISES = {"op": "run", "body": [{"do": "raise", "error": "ValueError"}]}
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_the_captured_programs_replay_without_a_failure(cases: str) -> None:
+@pytest.mark.parametrize(
+    ("cases", "options"),
+    [
+        *((cases, []) for cases in CASES),
+        # Its programs of one process again, whose replicas share a rank.
+        ("tf_distribute_cases.json", ["--ranks", "1"]),
+    ],
+)
+def test_the_captured_programs_replay_without_a_failure(
+    cases: str, options: list[str]
+) -> None:
+    command = [sys.executable, "-m", "tests.conformance"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.conformance", f"tests/conformance/{cases}"],
+        [*command, f"tests/conformance/{cases}", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
