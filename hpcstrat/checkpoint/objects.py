@@ -27,6 +27,7 @@ from hpcstrat.variables import (
     has_logical_replicas,
     read_all,
 )
+from hpcstrat.variables.sharded import read_sharded
 
 __all__ = ["Objects", "is_of_group", "pieces_of"]
 
@@ -292,8 +293,11 @@ class Objects:
         # One strategy after the other: a call is of the replicas of one.
         for of_group in (False, True):
             some = {p: v for p, v in here.items() if is_of_group(v) is of_group}
-            read = read_all(list(some.values()), own_rows=True)
-            values.update(zip(some, read, strict=True))
+            whole = {p: v for p, v in some.items() if not v.is_sharded}
+            read = read_all(list(whole.values()), own_rows=True)
+            values.update(zip(whole, read, strict=True))
+            apart = {p: v for p, v in some.items() if v.is_sharded}
+            values.update(zip(apart, read_sharded(list(apart.values())), strict=True))
         return {path: values[path] for path in variables}
 
     def entries(

@@ -78,6 +78,18 @@ class Memory:
         """
         self._objects = Objects(objects)
         self._restored = False
+        self._require_whole(self._objects)
+
+    def _require_whole(self, objects: Objects) -> None:
+        """Refuse state of which a lost rank would take its part along."""
+        variables = objects.variables().items()
+        parts = [path for path, variable in variables if variable.is_sharded]
+        if parts and self._strategy is not None and not self._strategy.logical:
+            raise ValueError(
+                f"expected state that each rank has whole, found {parts[0]!r}, of "
+                "which each has a part, because of sharded=True; pass logical_replicas= to "
+                "elastic.run, whose commits keep all parts on all ranks"
+            )
 
     @property
     def collectives(self) -> Any:
@@ -191,6 +203,7 @@ class Memory:
         strategy, objects = self._strategy, self._objects
         assert strategy is not None
         assert objects is not None
+        self._require_whole(objects)
         channel = strategy.collectives.channel
         if channel is not None:
             channel.started.drain()

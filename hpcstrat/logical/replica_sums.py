@@ -24,7 +24,7 @@ from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.tree import flatten, unflatten
 from hpcstrat.typing import Array, Tree
 
-__all__ = ["ReplicaSums"]
+__all__ = ["ReplicaSums", "require_no_wire_dtype"]
 
 _PIECE_BYTES = 4 << 20
 # Arrays up to a size are copied side by side, so that NumPy is called once for many.
@@ -76,12 +76,8 @@ class ReplicaSums:
         if self.order.num_replicas == self.order.num_ranks <= 2:
             # One replica on each rank: the sum of two is the same in any order.
             return self._ranks.reduce_inside(op, trees[0], what, options, out=out)
-        if options is not None and options.wire_dtype is not None:
-            raise ValueError(
-                f"expected no wire_dtype with logical replicas, found "
-                f"{options.wire_dtype}, whose roundings depend on the number of "
-                "workers; leave it out"
-            )
+        if options is not None:
+            require_no_wire_dtype(options)
         flats = [flatten(tree) for tree in trees]
         structure = flats[0][1]
         columns = self._columns(flats, what)
@@ -240,6 +236,15 @@ class ReplicaSums:
         sizes = [(b - a) * width for a, b in pairwise(ends)]
         comm.Allgatherv([_bytes(total), byte], [_bytes(whole), sizes, byte])
         return whole
+
+
+def require_no_wire_dtype(options: CommunicationOptions) -> None:
+    """Refuse sums that are rounded between workers, with logical replicas."""
+    if options.wire_dtype is not None:
+        raise ValueError(
+            "expected no wire_dtype with logical replicas, found "
+            f"{options.wire_dtype}, whose roundings depend on the number of workers; leave it out"
+        )
 
 
 def _given(comm: Any, rows: Array, sizes: Sequence[int]) -> list[Array]:

@@ -44,7 +44,13 @@ from hpcstrat.options import ReduceOp, VariableAggregation
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
 from hpcstrat.typing import Array, Replicas
-from hpcstrat.variables import HostValue, Variable, class_of_own
+from hpcstrat.variables import (
+    HostValue,
+    Variable,
+    class_of_own,
+    exchange_parts,
+    part_of_rank,
+)
 
 __all__ = ["Optimizer"]
 
@@ -83,6 +89,11 @@ class Optimizer(MadeTogether, ABC):
         What a gradient is that is None on some replicas, but not on all: a
         CollectiveError that names the variable, or zeros, with a note the first time;
         the latter costs a small message a step.
+    sharded : bool
+        Whether each rank keeps the state of a part of the elements alone, updates
+        these, and gets the others from the ranks that have them (ZeRO stage 1). It
+        takes 1/N of the memory for state, gives the same bits, and is saved as
+        everywhere. For rules of elements, and mirrored variables in host memory.
 
     Attributes
     ----------
@@ -116,7 +127,14 @@ class Optimizer(MadeTogether, ABC):
         accumulate_steps: int = 1,
         clip_global_norm: float | None = None,
         missing_gradients: Literal["error", "zeros"] = "error",
+        sharded: bool = False,
     ) -> None:
+        if sharded and not is_of_elements(type(self)):
+            raise ValueError(
+                "expected a rule that updates each element by itself to be sharded, "
+                f"found {type(self).__name__}; leave out sharded=True"
+            )
+        self._sharded = sharded
         require_options(accumulate_steps, clip_global_norm, missing_gradients)
         self.learning_rate = learning_rate
         self._op = ReduceOp.from_variable_aggregation(aggregation)
@@ -345,7 +363,7 @@ class Optimizer(MadeTogether, ABC):
             updated = self._use(reduced, given, routine, rate)
             dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
             self._routine = routine if dense and not self._fills else None
-            if self._routine is not None and updated:
+            if self._routine is not None and updated and not self._sharded:
                 routine.repeat()
             return [updated] * len(given)
 
@@ -428,7 +446,7 @@ class Optimizer(MadeTogether, ABC):
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
-        if plain and updated:
+        if plain and updated and not self._sharded:
             routine.repeat()
         return updated
 
@@ -464,13 +482,18 @@ class Optimizer(MadeTogether, ABC):
 
         ``given`` are the gradients of each replica of this process.
         """
-        slices, pairs = routine.slices, given[0]
+        slices, pairs, strategy = routine.slices, given[0], get_strategy()
+        sharded = self._shards(strategy)
         if not routine.begun and slices is None:
             reduced = [
                 merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
             ]
         if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
+        if sharded:
+            # By the whole gradients, before each rank goes on with its part.
+            self._condition(reduced, None)
+            reduced = [_own_part(gradient, strategy) for gradient in reduced]
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(variable) for _, variable in pairs]
@@ -482,6 +505,16 @@ class Optimizer(MadeTogether, ABC):
             step.rate, step.number = rate, number
         if routine.on_device is not None:
             routine.on_device.update(reduced, self._mean, self._limit)
+        elif sharded:
+            # The others wait for this rank's parts.
+            with strategy.collectives.all_raise(routine.label):
+                self._update_parts(reduced, routine)
+            exchange_parts(
+                strategy,
+                [variable.component for _, variable in pairs],
+                f"{routine.label}, updated parts",
+                strategy.collectives.timeout_seconds,
+            )
         elif slices is None:
             self._update_all(reduced, routine)
         else:
@@ -527,9 +560,23 @@ class Optimizer(MadeTogether, ABC):
                 raise
         return rate
 
+    def _shards(self, strategy: Any) -> bool:
+        """Whether each rank updates a part of the elements."""
+        if not self._sharded or strategy.num_ranks == 1:
+            return False
+        if strategy.is_central or strategy.split is not None:
+            raise ValueError(
+                "expected variables that all ranks have a copy of for sharded=True, "
+                f"found those of {strategy!r}; leave out sharded=True"
+            )
+        return True
+
     def _update_all(self, gradients: list[Any], routine: Routine) -> None:
         if self._limit is not None or self._mean != 1:
             self._condition(gradients, routine.slices)
+        self._update_parts(gradients, routine)
+
+    def _update_parts(self, gradients: list[Any], routine: Routine) -> None:
         for bundle in routine.bundles:
             bundle.update(self, gradients)
         for index in routine.apart:
@@ -562,9 +609,15 @@ class Optimizer(MadeTogether, ABC):
 
     def _target(self, variable: Variable) -> Target:
         """Return the arrays of a variable and its state, which is made if need be."""
-        kinds = self.state.items()
-        state = [self._slots.get(k, variable, i).component for k, i in kinds]
-        return Step(0.0, 0, variable.name), [variable.component, *state]
+        strategy, whole = get_strategy(), variable.component
+        sharded = self._shards(strategy)
+        if sharded:
+            whole = whole.reshape(-1)[part_of_rank(whole.size, strategy)]
+        state = [
+            self._slots.get(kind, variable, initial, sharded=sharded).component
+            for kind, initial in self.state.items()
+        ]
+        return Step(0.0, 0, variable.name), [whole, *state]
 
     def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
         if not isinstance(gradient, IndexedSlices):
@@ -620,9 +673,10 @@ class Optimizer(MadeTogether, ABC):
             self._strategy_elsewhere.slots.build(self, variables)
             return
         self._current = frozenset(map(id, variables))
+        sharded = self._shards(variables[0].distribute_strategy or get_strategy())
         for variable in variables:
             for kind, initial in self.state.items():
-                self._slots.get(kind, variable, initial)
+                self._slots.get(kind, variable, initial, sharded=sharded)
         self._accumulation.build(variables)
 
     def checkpoint_variables(self) -> dict[str, Variable]:
@@ -731,3 +785,10 @@ class Optimizer(MadeTogether, ABC):
                 "the checkpoint holds sums of an accumulation that has not ended, and "
                 "accumulate_steps is 1: these gradients are not used"
             )
+
+
+def _own_part(gradient: Gradient, strategy: Any) -> Array:
+    """Return this rank's elements of a gradient."""
+    dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
+    part: Array = dense.reshape(-1)[part_of_rank(dense.size, strategy)]
+    return part

@@ -29,6 +29,7 @@ class CommonOptions(TypedDict, total=False):
     accumulate_steps: int
     clip_global_norm: float | None
     missing_gradients: Literal["error", "zeros"]
+    sharded: bool
 
 
 @dataclass(slots=True)

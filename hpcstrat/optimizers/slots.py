@@ -21,7 +21,7 @@ from hpcstrat.gpu.optimizer_steps.updates import Tables
 from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.typing import Array, Replicas
-from hpcstrat.variables import HostValue, Variable, class_of_own
+from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_of_own
 
 __all__ = ["Slots", "file_names", "spellings", "unescaped"]
 
@@ -62,11 +62,14 @@ class Slots:
         owned = self._owned.get(id(variable))
         return None if owned is None else owned.kinds.get(kind)
 
-    def get(self, kind: str, variable: Variable, initial: float) -> Variable:
+    def get(
+        self, kind: str, variable: Variable, initial: float, *, sharded: bool = False
+    ) -> Variable:
         """Return state of a variable that is the same on every replica.
 
         Collective over the strategy's replicas, the first time. It has the variable's
-        strategy, shape and dtype, and is in the same memory.
+        strategy, shape and dtype, and is in the same memory; with ``sharded`` each rank
+        has a part of its elements.
         """
         slot = self.find(kind, variable)
         if slot is None:
@@ -78,11 +81,17 @@ class Slots:
                 # One element stands for all: the variable itself takes memory.
                 element = np.full((), initial, variable.dtype)
                 array = np.broadcast_to(element, variable.shape)
-            slot = self.make(kind, variable, array)
+            slot = self.make(kind, variable, array, sharded=sharded)
         return slot
 
     def make(
-        self, kind: str, variable: Variable, array: Array, *, is_sum: bool = False
+        self,
+        kind: str,
+        variable: Variable,
+        array: Array,
+        *,
+        is_sum: bool = False,
+        sharded: bool = False,
     ) -> Variable:
         """Make state of a variable, or take what waits for a variable of its name.
 
@@ -92,7 +101,16 @@ class Slots:
         restored value has another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
-        slot = self._claimed(name, strategy, array, is_sum=is_sum, each_has=is_sum)
+        each_has = is_sum or sharded
+        slot = self._claimed(name, strategy, array, is_sum=is_sum, each_has=each_has)
+        if sharded:
+            # What is restored is whole, on each rank.
+            whole = array if slot is None else slot.component
+            token = push(strategy.cross_entry)
+            try:
+                slot = ShardedVariable(HostValue(whole), trainable=False, name=name)
+            finally:
+                pop(token)
         if slot is None:
             slot = _made(name, strategy, array, is_sum=is_sum, each_has=is_sum)
         owned = self._owned.get(id(variable))

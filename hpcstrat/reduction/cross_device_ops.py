@@ -311,6 +311,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._root = int(number)
         self._accumulate = accumulation_fn
 
+    @property
+    def combines(self) -> bool:
+        """Whether a function of the program combines the values."""
+        return self._accumulate is not None
+
     def describe(self) -> str:
         """Say what ranks must agree on, since they would exchange other messages.
 

@@ -34,7 +34,7 @@ from hpcstrat.logical.meetings import (
     joined,
     run_listened,
 )
-from hpcstrat.logical.replica_sums import ReplicaSums
+from hpcstrat.logical.replica_sums import ReplicaSums, require_no_wire_dtype
 from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.observe import job_timeline
 from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
@@ -263,6 +263,8 @@ class ReplicaContext:
         if entry is None or entry.replica_context is not self:
             self._require_current("all_reduce")
         op = ReduceOp.parse(reduce_op)
+        if options is not None and self._strategy.logical:
+            require_no_wire_dtype(options)
         return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
 
     @collective

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.channel.entries import collective
 from hpcstrat.errors import RankLostError
+from hpcstrat.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.logical.threads import fix_threads
 from hpcstrat.options import CommunicationOptions
-from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.reduction.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MpiStrategy"]
+
+
+def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
+    """Refuse sums that would depend on the number of ranks, with logical replicas."""
+    if options is not None:
+        require_no_wire_dtype(options)
+    if isinstance(ops, ReductionToOneDevice) and ops.combines:
+        raise ValueError(
+            "expected sums with logical replicas, which are added in the order of a "
+            "tree, found an accumulation_fn; leave it out, or use merge_call and "
+            "all_gather"
+        )
 
 
 class MpiStrategy(Strategy):
@@ -60,6 +73,8 @@ class MpiStrategy(Strategy):
         if problem is None:
             try:
                 Collectives(None, cross_device_ops, communication_options)
+                if logical_replicas is not None:
+                    _require_any_order(cross_device_ops, communication_options)
             except Exception as error:
                 problem = error
         wish = Wish(

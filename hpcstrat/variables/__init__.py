@@ -16,6 +16,11 @@ from hpcstrat.variables.replicated import (
     read_all,
     share_of,
 )
+from hpcstrat.variables.sharded import (
+    ShardedVariable,
+    exchange_parts,
+    part_of_rank,
+)
 from hpcstrat.variables.variable import Variable
 
 __all__ = [
@@ -23,10 +28,13 @@ __all__ = [
     "DistributedVariable",
     "HostValue",
     "MirroredVariable",
+    "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
     "class_of_own",
+    "exchange_parts",
     "has_logical_replicas",
+    "part_of_rank",
     "read_all",
     "share_of",
 ]

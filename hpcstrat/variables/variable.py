@@ -73,15 +73,20 @@ class Variable(MadeTogether, ArrayOperators):
     ----------
     lies_elsewhere : bool
         Whether other ranks hold the value, so that ``component`` is a copy.
+    is_sharded : bool
+        Whether ``component`` is a part of the elements, of which each rank has another.
 
     Raises
     ------
+    RuntimeError
+        Inside ``run``, with logical replicas.
     ValueError
         In a scope for synchronization ``NONE``, and for ``MEAN`` of a type that is not
         floating; for a value that is no array.
     """
 
     lies_elsewhere = False
+    is_sharded = False
     _is_distributed = False
     _strategy: Any = None
 
@@ -118,6 +123,8 @@ class Variable(MadeTogether, ArrayOperators):
         self.aggregation = VariableAggregation.parse(aggregation)
         self.synchronization = VariableSynchronization.parse(synchronization)
         distributed = self._strategy is not None
+        if distributed:
+            self._require_place()
         if distributed and self.synchronization is VariableSynchronization.NONE:
             raise ValueError(
                 f"expected synchronization AUTO, ON_WRITE or ON_READ for variable "
@@ -147,6 +154,17 @@ class Variable(MadeTogether, ArrayOperators):
         the owner's task. For the library's own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
+
+    def _require_place(self) -> None:
+        """Refuse a variable that one of the replicas of a rank makes for itself."""
+        entry = current()
+        inside = entry is not None and entry.replica_context is not None
+        if inside and self._strategy.logical:
+            raise RuntimeError(
+                f"expected variable {self.name!r} to be made outside of strategy.run, "
+                "with logical replicas, of which those of a rank share it, found it "
+                "inside; make it in the strategy's scope, before run"
+            )
 
     def _keep(self, component: Array) -> None:
         """Make an array the component, or the first value of several."""

@@ -98,7 +98,8 @@ def test_loss_of_the_ranks_of_one_host_in_a_save(
         assert wait_until(in_a_save, LIMIT_SECONDS), job
         for rank in victims:
             os.kill(int((tmp_path / "pids" / str(rank)).read_text()), signal.SIGKILL)
-        assert job.job.wait(LIMIT_SECONDS), job
+        assert job.ends(LIMIT_SECONDS), job
+        assert job.job.wait(0), job
         assert wait_until(job.ranks_are_gone, 10), job
     told = max(acknowledged(tmp_path))
 

@@ -19,7 +19,12 @@ from hpcstrat.logical.tree_order import TreeOrder
 from hpcstrat.logs import get_logger
 from hpcstrat.options import VariableAggregation
 from hpcstrat.typing import Array, Replicas
-from hpcstrat.variables import SyncOnReadVariable, Variable, share_of
+from hpcstrat.variables import (
+    ShardedVariable,
+    SyncOnReadVariable,
+    Variable,
+    share_of,
+)
 
 __all__ = ["Match", "is_wanted", "match_entries", "renamed"]
 
@@ -99,6 +104,9 @@ class Match:
         if variable.lies_elsewhere:
             variable.assign(rounded(value, variable.dtype))
             return
+        if isinstance(variable, ShardedVariable):
+            _store(variable.component, variable.own_part(value))
+            return
         first = strategy.local_replicas.start
         for replica, component in enumerate(variable.components, first):
             part = value
@@ -119,7 +127,10 @@ class Match:
     @property
     def divides(self) -> bool:
         """Whether this rank's array does not get the saved value itself."""
-        several = self.variable is not None and len(self.variable.components) > 1
+        variable = self.variable
+        several = variable is not None and (
+            variable.is_sharded or len(variable.components) > 1
+        )
         return several or self._is_total or self.entry.has_rows
 
     def takes_one_row(self, strategy: Replicas) -> bool:

@@ -32,7 +32,7 @@ def check_mirrored(
     copies = [
         Copy(name, variable.component)
         for name, variable in variables.items()
-        if not isinstance(variable, SyncOnReadVariable)
+        if not (isinstance(variable, SyncOnReadVariable) or variable.is_sharded)
     ]
     total = sum(copy.array.nbytes for copy in copies)
     part = copies

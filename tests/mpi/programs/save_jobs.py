@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpcstrat as hs
@@ -37,18 +37,43 @@ class Running:
 
     job: Job
     mark: str
+    # What was left of it when it did not end.
+    left: list[str] = field(default_factory=list)
 
     def kill_launcher(self) -> None:
         """End the launcher alone; its ranks may live on."""
         self.job._process.kill()
 
+    def ends(self, seconds: float) -> bool:
+        """Whether the job ends in time; where not, it shows its stacks."""
+        if self.job.wait(seconds) is not None:
+            return True
+        self.left = [f"{one} {_state(one)}" for one in processes_with(self.mark)]
+        self.job.show_stacks()
+        return False
+
     def ranks_are_gone(self) -> bool:
         """Whether no process of the job is left."""
         return not processes_with(self.mark)
 
-    def __str__(self) -> str:
-        """Show what it has said."""
-        return f"--- stdout\n{self.job.stdout}\n--- stderr\n{self.job.stderr}"
+    def __repr__(self) -> str:
+        """Show what it has said, and what was left of it."""
+        stacks = "\n".join(self.job.stacks().values())
+        left = "\n".join(self.left)
+        return (
+            f"--- stdout\n{self.job.stdout}\n--- stderr\n{self.job.stderr}\n"
+            f"--- processes\n{left}\n--- stacks\n{stacks}"
+        )
+
+
+def _state(process: str) -> str:
+    """Return whether a process, from `processes_with`, sleeps, and where."""
+    place = Path("/proc") / process.partition(":")[0]
+    try:
+        state = (place / "status").read_text().split("\n")[2]
+        return f"{state} {(place / 'wchan').read_text()}"
+    except OSError as error:
+        return str(error)
 
 
 @contextmanager

@@ -354,6 +354,32 @@ def test_an_error_of_a_replica_is_the_error_of_the_run(job: Any) -> None:
         strategy.barrier()
 
 
+def test_what_would_depend_on_the_ranks_is_refused(job: Any) -> None:
+    half = hs.CommunicationOptions(wire_dtype="float16")
+    own = hs.ReductionToOneDevice(accumulation_fn=sum)
+    assert isinstance(outcome(made, 8, communication_options=half), ValueError)
+    assert isinstance(outcome(made, 8, cross_device_ops=own), ValueError)
+    for count in (job.size, 2 * job.size):
+        with made(count, on_error="raise") as strategy:
+
+            def rounded() -> None:
+                hs.get_replica_context().all_reduce("sum", np.ones(3), half)
+
+            assert isinstance(outcome(strategy.run, rounded), ValueError)
+            error = outcome(strategy.run, hs.Variable, (1.0,))
+            assert isinstance(error, RuntimeError), repr(error)
+            assert "outside of strategy.run" in str(error)
+            optimizer = None
+            with strategy.scope():
+                weights = hs.Variable(1.0)
+                optimizer = hs.optimizers.SGD(0.1, accumulate_steps=2)
+            error = outcome(
+                strategy.run, optimizer.apply_gradients, ([(1.0, weights)],)
+            )
+            assert isinstance(error, ValueError), repr(error)
+            assert "accumulate_steps" in str(error)
+
+
 def test_values_and_variables_have_a_part_for_each_replica(job: Any) -> None:
     count = 2 * job.size + 1
     with made(count) as strategy, strategy.scope():

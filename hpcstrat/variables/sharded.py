@@ -1,0 +1,178 @@
+"""Variables of which each rank has a part, and the exchange of such parts.
+
+The elements of each variable are divided evenly between the ranks, in C order: the
+state of an optimizer then takes 1/N of the memory, as in ZeRO stage 1 (Rajbhandari et
+al. 2020, https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.channel.call import describe_call
+from hpcstrat.channel.entries import collective
+from hpcstrat.typing import Array, Replicas
+from hpcstrat.values import HostValue
+from hpcstrat.variables.replicated import DistributedVariable
+from hpcstrat.variables.variable import apply_into
+
+__all__ = ["ShardedVariable", "exchange_parts", "part_of_rank", "read_sharded"]
+
+# Smaller arrays travel side by side; larger ones from where they are to where they go.
+_SMALL_BYTES = 64 << 10
+_LARGE_BYTES = 1 << 30
+
+
+def part_of_rank(size: int, strategy: Replicas, rank: int | None = None) -> slice:
+    """Return which elements of a variable belong to a rank; default: this one."""
+    rank = strategy.rank if rank is None else rank
+    ranks = strategy.num_ranks
+    return slice(rank * size // ranks, (rank + 1) * size // ranks)
+
+
+class ShardedVariable(DistributedVariable):
+    """A variable of which each rank has a part of the elements, flat.
+
+    To read or assign its value is collective over the strategy's replicas. For the
+    library's own modules: the state of optimizers.
+    """
+
+    is_sharded = True
+
+    def _initialize(self, initial_value: Any, dtype: Any) -> Array:
+        value = initial_value
+        if type(value) is HostValue:
+            value = value.array
+        whole = as_array(value, dtype)
+        if is_device(whole):
+            raise NotImplementedError(
+                "expected a variable in host memory to divide its state between the "
+                f"ranks, found {self.name!r} on a GPU; leave out sharded=True"
+            )
+        self._shape = whole.shape
+        self.part = part_of_rank(math.prod(whole.shape), self._strategy)
+        length = self.part.stop - self.part.start
+        if not any(whole.strides) and whole.size:
+            # One element that stands for all, which would take the whole memory.
+            return np.full(length, whole.flat[0], whole.dtype)
+        return np.array(whole.reshape(-1)[self.part])
+
+    def _communicates(self) -> bool:
+        return True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value, of which this rank has a part."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, of all ranks together."""
+        return math.prod(self._shape)
+
+    def own_part(self, value: Array) -> Array:
+        """Return this rank's elements of an array of the variable's shape."""
+        return value.reshape(-1)[self.part]
+
+    @collective
+    def value(self) -> Array:
+        """Return the value, put together from the parts of all ranks.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        ndarray
+            A fresh array.
+        """
+        return read_sharded([self])[0]
+
+    def _update(self, method: str, value: Any, read_value: bool) -> Any:
+        array = np.asarray(value, self.dtype)
+        if array.shape != self._shape:
+            raise ValueError(
+                f"expected shape {self._shape} in {method} of variable {self.name!r}, "
+                f"found {array.shape}; nothing is broadcast"
+            )
+        apply_into(self._component, method, self.own_part(array))
+        return self.value() if read_value else None
+
+
+def read_sharded(variables: Sequence[Any]) -> list[Array]:
+    """Return the values of sharded variables of one strategy, in one call.
+
+    Collective over the strategy's replicas, if there are any.
+    """
+    if not variables:
+        return []
+    names = ", ".join(variable.name for variable in variables)
+    own = [variable.component for variable in variables]
+    collectives = variables[0]._strategy.collectives
+    parts = collectives.all_gather(own, 0, f"reading of variables {names}")
+    return [
+        part.reshape(variable.shape)
+        for part, variable in zip(parts, variables, strict=True)
+    ]
+
+
+def exchange_parts(
+    strategy: Replicas, arrays: Sequence[Array], what: str, seconds: float | None
+) -> None:
+    """Give all ranks the parts of arrays that each of them has written, in place.
+
+    Collective over ``topology.replica_comm``. The arrays are contiguous, and divided as
+    `part_of_rank` says; ``seconds`` is how long to wait for late ranks.
+    """
+    channel: Any = strategy.collectives.channel
+    if channel is None:
+        return
+    flats = [array.reshape(-1) for array in arrays]
+    small = [flat for flat in flats if flat.nbytes <= _SMALL_BYTES]
+    ranks = range(strategy.num_ranks)
+
+    def parts(rank: int) -> list[Array]:
+        return [
+            flat[part_of_rank(flat.size, strategy, rank)].view(np.uint8)
+            for flat in small
+        ]
+
+    sizes = [sum(part.nbytes for part in parts(rank)) for rank in ranks]
+    packed = np.empty(sum(sizes), np.uint8)
+    call = describe_call(what, "", sum(flat.nbytes for flat in flats))
+    channel.agree(call, seconds)
+    with channel.moving(call) as comm:
+        byte = comm.mpi.BYTE
+        for flat in flats:
+            if flat.nbytes > _SMALL_BYTES:
+                _exchange_large(comm, strategy, flat)
+        if packed.size:
+            own = np.concatenate(parts(comm.rank))
+            comm.Allgatherv([own, byte], [packed, sizes, byte])
+    start = 0
+    for rank in ranks:
+        for part in parts(rank) if small else ():
+            part[...] = packed[start : start + part.nbytes]
+            start += part.nbytes
+
+
+def _exchange_large(comm: Any, strategy: Replicas, flat: Array) -> None:
+    """Exchange the parts of an array where they lie."""
+    whole, width = flat.view(np.uint8), flat.itemsize
+    spans = [part_of_rank(flat.size, strategy, rank) for rank in range(comm.size)]
+    if whole.nbytes < _LARGE_BYTES:
+        sizes = [(span.stop - span.start) * width for span in spans]
+        comm.Allgatherv(comm.mpi.IN_PLACE, [whole, sizes, comm.mpi.BYTE])
+        return
+    # Displacements past 2**31 - 1 bytes are beyond many MPIs: one rank after the other.
+    for rank, span in enumerate(spans):
+        comm.cast_array(whole[span.start * width : span.stop * width], rank)
