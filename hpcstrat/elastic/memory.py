@@ -87,8 +87,8 @@ class Memory:
         if parts and self._strategy is not None and not self._strategy.logical:
             raise ValueError(
                 f"expected state that each rank has whole, found {parts[0]!r}, of "
-                "which each has a part, because of sharded=True; pass logical_replicas= to "
-                "elastic.run, whose commits keep all parts on all ranks"
+                "which each has a part, because of sharded=True; pass "
+                "logical_replicas= to elastic.run, whose commits keep all parts on all ranks"
             )
 
     @property

@@ -243,7 +243,8 @@ def require_no_wire_dtype(options: CommunicationOptions) -> None:
     if options.wire_dtype is not None:
         raise ValueError(
             "expected no wire_dtype with logical replicas, found "
-            f"{options.wire_dtype}, whose roundings depend on the number of workers; leave it out"
+            f"{options.wire_dtype}, whose roundings depend on the number of workers; "
+            "leave it out"
         )
 
 
