@@ -88,7 +88,8 @@ class Memory:
             raise ValueError(
                 f"expected state that each rank has whole, found {parts[0]!r}, of "
                 "which each has a part, because of sharded=True; pass "
-                "logical_replicas= to elastic.run, whose commits keep all parts on all ranks"
+                "logical_replicas= to elastic.run, whose commits keep all parts on "
+                "all ranks"
             )
 
     @property
