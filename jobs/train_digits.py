@@ -53,6 +53,7 @@ class Options:
     picture: Path | None
     dump: Path | None
     progress: bool | None
+    logical_replicas: int | None
 
 
 @dataclass
@@ -389,12 +390,18 @@ def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
     show_default="a bar on a terminal, else a line per epoch",
     help="A progress bar in any case, or neither bar nor lines.",
 )
+@click.option(
+    "--logical-replicas",
+    type=click.IntRange(min=1),
+    help="Give the same bits on any number of ranks up to this one.",
+)
 def main(**words: Any) -> None:
     """Train a network on handwritten digits, on as many replicas as there are ranks."""
     options = Options(**words)
     if options.resume and options.checkpoint_dir is None:
         raise click.UsageError("--resume needs --checkpoint-dir, to know where from")
-    with hs.MultiWorkerMirroredStrategy() as strategy:
+    count = options.logical_replicas
+    with hs.MultiWorkerMirroredStrategy(logical_replicas=count) as strategy:
         train(strategy, options)
 
 

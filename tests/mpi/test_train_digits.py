@@ -157,6 +157,16 @@ def test_training_does_not_depend_on_the_number_of_ranks(
         assert change <= 1e-5, name
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=FULL)])
+def test_logical_replicas_give_the_same_bits_on_any_number_of_ranks(
+    count: int, tmp_path: Path
+) -> None:
+    options = "--epochs", 2, "--logical-replicas", count
+    first, *others = (train_and_load(n, tmp_path, *options) for n in (1, 2, 3))
+    for found in others:
+        assert_same_bits(found, first)
+
+
 def test_batches_smaller_than_the_number_of_ranks_train_alike(tmp_path: Path) -> None:
     # 1,438 images in batches of 479 leave a last batch of one: the others get none.
     options = ("--epochs", 2, "--dtype", "float64", "--global-batch", 479)
