@@ -26,7 +26,7 @@ NUM_VARIABLES = 8
 
 @click.command()
 @click.option("--json", "json_path", help="File for the figures.")
-@click.option("--size", default="64Mi", help="Of all variables together.")
+@click.option("--size", default="64MiB", help="Of all variables together.")
 @click.option("--seconds", default=20.0, help="For all steps.")
 def main(json_path: str | None, size: str, seconds: float) -> None:
     """Measure, print, and write results."""
