@@ -286,7 +286,7 @@ class CheckpointManager:
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
         values = self._objects.values(variables)
-        header = Header(step, self._strategy.num_replicas_in_sync)
+        header = _header(step, self._strategy)
         if self._strategy.split is not None:
             header.group_of = tuple(self._strategy.split.group_of)
         header.entries = self._objects.entries(variables, values)
@@ -540,3 +540,11 @@ class CheckpointManager:
             lambda: max((step_of(p) or 0 for p in self.checkpoints), default=0),
         )
         return int(newest)
+
+
+def _header(step: int, strategy: Any) -> Header:
+    """Return a header without contents."""
+    header = Header(step, strategy.num_replicas_in_sync)
+    if strategy.logical:
+        header.math_threads = strategy.settings.math_threads or 1
+    return header

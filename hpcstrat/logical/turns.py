@@ -90,9 +90,14 @@ class Turns:
             # Such as Ctrl-C: what the replicas do then is of no use to anybody.
             self._abandon()
             raise
-        if self._first is not None:
-            raise self._first
-        return [seat.answer for seat in seats]
+        answers = [seat.answer for seat in seats]
+        first, self._first = self._first, None
+        for seat in seats:
+            # Neither results nor the frames of an error are kept until the next run.
+            seat.answer = seat.failure = seat.error = None
+        if first is not None:
+            raise first
+        return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
         """Wait, in a replica's thread, until all have come here; returns its result.

@@ -64,6 +64,8 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
     if vouched is not None and header.step != vouched.step:
         raise ValueError("its commit record is of another step")
     header.created_unix_ns = int(attribute(file, "created_unix_ns"))
+    if h5a.exists(file.id, b"math_threads"):
+        header.math_threads = int(attribute(file, "math_threads"))
     metrics = None if about is None else member(about, METRICS.rpartition("/")[2])
     if metrics is not None:
         header.metrics = {name: float(one) for name, one in attributes(metrics)}

@@ -88,7 +88,8 @@ class Header:
     `section_of` tells apart. In a header that is to be saved, ``python`` holds text
     from `as_text`. ``created_unix_ns`` is when the save began; 0 before it has. In a
     header that is to be saved, ``group_of`` has the group of each replica, if they form
-    any.
+    any. ``math_threads`` are those of each rank's numerical libraries where the
+    replicas were logical ones, else 0.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Header:
     metrics: dict[str, float] = field(default_factory=dict)
     created_unix_ns: int = 0
     group_of: tuple[int, ...] = ()
+    math_threads: int = 0
 
 
 def checkpoint_name(step: int) -> str:

@@ -176,7 +176,10 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
     # The job and the version are in attributes that `prefix` does not write again.
-    about = header.num_replicas, header.group_of, _job(), _version(python)
+    about = (
+        *(header.num_replicas, header.group_of, header.math_threads),
+        *(_job(), _version(python)),
+    )
     return about, entries, rows, states, sizes, metrics
 
 
@@ -310,6 +313,7 @@ def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
         "created_unix_ns": number(0),
         "job_id": _job(),
     }
+    root |= {"math_threads": number(n) for n in [header.math_threads] if n}
     for name, value in root.items():
         maker.attribute("", name, value)
     for path, entry in header.entries.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
+from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.search import find_restorable, warn
 from hpcstrat.checkpoint.objects import Objects
@@ -17,6 +18,7 @@ from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
 from hpcstrat.checkpoint.restore.parallel_read import restore_values
 from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.logs import get_logger
 from hpcstrat.observe.timeline import traced
 from hpcstrat.typing import Replicas
 
@@ -80,6 +82,17 @@ class Restorer:
         if self._strategy.replica_id == 0:
             self._retention.distrust(paths)
 
+    def _look_at_threads(self, header: Header) -> None:
+        """Warn where results will have other bits than in the run that saved."""
+        saved, strategy = header.math_threads, self._strategy
+        now = strategy.settings.math_threads if strategy.logical else saved
+        if saved and now != saved and strategy.rank == 0:
+            get_logger("checkpoint").warning(
+                "restored step %d of a run with math_threads=%d into one with %s, "
+                "which gives other bits; set HPCSTRAT_MATH_THREADS=%d to go on with the same",
+                *(header.step, saved, now, saved),
+            )
+
     def _load(
         self,
         file: CheckpointFile,
@@ -94,6 +107,7 @@ class Restorer:
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
         )
+        self._look_at_threads(file.header)
         header = renamed(file.header, rename)
         matches, unmade = match_entries(
             header,

@@ -6,6 +6,7 @@ tree over them.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,28 @@ def test_components_come_back_as_they_were(job: Any, folder: Path) -> None:
     manager = hs.CheckpointManager(folder / "c", sum=plain, independent=True)
     manager.restore(expect_partial=True)
     assert plain.numpy().tobytes() == wanted["sum"].tobytes()
+
+
+def test_other_threads_than_those_of_the_checkpoint_are_told(
+    job: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for threads in (1, 2):
+        settings = hs.Settings(math_threads=threads)
+        with made(4, comm=job.Dup(), settings=settings) as strategy:
+            with strategy.scope():
+                weights = hs.Variable(np.zeros(2), name="w")
+            manager = hs.CheckpointManager(folder / "t", w=weights)
+            if threads == 1:
+                manager.save(1)
+                continue
+            logger = logging.getLogger("hpcstrat.checkpoint")
+            logger.addHandler(caplog.handler)
+            try:
+                manager.restore()
+            finally:
+                logger.removeHandler(caplog.handler)
+    told = "HPCSTRAT_MATH_THREADS=1" in caplog.text
+    assert told == (job.rank == 0)
 
 
 def test_fewer_replicas_than_ranks_are_refused(job: Any) -> None:
