@@ -313,8 +313,9 @@ def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
         "created_unix_ns": number(0),
         "job_id": _job(),
     }
-    root |= {"math_threads": number(n) for n in [header.math_threads] if n}
-    for name, value in root.items():
+    # Zero where it says nothing.
+    threads = {"math_threads": number(header.math_threads)}
+    for name, value in (root | threads if header.math_threads else root).items():
         maker.attribute("", name, value)
     for path, entry in header.entries.items():
         maker.attribute(path, "dtype", entry.dtype)

@@ -89,7 +89,7 @@ class Restorer:
         if saved and now != saved and strategy.rank == 0:
             get_logger("checkpoint").warning(
                 "restored step %d of a run with math_threads=%d into one with %s, "
-                "which gives other bits; set HPCSTRAT_MATH_THREADS=%d to go on with the same",
+                "which gives other bits; set HPCSTRAT_MATH_THREADS=%d for the same",
                 *(header.step, saved, now, saved),
             )
 
