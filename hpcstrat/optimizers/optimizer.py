@@ -353,7 +353,7 @@ class Optimizer(MadeTogether, ABC):
         present = [(g, v) for g, v in pairs if g is not None]
         label = self._label(pairs)
 
-        def act(given: list[Pairs]) -> list[bool]:
+        def update(given: list[Pairs]) -> bool:
             routine = self._routine
             if routine is None or not routine.fits(strategy, list(given[0])):
                 routine = Routine(strategy, given[0], label)
@@ -365,7 +365,12 @@ class Optimizer(MadeTogether, ABC):
             self._routine = routine if dense and not self._fills else None
             if self._routine is not None and updated and not self._sharded:
                 routine.repeat()
-            return [updated] * len(given)
+            return updated
+
+        def act(given: list[Pairs]) -> list[bool]:
+            # An entry: where it fails on one rank, the others learn of it.
+            made = strategy.collectives.call("apply_gradients", update, given)
+            return [made] * len(given)
 
         updated: bool = strategy.meetings.meet(label, act, present)
         return updated

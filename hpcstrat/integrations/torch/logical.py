@@ -72,17 +72,23 @@ class LogicalReplicated(Replicated):
                 own[index], parameter.grad = parameter.grad, None
         self._touched.clear()
         strategy = self.strategy
+
+        def act(given: list[dict[int, torch.Tensor]]) -> list[None]:
+            # An entry: where it fails on one rank, the others learn of it.
+            strategy.collectives.call(_WHAT, self._combine_all, given)
+            return [None] * len(given)
+
         if strategy.meetings is not None:
-            strategy.meetings.meet(_WHAT, self._combine_all, own)
+            strategy.meetings.meet(_WHAT, act, own)
             return
         token = push(strategy.cross_entry)
         try:
-            self._combine_all([own])
+            act([own])
         finally:
             pop(token)
 
     @torch.no_grad()
-    def _combine_all(self, given: list[dict[int, torch.Tensor]]) -> list[None]:
+    def _combine_all(self, given: list[dict[int, torch.Tensor]]) -> None:
         """Add the gradients of all replicas, once for this rank."""
         count = len(self._parameters)
         changed = self.sets.changed() if self._buffers is not None else []
@@ -107,7 +113,6 @@ class LogicalReplicated(Replicated):
         self._before.clear()
         self._expected = dense
         self._agree_on_buffers(np.flatnonzero(told[2 * count :]).tolist())
-        return [None] * len(given)
 
     def _summed(
         self,
