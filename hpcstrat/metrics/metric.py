@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat.arrays.casting import quiet
 from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.channel.entries import collective
-from hpcstrat.context import MadeTogether, current
+from hpcstrat.context import MadeTogether, current, own_index
 from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.reduction.object_collectives import ObjectCollectives
 from hpcstrat.typing import Array
@@ -46,8 +46,8 @@ class Metric(MadeTogether):
         self.name = name
         self.dtype = np.dtype(dtype)
         # What values on a GPU have added to totals in host memory, until it is read: an
-        # update must not wait for the GPU.
-        self._on_device: dict[str, Array] = {}
+        # update must not wait for the GPU. By replica of this process, and by name.
+        self._on_device: dict[tuple[int, str], Array] = {}
         # All of one type, so that they travel in one buffer. Counts are float64, too,
         # because weights need not be integers; they are exact up to 2**53.
         self._totals = {
@@ -117,7 +117,9 @@ class Metric(MadeTogether):
 
         Not collective, but in cross-replica context all ranks must do it.
         """
-        self._on_device.clear()
+        own = own_index()
+        for key in [k for k in self._on_device if own in (None, k[0])]:
+            del self._on_device[key]
         for variable in self._totals.values():
             variable.assign(0.0, read_value=False)
 
@@ -138,8 +140,8 @@ class Metric(MadeTogether):
     def _settle(self) -> None:
         """Add to the totals what was kept on the GPU."""
         kept, self._on_device = self._on_device, {}
-        for name, amount in kept.items():
-            self._totals[name].component[...] += to_host(amount)
+        for (index, name), amount in kept.items():
+            self._totals[name].components[index][...] += to_host(amount)
 
     def _require_own(self) -> None:
         """Refuse to update the totals of all replicas at once."""
@@ -157,8 +159,9 @@ class Metric(MadeTogether):
         for name, amount in amounts.items():
             total = self._totals[name]
             if is_device(amount) and not is_device(total.component):
-                kept = self._on_device.get(name)
-                self._on_device[name] = amount if kept is None else kept + amount
+                key = own_index() or 0, name
+                kept = self._on_device.get(key)
+                self._on_device[key] = amount if kept is None else kept + amount
             else:
                 value = amount if is_device(amount) else np.float64(amount)
                 # Without the new value, which would be a copy.

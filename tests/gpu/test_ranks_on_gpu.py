@@ -26,6 +26,8 @@ WITHOUT_ARRAYS = {"arrivals", "elastic", "equal", "harness", "settings", "topolo
 WITHOUT_ARRAYS |= {"central_storage", "variables_as_arrays"}
 # Of arrays in host memory, and of NumPy's arithmetic; see check_results.py.
 WITHOUT_ARRAYS |= {"arrays", "casting", "errstate", "order"}
+# See check_device_logical.py; state of variables on GPUs is not divided.
+WITHOUT_ARRAYS |= {"logical", "sharded"}
 EVERYTHING = sorted(
     path.stem.removeprefix("check_")
     for path in RANKS.glob("check_*.py")
@@ -108,7 +110,7 @@ DEVICE_TESTS = (
     ["binding"],
     ["device_checkpoints"],
     ["device_data"],
-    ["device_metrics"],
+    ["device_metrics", "device_logical"],
     ["device_optimizers"],
 )
 
