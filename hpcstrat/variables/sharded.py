@@ -86,14 +86,9 @@ class ShardedVariable(DistributedVariable):
 
     @collective
     def value(self) -> Array:
-        """Return the value, put together from the parts of all ranks.
+        """Return the value, put together from the parts of all ranks: a fresh array.
 
         Collective over the strategy's replicas.
-
-        Returns
-        -------
-        ndarray
-            A fresh array.
         """
         return read_sharded([self])[0]
 

@@ -10,7 +10,7 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import outcome
 
-pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
+pytestmark = pytest.mark.rule
 
 
 def made(comm: Any = None) -> Any:

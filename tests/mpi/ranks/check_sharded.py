@@ -11,7 +11,7 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_same_bits, outcome
 
-pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
+pytestmark = pytest.mark.rule
 
 SHAPES = [(), (3,), (7, 5), (301, 97), (0,)]
 RULES = [
