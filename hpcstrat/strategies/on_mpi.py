@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat.channel.entries import collective
 from hpcstrat.errors import RankLostError
-from hpcstrat.gpu.replica_device import ReplicaDevice
 from hpcstrat.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.logical.threads import fix_threads
 from hpcstrat.options import CommunicationOptions
@@ -140,6 +139,8 @@ class MpiStrategy(Strategy):
             ) from error
         self.device = self._devices[self.topology.worker_comm.rank]
         if self.logical and self.topology.gpu is not None:
+            from hpcstrat.gpu.replica_device import ReplicaDevice
+
             self.listeners.append(ReplicaDevice(self.topology.gpu.index))
         # A GPU that was found by itself serves the program's arrays that are there
         # already; only one that was asked for takes variables and batches.
