@@ -1,4 +1,4 @@
-"""What logical replicas cost: turns, sums in the order of a tree, and training steps.
+"""Measure what logical replicas cost: turns, sums in a tree's order, training steps.
 
 Run it on two ranks of a quiet machine with two cores::
 

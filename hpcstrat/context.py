@@ -41,7 +41,7 @@ class CurrentStrategy(Replicas, Protocol):
     @property
     def update_entries(self) -> list[ContextEntry]: ...
 
-    # What it is lies above this module.
+    # A `Meetings` with logical replicas; else None.
     @property
     def meetings(self) -> Any: ...
 
@@ -100,7 +100,7 @@ class ContextEntry:
         index: int | None = None,
     ) -> None:
         self.strategy = strategy
-        # Which of this rank's replicas runs; None where no single one does.
+        # The running replica's place among this rank's; None if all or none run.
         self.index = index
         # Inside `run`; None in cross-replica context.
         self.replica_context = replica_context

@@ -311,7 +311,7 @@ class Objects:
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            # Of logical replicas every component is saved, so that nothing is rounded.
+            # Every logical replica's component is saved: their sum would be rounded.
             gathered = on_read and has_logical_replicas(variable)
             apart = _is_apart(variable) or gathered
             alone = apart and not gathered

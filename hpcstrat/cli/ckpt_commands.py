@@ -29,7 +29,7 @@ from hpcstrat.cli.terminal import UncutGroup, add_row, new_console, new_table, p
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.typing import Array
 
-__all__ = ["ckpt"]
+__all__ = ["ckpt", "differences"]
 
 _DAMAGED = 1
 # As of diff(1).
@@ -224,31 +224,45 @@ def diff(first: str, second: str) -> None:
 
     The exit status is 1 if they do, apart from the step.
     """
+    steps, lines = differences(first, second, _by_value)
+    click.echo(f"steps {steps[0]} and {steps[1]}")
+    if lines:
+        table = new_table("name", "difference")
+        for name, text in lines:
+            add_row(table, name, text)
+        new_console().print(table)
+    else:
+        click.echo("no difference")
+    raise SystemExit(_DIFFERENT if lines else 0)
+
+
+def differences(
+    first: str, second: str, describe: Callable[[Array, Array], str]
+) -> tuple[tuple[int, int], list[tuple[str, str]]]:
+    """Return two checkpoints' steps, and the names and differences of what differs.
+
+    ``describe`` returns how two arrays of one shape and dtype differ, and an empty text
+    where they do not. Raises ClickException if a file is damaged or cannot be read.
+    """
     # Checked before they are compared: a flipped bit would look like training.
     headers = _checked(first), _checked(second)
-    table = new_table("name", "difference")
+    lines = []
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
     # For the bar: a value that both have is read twice.
     sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
     with progress(sum(sizes.values()), "comparing") as tick:
         for name in names:
-            text = _difference(name, headers, (first, second))
+            text = _difference(name, headers, (first, second), describe)
             if text:
-                add_row(table, name, text)
+                lines.append((name, text))
             tick(sizes[name])
     for section in ("iterators", "python"):
         states = [getattr(header, section) for header in headers]
         for name in sorted(set(states[0]) | set(states[1])):
             one, other = states[0].get(name), states[1].get(name)
             if not _same_state(one, other):
-                add_row(table, f"{section}/{name}", "another state")
-    steps = [header.step for header in headers]
-    click.echo(f"steps {steps[0]} and {steps[1]}")
-    if table.row_count:
-        new_console().print(table)
-    else:
-        click.echo("no difference")
-    raise SystemExit(_DIFFERENT if table.row_count else 0)
+                lines.append((f"{section}/{name}", "another state"))
+    return (headers[0].step, headers[1].step), lines
 
 
 def _entries(name: str, headers: tuple[Header, Header]) -> list[Entry]:
@@ -269,7 +283,10 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def _difference(
-    name: str, headers: tuple[Header, Header], paths: tuple[str, str]
+    name: str,
+    headers: tuple[Header, Header],
+    paths: tuple[str, str],
+    describe: Callable[[Array, Array], str],
 ) -> str:
     """Return how a value differs; empty where it does not."""
     entries = [header.entries.get(name) for header in headers]
@@ -279,6 +296,11 @@ def _difference(
     if kinds[0] != kinds[1]:
         return " and ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
     one, other = (_value(path, name, kinds[0][0]) for path in paths)
+    return describe(one, other)
+
+
+def _by_value(one: Array, other: Array) -> str:
+    """Return how two arrays differ, to which two NaN are no difference."""
     unequal = np.asarray(one != other)
     if one.dtype.kind not in "iub":
         # Two NaN are no difference.

@@ -8,9 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from hpcstrat.checkpoint.file.reader import open_checkpoint, read_values
-from hpcstrat.checkpoint.file.schema import Entry, Header, named_dtype
-from hpcstrat.errors import CheckpointError
+from hpcstrat.cli.ckpt_commands import differences
 from hpcstrat.safety.divergence.step_digests import read_digests
 from hpcstrat.typing import Array
 
@@ -33,7 +31,7 @@ def verify_bits(first: str, second: str) -> None:
             text = _checkpoints(first, second)
         else:
             text = _logs(first, second)
-    except (CheckpointError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
     click.echo(text or "no difference")
     raise SystemExit(_DIFFERENT if text else 0)
@@ -65,33 +63,18 @@ def _logs(first: str, second: str) -> str:
 
 def _checkpoints(first: str, second: str) -> str:
     """Return how two checkpoints differ; empty where they do not."""
-    headers = [open_checkpoint(path).header for path in (first, second)]
-    lines, every = [], {**headers[0].entries, **headers[1].entries}
-    for name in every:
-        entries = [header.entries.get(name) for header in headers]
-        if entries[0] is None or entries[1] is None:
-            lines.append(f"{name}: only in the {'second' if entries[1] else 'first'}")
-            continue
-        line = _difference(name, entries[0], entries[1], (first, second))
-        if line:
-            lines.append(f"{name}: {line}")
-    lines += _states(headers)
-    if lines and headers[0].step != headers[1].step:
-        lines.insert(0, f"steps {headers[0].step} and {headers[1].step}")
+    steps, found = differences(first, second, _by_bits)
+    lines = [f"{name}: {text}" for name, text in found]
+    if lines and steps[0] != steps[1]:
+        lines.insert(0, f"steps {steps[0]} and {steps[1]}")
     return os.linesep.join(lines)
 
 
-def _difference(name: str, one: Entry, other: Entry, paths: tuple[str, str]) -> str:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        kinds = [f"{e.dtype}{list(e.shape)}" for e in (one, other)]
-        return " and ".join(kinds)
-    dtype = named_dtype(one.dtype)
-    values = [read_values(path, {name: dtype})[name] for path in paths]
-    raw = [np.ascontiguousarray(value).reshape(-1) for value in values]
-    width = dtype.itemsize
-    unequal = np.flatnonzero(
-        (raw[0].view(np.uint8) != raw[1].view(np.uint8)).reshape(-1, width).any(axis=1)
-    )
+def _by_bits(one: Array, other: Array) -> str:
+    """Return how the bits of two arrays differ; empty where they do not."""
+    raw = [np.ascontiguousarray(value).reshape(-1) for value in (one, other)]
+    octets = [array.view(np.uint8).reshape(-1, array.itemsize) for array in raw]
+    unequal = np.flatnonzero((octets[0] != octets[1]).any(axis=1))
     if not unequal.size:
         return ""
     place = int(unequal[0])
@@ -110,9 +93,10 @@ def _difference(name: str, one: Entry, other: Entry, paths: tuple[str, str]) -> 
 
 
 def _units(one: Array, other: Array) -> Any:
-    """Return by how many floating numbers pairs of them are apart; None for others.
+    """Return how many units in the last place each pair of numbers is apart.
 
-    As the integers that their bits are, in the order of the numbers.
+    The bits of floating numbers, read as integers, have the order of the numbers, so
+    the distance is that of the integers. Returns None for other types.
     """
     if one.dtype.kind == "c":
         parts = [array.view(array.real.dtype) for array in (one, other)]
@@ -128,22 +112,3 @@ def _units(one: Array, other: Array) -> Any:
         # Negative numbers are in the opposite order of their bits.
         ordered.append(np.where(bits < 0, least - bits, bits))
     return np.abs(ordered[0] - ordered[1])
-
-
-def _states(headers: list[Header]) -> list[str]:
-    """Return which data sets, random streams and plain objects differ."""
-    lines = []
-    for section in ("iterators", "python"):
-        one, other = (getattr(header, section) for header in headers)
-        for name in sorted({*one, *other}):
-            if not _same(one.get(name), other.get(name)):
-                lines.append(f"{section}/{name}: another state")
-    return lines
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(
-            np.array_equal(one[key], other[key]) for key in one
-        )
-    return bool(one == other)

@@ -42,8 +42,6 @@ __all__ = ["DealtDataset"]
 # before, none any more, a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
 _NEXT = "next of a data set"
-# In the place of parts: the rank that dealt them has its own.
-_KEPT = None
 # In the place of the hash of a batch: this replica has none to compare.
 _UNSEEN = np.iinfo(np.int64).min
 
@@ -83,7 +81,7 @@ class DealtDataset(ReducibleDataset):
         per_replica = (
             options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         )
-        # Whether the pipeline here serves the replicas of this rank alone.
+        # True if this rank's pipeline serves no other rank's replicas.
         self._alone = per_replica or strategy.num_ranks == 1
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
@@ -271,7 +269,7 @@ class _Elements:
                 own = channel.patient(self._place.comm)
                 came = own.scatter(self._by_rank(dealt), root=0)
             try:
-                if came is not _KEPT:
+                if came is not None:
                     unpack = self._placer.unpacked
                     parts = [None if one is None else unpack(one) for one in came]
                 else:
@@ -301,13 +299,12 @@ class _Elements:
         return parts, most, least
 
     def _by_rank(self, dealt: list[Any]) -> list[Any]:
-        """Return the parts of the replicas of each rank, but of the first none."""
-        # Its own part need not be pickled.
+        """Return the parts for each rank; None for the first, which keeps its own."""
         groups, start = [], 0
         for count in self._place.counts:
             groups.append(dealt[start : start + count])
             start += count
-        return [_KEPT, *groups[1:]]
+        return [None, *groups[1:]]
 
     def _state(self, part: Tree) -> int:
         """Return how far a replica is that has got a part, or None."""

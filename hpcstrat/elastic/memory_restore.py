@@ -104,17 +104,7 @@ def restore_snapshot(
     now = strategy.replica_id
     if handover.newcomers:
         _give_to_newcomers(commit, handover, strategy)
-    variables = objects.variables()
-    # By the rules of checkpoints, but strictly: it is the same program that goes on.
-    matches, unmade = match_entries(
-        commit.header(),
-        variables,
-        objects,
-        num_replicas=strategy.num_replicas_in_sync,
-        allow_cast=False,
-        expect_partial=False,
-        per_replica="init",
-    )
+    matches, unmade = _match(commit, objects, strategy, per_replica="init")
     values = {path: commit.arrays[path] for path in commit.mirrored()}
     rows: dict[str, Array] = {}
     if now in handover.holders:
@@ -138,10 +128,7 @@ def restore_snapshot(
             )
         else:
             thing.restore_state(commit.iterators[name])
-    for name, thing in objects.python.items():
-        thing.load_state_dict(from_text(commit.python[name]))
-    # What is wrong with a commit is found now, and not by a diverging training.
-    check_mirrored(strategy, variables)
+    _end(commit, objects, strategy)
 
 
 def restore_whole(
@@ -159,25 +146,37 @@ def restore_whole(
     handover = _handover(key, reports)
     if handover.newcomers:
         _give_to_newcomers(commit, handover, strategy)
-    variables = objects.variables()
-    matches, unmade = match_entries(
-        commit.header(),
-        variables,
-        objects,
-        num_replicas=strategy.num_replicas_in_sync,
-        allow_cast=False,
-        expect_partial=False,
-        per_replica="error",
-    )
+    matches, unmade = _match(commit, objects, strategy, per_replica="error")
     for match in matches:
         match.assign(commit.arrays[match.entry.path], strategy)
     objects.reset(unmade)
     objects.end_restore(commit.num_replicas, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
         thing.restore_state(commit.iterators[name])
+    _end(commit, objects, strategy)
+
+
+def _match(
+    commit: Snapshot, objects: Objects, strategy: Replicas, *, per_replica: str
+) -> tuple[list[Match], list[str]]:
+    """Return what `match_entries` does, by the strict rules of one running program."""
+    return match_entries(
+        commit.header(),
+        objects.variables(),
+        objects,
+        num_replicas=strategy.num_replicas_in_sync,
+        allow_cast=False,
+        expect_partial=False,
+        per_replica=per_replica,
+    )
+
+
+def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
+    """Restore plain objects, and check that variables are equal on all replicas."""
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
-    check_mirrored(strategy, variables)
+    # What is wrong with a commit is found now, and not by a diverging training.
+    check_mirrored(strategy, objects.variables())
 
 
 def _give_to_newcomers(

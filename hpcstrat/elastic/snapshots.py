@@ -36,7 +36,7 @@ class Snapshot:
     # None while it is not complete: a rank that dies in `fill` has not committed.
     key: Key | None = None
     step: int = 0
-    # Which rank made it, of how many: both may be others after a loss.
+    # The rank that made it, and the number of ranks then; a loss changes both.
     replica: int = 0
     num_ranks: int = 1
     num_replicas: int = 1

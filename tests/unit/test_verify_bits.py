@@ -56,6 +56,25 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "float32[4] and float64[2]" in text
 
 
+def test_scalars(tmp_path: Path) -> None:
+    one, other = saved(tmp_path / "a", 1.0), saved(tmp_path / "b", 1.5)
+    status, text = verify(one, other)
+    assert status == 1
+    assert "1 of 1 elements, first at []: 1.0 and 1.5" in text
+
+
+def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
+    value = np.arange(4096.0)
+    one, other = saved(tmp_path / "a", value), saved(tmp_path / "b", value)
+    raw = bytearray(other.read_bytes())
+    raw[raw.index(value[1000:1010].tobytes())] ^= 1
+    other.write_bytes(raw)
+    status, text = verify(one, other)
+    assert status == 1
+    assert text.startswith("Error: ")
+    assert str(other) in text
+
+
 def test_logs(tmp_path: Path) -> None:
     one = logged(tmp_path / "a", [1.0, 2.0, 3.0])
     assert verify(one, logged(tmp_path / "b", [1.0, 2.0, 3.0])) == (

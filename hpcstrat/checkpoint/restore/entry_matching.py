@@ -60,7 +60,7 @@ class Match:
 
     @property
     def _has_components(self) -> bool:
-        """Whether the rows are components of a value that is combined when read."""
+        """True if each row is one replica's component of a sync-on-read variable."""
         return self.entry.per_replica and self.entry.aggregation != "none"
 
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
@@ -126,7 +126,7 @@ class Match:
 
     @property
     def divides(self) -> bool:
-        """Whether this rank's array does not get the saved value itself."""
+        """True if this rank's array gets only a part or a share of the saved value."""
         variable = self.variable
         several = variable is not None and (
             variable.is_sharded or len(variable.components) > 1
@@ -134,7 +134,7 @@ class Match:
         return several or self._is_total or self.entry.has_rows
 
     def takes_one_row(self, strategy: Replicas) -> bool:
-        """Whether this rank needs one of the saved rows alone."""
+        """Return True if this rank reads only one of the saved rows."""
         several = self._has_components or len(strategy.local_replicas) > 1
         return self.entry.has_rows and not several
 
@@ -306,7 +306,7 @@ def _rows_misfit(
     if entry.per_group and not num_groups:
         return _OF_GROUPS
     if entry.per_replica and entry.aggregation != "none":
-        # What is combined when it is read can be divided anew.
+        # A sync-on-read variable's value can be divided among any number of replicas.
         return ""
     count, what = num_replicas, "replicas"
     if entry.per_group:
