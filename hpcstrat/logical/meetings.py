@@ -89,6 +89,8 @@ class Meetings:
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners
+        # How many of them there are, with those of a single replica.
+        self.runs = 0
 
     @property
     def collectives(self) -> Meetings:
@@ -102,6 +104,13 @@ class Meetings:
 
     def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call a function for each replica of this rank; returns what they returned."""
+        self.runs += 1
+        try:
+            return self._take_turns(functions)
+        finally:
+            self.runs -= 1
+
+    def _take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         if len(self.block) == 1:
             return [function() for function in functions]
         names = [f"replica {number}" for number in self.block]
@@ -142,6 +151,34 @@ class Meetings:
             for listener in self._listeners:
                 listener.resume(number)
 
+    @property
+    def running_replica(self) -> int:
+        """The replica of this rank whose turn it is, as any thread sees it."""
+        return self.block[self._running[-1].current if self._running else 0]
+
+    def meet_later(
+        self,
+        what: str,
+        act: Act,
+        argument: Any,
+        then: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """Come to a call for the replica whose turn it is, in any thread; returns.
+
+        As `meet`; ``then`` is called with the replica's result, or an error, once it
+        has its turn again.
+        """
+        inside = functools.partial(self._in_cross_context, act)
+        if self._running:
+            self._running[-1].meet_later(what, inside, argument, then)
+            return
+        try:
+            (result,) = inside([argument])
+        except Exception as error:
+            then(None, error)
+        else:
+            then(result, None)
+
     def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
         token = push(self._cross_entry)
         try:
@@ -149,15 +186,15 @@ class Meetings:
         finally:
             pop(token)
 
-    def _all_get(self, what: str, make: Callable[[list[Any]], Tree], own: Any) -> Any:
-        """Give each replica a result of its own, of what is made once."""
+    def _all_get(self, what: str, make: Callable[[list[Any]], Tree]) -> tuple[str, Act]:
+        """Return a call that gives each replica its own copy of what is made once."""
 
         def act(arguments: list[Any]) -> list[Any]:
             result = self._ranks.call(what, make, arguments)
             more = len(arguments) - 1
             return [result, *(tree_map(_copied, result) for _ in range(more))]
 
-        return self.meet(what, act, own)
+        return what, act
 
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in which the replicas make calls."""
@@ -186,13 +223,9 @@ class Meetings:
         out: Tree = None,
     ) -> Tree:
         """Combine the arrays of all replicas, in the order of their tree."""
-        label = f"{what}({op.name})"
         if out is None:
-            return self._all_get(
-                label,
-                lambda values: self._sums.reduce(op, values, what, options),
-                trees,
-            )
+            return self.meet(*self.reducing(op, what, options), trees)
+        label = f"{what}({op.name})"
 
         def act(pairs: list[Any]) -> list[Any]:
             values, outs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -212,6 +245,16 @@ class Meetings:
 
     batch_reduce = reduce_inside
 
+    def reducing(
+        self, op: ReduceOp, what: str, options: CommunicationOptions | None
+    ) -> tuple[str, Act]:
+        """Return name and act of a call that combines arrays."""
+
+        def make(trees: list[Tree]) -> Tree:
+            return self._sums.reduce(op, trees, what, options)
+
+        return self._all_get(f"{what}({op.name})", make)
+
     def start_inside(
         self,
         op: ReduceOp,
@@ -230,23 +273,31 @@ class Meetings:
 
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the arrays of all replicas along an axis."""
+        return self.meet(*self.gathering(axis, what), tree)
+
+    def gathering(self, axis: int, what: str) -> tuple[str, Act]:
+        """Return name and act of a call that concatenates arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             return self._ranks.all_gather(
                 joined(trees, axis, what, self.block), axis, what
             )
 
-        return self._all_get(f"{what}(axis={axis})", make, tree)
+        return self._all_get(f"{what}(axis={axis})", make)
 
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
         """Give every replica the arrays of one."""
+        return self.meet(*self.broadcasting(root, what), tree)
+
+    def broadcasting(self, root: int, what: str) -> tuple[str, Act]:
+        """Return name and act of a call that gives the arrays of one replica to all."""
 
         def make(trees: list[Tree]) -> Tree:
             rank = self._sums.order.owner(root)
             own = trees[root - self.block[0]] if root in self.block else trees[0]
             return self._ranks.broadcast(own, rank, what)
 
-        return self._all_get(f"{what}(root={root})", make, tree)
+        return self._all_get(f"{what}(root={root})", make)
 
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
         """Give every replica the object of one: the same object on a rank."""
@@ -300,8 +351,9 @@ def run_listened(
 
     None calls one after the other.
     """
-    if not listeners:
-        return [f() for f in functions] if run is None else run(functions)
+    if not listeners and run is None:
+        return [function() for function in functions]
+    # A replica may add a listener, of which those after it are told.
     told = [
         functools.partial(_listened, listeners, index, function)
         for index, function in enumerate(functions)

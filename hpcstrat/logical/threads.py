@@ -6,14 +6,17 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["fix_threads"]
+__all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 
 _XLA = "NPROC"
+_DEVICES = "jax_num_cpu_devices"
 # What that was when XLA began to compute, or may have been.
 _of_xla = [os.environ.get(_XLA, "")]
+# Of strategies that were made before XLA began to compute.
+_most_replicas = [0]
 
 
-def fix_threads(count: int) -> Any:
+def fix_threads(count: int, num_replicas: int) -> Any:
     """Let BLAS, OpenMP, PyTorch and XLA compute with so many threads in this process.
 
     Sums inside of a matrix product are made by parts, one for each thread, so that
@@ -22,11 +25,13 @@ def fix_threads(count: int) -> Any:
     """
     from threadpoolctl import threadpool_limits
 
-    bridge: Any = sys.modules.get("jax._src.xla_bridge")
-    if not getattr(bridge, "backends_are_initialized", bool)():
+    if not _xla_has_begun():
         # XLA looks at this when it first computes, and then never again.
         os.environ[_XLA] = str(count)
         _of_xla[:] = [str(count)]
+        _most_replicas[0] = max(_most_replicas[0], num_replicas)
+        if "hpcstrat.integrations.jax" in sys.modules:
+            let_xla_wait()
     elif _of_xla[0] != str(count) and len(os.sched_getaffinity(0)) > count:
         raise RuntimeError(
             f"expected JAX to have {count} threads with logical replicas, found that "
@@ -40,3 +45,35 @@ def fix_threads(count: int) -> Any:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     return threadpool_limits(limits=count)
+
+
+def _xla_has_begun() -> bool:
+    bridge: Any = sys.modules.get("jax._src.xla_bridge")
+    return bool(getattr(bridge, "backends_are_initialized", bool)())
+
+
+def let_xla_wait() -> None:
+    """Give XLA threads in which the programs of logical replicas wait for each other.
+
+    Not collective; does nothing once JAX has computed. A program that waits keeps one
+    thread of XLA's that computes nothing. XLA has one of them for each device of a CPU,
+    and as many devices as it is asked for, which share the threads that compute.
+    """
+    jax: Any = sys.modules.get("jax")
+    if not _most_replicas[0] or jax is None or _xla_has_begun():
+        return
+    if getattr(jax.config, _DEVICES) <= _most_replicas[0]:
+        jax.config.update(_DEVICES, _most_replicas[0] + 1)
+
+
+def xla_problem(num_replicas: int) -> str:
+    """Return why so many logical replicas of a rank cannot wait in XLA; or nothing."""
+    jax: Any = sys.modules["jax"]
+    found = len(jax.local_devices(backend="cpu"))
+    if num_replicas == 1 or found > num_replicas:
+        return ""
+    return (
+        f"expected JAX to have more than {num_replicas} CPU devices, in which the "
+        f"logical replicas of this rank wait for each other, found {found}; make the "
+        "strategy, and import hpcstrat.integrations.jax, before JAX computes"
+    )

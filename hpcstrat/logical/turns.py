@@ -47,6 +47,8 @@ class _Seat:
         self.argument: Any = None
         self.answer: Any = None
         self.error: BaseException | None = None
+        # What goes on in its place with answer and error, once it has its turn.
+        self.then: Callable[[Any, BaseException | None], None] | None = None
         self.failure: BaseException | None = None
 
 
@@ -66,6 +68,8 @@ class Turns:
         self._seats: list[_Seat] = []
         self._ended = allocate_lock()
         self._ended.acquire()
+        # Number of the one whose turn it is.
+        self.current = 0
         # Which failed first: the others may have failed because of it.
         self._first: BaseException | None = None
 
@@ -121,6 +125,22 @@ class Turns:
         answer, seat.answer = seat.answer, None
         return answer
 
+    def meet_later(
+        self,
+        what: str,
+        act: Act,
+        argument: Any,
+        then: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """Come to a call for the replica whose turn it is, in any thread; returns.
+
+        For what the replica's own thread waits for, as a compiled function. ``then`` is
+        called with the answer, or an error, when it has its turn again.
+        """
+        seat = self._seats[self.current]
+        seat.what, seat.act, seat.argument, seat.then = what, act, argument, then
+        self._pass_on(seat)
+
     def close(self) -> None:
         """End the threads."""
         self._abandon()
@@ -160,14 +180,27 @@ class Turns:
         """Give each replica its turn, and wait until all have come to a call."""
         if seats:
             self._round = iter(seats)
-            next(self._round).turn.release()
+            self._give_turn(next(self._round))
             self._ended.acquire()
 
     def _pass_on(self, seat: _Seat) -> None:
         if seat not in self._seats:
             raise _Stopped
         following = next(self._round, None)
-        (self._ended if following is None else following.turn).release()
+        if following is None:
+            self._ended.release()
+        else:
+            self._give_turn(following)
+
+    def _give_turn(self, seat: _Seat) -> None:
+        self.current = self._seats.index(seat)
+        then, seat.then = seat.then, None
+        if then is None:
+            seat.turn.release()
+            return
+        answer, error = seat.answer, seat.error
+        seat.answer = seat.error = None
+        then(answer, error)
 
     def _answer(self, seats: Sequence[_Seat]) -> None:
         """Make the call that all replicas wait for, or say why it cannot be made."""
@@ -222,7 +255,13 @@ class Turns:
             if seat.what is not None or not seat.running:
                 seat.error = _Stopped()
                 seat.what = None
-                seat.turn.release()
+                if seat.then is None:
+                    seat.turn.release()
+                else:
+                    # Its thread finds out at its next call.
+                    seat.then(
+                        None, RuntimeError("expected the run to go on, found it left")
+                    )
 
 
 def _in_context(

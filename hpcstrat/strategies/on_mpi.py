@@ -112,7 +112,9 @@ class MpiStrategy(Strategy):
 
         self._thread_limits: Any = None
         if self.logical:
-            self._thread_limits = fix_threads(self.settings.math_threads or 1)
+            self._thread_limits = fix_threads(
+                self.settings.math_threads or 1, self.num_replicas_in_sync
+            )
         if self.settings.step_digests and self.rank == 0:
             self.digests = StepDigests(self.settings.step_digests)
 

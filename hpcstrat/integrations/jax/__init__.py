@@ -17,6 +17,10 @@ from hpcstrat.integrations.jax.transformation import (
     GradientTransformation,
     cross_replica,
 )
+from hpcstrat.logical.threads import let_xla_wait
+
+# A strategy of logical replicas may have been made before.
+let_xla_wait()
 
 __all__ = [
     "GradientTransformation",

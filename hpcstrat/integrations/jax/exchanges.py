@@ -7,8 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hpcstrat.integrations.frameworks import refuse_logical_replicas
-from hpcstrat.integrations.jax.primitive import Exchange, bind, refuse
+from hpcstrat.integrations.jax.primitive import (
+    Exchange,
+    bind,
+    refuse,
+    require_replica_context,
+)
 from hpcstrat.integrations.jax.xla_handler import DTYPES
 from hpcstrat.options import ReduceOp
 from hpcstrat.typing import Tree
@@ -256,8 +260,7 @@ def _exchanged(
     tree: Tree, convert: Any, strategy: Any, kind: str, place: int = 0
 ) -> Tree:
     what = Exchange(strategy, kind, (), place).what
-    advice = "call ReplicaContext.all_reduce on its arrays, outside of jit"
-    refuse_logical_replicas(strategy, f"{what} of JAX", advice)
+    require_replica_context(strategy, what)
 
     def prepare() -> Any:
         named, structure = jax.tree_util.tree_flatten_with_path(tree)

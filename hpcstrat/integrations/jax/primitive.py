@@ -20,6 +20,8 @@ from jax.interpreters import ad, batching, mlir
 
 from hpcstrat.arrays.kinds import is_device
 from hpcstrat.call_sites import pass_over
+from hpcstrat.context import own_index
+from hpcstrat.integrations.jax.logical import let_replicas_meet
 from hpcstrat.integrations.jax.xla_handler import TARGET, key_of, register
 from hpcstrat.options import ReduceOp
 from hpcstrat.typing import Array
@@ -33,7 +35,7 @@ except ImportError as error:  # pragma: no cover
         "which keeps them elsewhere; use a version near 0.10"
     ) from error
 
-__all__ = ["Exchange", "bind", "refuse"]
+__all__ = ["Exchange", "bind", "refuse", "require_replica_context"]
 
 
 class _Order(effects.Effect):
@@ -56,6 +58,13 @@ class _Here(threading.local):
 
 
 _here = _Here()
+# The kinds whose gradient is one of another kind, and that kind.
+_TRANSPOSED = {
+    "gather": "part",
+    "part": "gather",
+    "broadcast": "at root",
+    "at root": "broadcast",
+}
 # The first is of newer versions.
 _type_of = getattr(jax, "typeof", None) or jax.core.get_aval
 
@@ -67,7 +76,9 @@ _exchange.multiple_results = True
 class Exchange:
     """An operation on the leaves of a tree; all replicas know the same names of leaves.
 
-    ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root.
+    ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root. Two more
+    kinds are the gradients of the last two: "part" is this replica's part, along an
+    axis, of the sum; "at root" is the sum on the root, and zero on the others.
     """
 
     strategy: Any
@@ -83,10 +94,11 @@ class Exchange:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result of a leaf."""
-        if self.kind != "gather":
-            return shape
         lengths = list(shape)
-        lengths[self.place] *= self.strategy.num_replicas_in_sync
+        if self.kind == "gather":
+            lengths[self.place] *= self.strategy.num_replicas_in_sync
+        elif self.kind == "part":
+            lengths[self.place] //= self.strategy.num_replicas_in_sync
         return tuple(lengths)
 
     def results(self, leaves: list[Array], outs: list[Array] | None) -> list[Array]:
@@ -94,26 +106,80 @@ class Exchange:
 
         Collective over the strategy's replicas.
         """
+        require_replica_context(self.strategy, self.what)
         collectives = self.strategy.collectives
         tree = self._named(leaves)
         if self.kind == "gather":
-            # Lengths that differ are an error here, of all: shapes in a program are
-            # known beforehand.
-            shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-            what = f"{self.what} of {shapes}"
-            found = collectives.all_gather(tree, self.place, what)
+            found = collectives.all_gather(tree, self.place, self._call(leaves))
         elif self.kind == "broadcast":
             found = collectives.broadcast(tree, self.place, self.what)
         else:
-            op = ReduceOp.parse(self.kind)
-            out = None if outs is None else self._named(outs)
-            found = collectives.batch_reduce(op, tree, self.what, out=out)
-            if outs is not None:
-                return outs
+            out = self._named(outs) if outs is not None and self._is_whole else None
+            found = collectives.batch_reduce(self._op, tree, self.what, out=out)
+        return self._taken(found, outs, self.strategy.replica_id)
+
+    def later(
+        self, leaves: list[Array], outs: list[Array], done: Callable[[Any], None]
+    ) -> None:
+        """Let the logical replica whose turn it is come to the call, and return.
+
+        Collective over the strategy's replicas. ``done`` is called with None, or an
+        error, once ``outs`` are there.
+        """
+        meetings = self.strategy.meetings
+        if not meetings.runs:
+            done(_outside_of_run(self.what))
+            return
+        replica, argument = meetings.running_replica, self._named(leaves)
+        if self.kind == "gather":
+            call = meetings.gathering(self.place, self._call(leaves))
+        elif self.kind == "broadcast":
+            call = meetings.broadcasting(self.place, self.what)
+        else:
+            call = meetings.reducing(self._op, self.what, None)
+
+        def then(found: Any, error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self._taken(found, outs, replica)
+            except Exception as problem:
+                error = problem
+            done(error)
+
+        meetings.meet_later(*call, argument, then)
+
+    def _call(self, leaves: list[Array]) -> str:
+        # Lengths that differ are an error here, of all: shapes in a program are known
+        # beforehand.
+        return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
+
+    @property
+    def _op(self) -> ReduceOp:
+        return ReduceOp.MEAN if self.kind == "mean" else ReduceOp.SUM
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all replicas get all of a sum."""
+        return self.kind in ("sum", "mean")
+
+    def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
+        """Return a replica's results of what the call has returned."""
         results = [found] if not self._is_named else [found[n] for n in self.names]
+        if self.kind == "part":
+            results = [self._own_part(total, replica) for total in results]
+        elif self.kind == "at root" and replica != self.place:
+            results = [np.zeros_like(total) for total in results]
         for out, result in zip(outs or (), results, strict=bool(outs)):
-            out[...] = result
+            if out is not result:
+                out[...] = result
         return results if outs is None else outs
+
+    def _own_part(self, total: Array, replica: int) -> Array:
+        """Return a replica's part of an array along an axis."""
+        length = total.shape[self.place] // self.strategy.num_replicas_in_sync
+        start = replica * length
+        at = (slice(None),) * self.place + (slice(start, start + length),)
+        return np.ascontiguousarray(total[at])
 
     @property
     def _is_named(self) -> bool:
@@ -125,8 +191,18 @@ class Exchange:
             return leaves[0]
         return dict(zip(self.names, leaves, strict=True))
 
-    def inside(self, arrays: Callable[[], tuple[list[Array], list[Array]]]) -> None:
-        """Make the call in a thread of XLA's; an error is one of all replicas."""
+    def inside(
+        self,
+        arrays: Callable[[], tuple[list[Array], list[Array]]],
+        postpone: Callable[[], Callable[[Any], None]],
+    ) -> None:
+        """Make the call in a thread of XLA's; an error is one of all replicas.
+
+        ``postpone`` lets XLA wait for the results, until what it returns is called.
+        """
+        if self.strategy.meetings is not None:
+            self.later(*arrays(), postpone())
+            return
 
         def carry_out() -> None:
             self.results(*arrays())
@@ -136,6 +212,20 @@ class Exchange:
             self.strategy.collectives.call(self.what, carry_out)
         finally:
             _here.is_inside = False
+
+
+def require_replica_context(strategy: Any, what: str) -> None:
+    """Refuse a call that is not made as one of several replicas of this rank."""
+    if strategy.logical and own_index() is None:
+        raise _outside_of_run(what)
+
+
+def _outside_of_run(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"expected {what} in the function that strategy.run runs, with logical "
+        "replicas, found it outside, where no replica has a value of its own; call "
+        "the jitted function inside run"
+    )
 
 
 def bind(exchange: Exchange, leaves: list[Any]) -> list[Any]:
@@ -190,13 +280,16 @@ def _shapes(*leaves: Any, exchange: Exchange) -> tuple[list[Any], set[Any]]:
 
 def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
     """Let XLA call the handler, after the exchange before it in the program."""
-    if problem := register():
+    problem = register()
+    if exchange.strategy.logical:
+        problem = problem or let_replicas_meet(exchange.strategy, _await_others)
+    if problem:
         error = NotImplementedError(f"{problem}; call {exchange.what} outside of jit")
         refuse(exchange.strategy, exchange.what, error)
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
     # Sums need no memory of their own; without this XLA copies all arguments.
-    count = len(operands) if exchange.kind in ("sum", "mean", "broadcast") else 0
+    count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
         TARGET,
         has_side_effect=True,
@@ -240,20 +333,9 @@ def _forward(primals: Any, tangents: Any, *, exchange: Exchange) -> Any:
 def _backward(cotangents: Any, *leaves: Any, exchange: Exchange) -> list[Any]:
     """Return the gradient of the sum of what all replicas compute."""
     del leaves
-    strategy, place = exchange.strategy, exchange.place
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    kind = "mean" if exchange.kind == "mean" else "sum"
-    sums = bind(dataclasses.replace(exchange, kind=kind, place=0), cotangents)
-    if exchange.kind == "broadcast" and strategy.replica_id != place:
-        return [jax.numpy.zeros_like(total) for total in sums]
-    if exchange.kind == "gather":
-        own = []
-        for total in sums:
-            length = total.shape[place] // strategy.num_replicas_in_sync
-            start = strategy.replica_id * length
-            own.append(jax.lax.slice_in_dim(total, start, start + length, axis=place))
-        return own
-    return list(sums)
+    kind = _TRANSPOSED.get(exchange.kind, exchange.kind)
+    return bind(dataclasses.replace(exchange, kind=kind), cotangents)
 
 
 def _refuse_vmap(leaves: Any, dims: Any, *, exchange: Exchange) -> Any:

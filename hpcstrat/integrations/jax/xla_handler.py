@@ -95,6 +95,25 @@ class _Api(ctypes.Structure):
     ]
 
 
+class _FutureArguments(ctypes.Structure):
+    _fields_ = [*_HEAD, ("future", c_void_p), ("error", c_void_p)]
+
+
+_OfFutures = ctypes.CFUNCTYPE(c_void_p, POINTER(_FutureArguments))
+
+
+class _LongApi(ctypes.Structure):
+    """The interface of versions whose handlers may end after they have returned."""
+
+    _fields_ = [
+        ("known", _Api),
+        ("others", c_void_p * 12),
+        ("future_create", _OfFutures),
+        ("future_set_available", _OfFutures),
+        ("future_set_error", _OfFutures),
+    ]
+
+
 class _Frame(ctypes.Structure):
     _fields_ = [
         *_HEAD,
@@ -107,6 +126,10 @@ class _Frame(ctypes.Structure):
     ]
 
 
+class _LongFrame(ctypes.Structure):
+    _fields_ = [("known", _Frame), ("future", c_void_p)]
+
+
 class _Metadata(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("version", _Version), ("traits", c_uint32)]
 
@@ -115,8 +138,15 @@ class _MetadataExtension(ctypes.Structure):
     _fields_ = [("base", _Extension), ("metadata", POINTER(_Metadata))]
 
 
-# What is called for the key that XLA's program has: with arguments and results.
-_Exchange = Callable[[Callable[[], tuple[list[Array], list[Array]]]], None]
+# What is called for the key that XLA's program has: with what returns arguments and
+# results, and with what postpones the end.
+_Exchange = Callable[
+    [
+        Callable[[], tuple[list[Array], list[Array]]],
+        Callable[[], Callable[[BaseException | None], None]],
+    ],
+    None,
+]
 _keys: dict[Any, int] = {}
 _exchanges: dict[int, _Exchange] = {}
 _numbers = itertools.count()
@@ -231,14 +261,50 @@ def _handle(pointer: Any) -> int | None:
         if problem := _misfit(frame):
             raise RuntimeError(f"{problem}; call it outside of jit")
         key = frame.attributes.items[0].contents.value[0]
-        _exchanges[key](lambda: (_arrays(frame.arguments), _arrays(frame.results)))
+        _exchanges[key](
+            lambda: (_arrays(frame.arguments), _arrays(frame.results)),
+            functools.partial(_postpone, pointer),
+        )
     except BaseException as error:
         # Nothing may leave a function that C calls.
-        text = f"{type(error).__name__}: {error}".encode()
-        size = ctypes.sizeof(_ErrorArguments)
-        arguments = _ErrorArguments(size, None, text, _INTERNAL)
-        return frame.api.contents.error_create(ctypes.byref(arguments))
+        return _error(frame.api.contents, error)
     return None
+
+
+def _error(api: Any, error: BaseException) -> int:
+    """Return an error of XLA's."""
+    text = f"{type(error).__name__}: {error}".encode()
+    size = ctypes.sizeof(_ErrorArguments)
+    arguments = _ErrorArguments(size, None, text, _INTERNAL)
+    made: int = api.error_create(ctypes.byref(arguments))
+    return made
+
+
+def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
+    """Let XLA wait, without a thread, until what is returned is called."""
+    frame = ctypes.cast(pointer, POINTER(_LongFrame)).contents
+    api = ctypes.cast(frame.known.api, POINTER(_LongApi)).contents
+    # The size of a frame does not count its future.
+    if api.known.size < ctypes.sizeof(_LongApi):
+        raise RuntimeError(
+            "expected an XLA whose handlers may end later, found an older one, of jax "
+            f"{jax.__version__}; upgrade it, or call it outside of jit"
+        )
+    arguments = _FutureArguments(ctypes.sizeof(_FutureArguments) - 8)
+    api.future_create(ctypes.byref(arguments))
+    frame.future = arguments.future
+
+    def done(error: BaseException | None) -> None:
+        given = _FutureArguments(ctypes.sizeof(_FutureArguments), None, frame_future)
+        if error is None:
+            given.size -= 8
+            api.future_set_available(ctypes.byref(given))
+        else:
+            given.error = _error(api.known, error)
+            api.future_set_error(ctypes.byref(given))
+
+    frame_future = arguments.future
+    return done
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ from tests.mpi.ranks.outcomes import outcome
 pytestmark = pytest.mark.rule
 
 
-def made(comm: Any = None) -> Any:
-    return hs.MultiWorkerMirroredStrategy(logical_replicas=4, comm=comm)
+if find_spec("jax"):
+    # Before JAX computes: see `hpcstrat.logical.threads.let_xla_wait`.
+    import hpcstrat.integrations.jax as hsj
+
+
+def made(comm: Any = None, **options: Any) -> Any:
+    return hs.MultiWorkerMirroredStrategy(logical_replicas=4, comm=comm, **options)
 
 
 def alone() -> Any:
@@ -190,3 +196,84 @@ def test_jax(job: Any) -> None:
         wanted = training(one)
     with made() as strategy:
         assert training(strategy) == wanted
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_jax_exchanges_inside_of_jit(job: Any, ready: bool) -> None:
+    """Also gradients of gathers and broadcasts, twice; arguments of any kind."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def training(strategy: Any) -> Any:
+        def loss(weights: Any, rows: Any) -> Any:
+            hidden = jnp.tanh(rows @ weights["in"])
+            joined = hsj.all_gather(hidden[:2], 0, strategy)
+            out = hsj.broadcast(weights["out"], 1, strategy)
+            return jnp.mean((joined @ out) ** 2) + jnp.mean(hidden @ weights["out"])
+
+        def steep(weights: Any, rows: Any) -> Any:
+            value, gradient = jax.value_and_grad(loss)(weights, rows)
+            return value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
+
+        @jax.jit
+        def step(weights: Any, rows: Any) -> Any:
+            found = jax.value_and_grad(steep)(weights, rows)
+            value, gradient = hsj.all_reduce(found, "mean", strategy)
+            return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
+
+        rng = np.random.default_rng(3)
+        weights = {
+            "in": rng.standard_normal((300, 200)).astype(np.float32) / 20,
+            "out": rng.standard_normal((200,)).astype(np.float32) / 20,
+        }
+        data = rng.standard_normal((4, 8, 300)).astype(np.float32)
+
+        def one(weights: Any) -> Any:
+            replica = hs.get_replica_context().replica_id_in_sync_group
+            rows = jnp.asarray(data[replica]) if ready else data[replica]
+            value, weights = step(weights, rows)
+            total = hs.get_replica_context().all_reduce("sum", np.ones(3))
+            assert total.tolist() == [4.0, 4.0, 4.0]
+            return value, weights
+
+        for _ in range(3):
+            value, weights = strategy.run(one, args=(weights,))
+            weights = {
+                name: np.asarray(strategy.experimental_local_results(leaf)[0])
+                for name, leaf in weights.items()
+            }
+        first = strategy.experimental_local_results(value)[0]
+        return bits(first, *weights.values())
+
+    with alone() as one:
+        wanted = training(one)
+    with made() as strategy:
+        assert training(strategy) == wanted
+
+
+def test_jax_errors_inside_of_jit_reach_all_replicas(job: Any) -> None:
+    jax = pytest.importorskip("jax")
+
+    with made(on_error="raise") as strategy:
+        mean = jax.jit(lambda rows: hsj.all_reduce(rows, "mean", strategy))
+
+        def differ() -> Any:
+            replica = hs.get_replica_context().replica_id_in_sync_group
+            return np.asarray(mean(np.ones(3 if replica == 3 else 2)))
+
+        def fail() -> Any:
+            replica = hs.get_replica_context().replica_id_in_sync_group
+            if replica == 2:
+                raise ZeroDivisionError("of replica 2")
+            return np.asarray(mean(np.ones(2)))
+
+        for function, word in [(differ, "float32"), (fail, "replica 2")]:
+            error = outcome(strategy.run, function)
+            assert error is not None
+            assert word in str(error), repr(error)
+        # They go on together.
+        results = strategy.run(lambda: np.asarray(mean(np.full(2, 3.0))))
+        for result in strategy.experimental_local_results(results):
+            assert result.tolist() == [3.0, 3.0]
+        error = outcome(mean, np.ones(2))
+        assert "function that strategy.run runs" in str(error), repr(error)
