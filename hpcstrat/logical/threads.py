@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 
 _XLA = "NPROC"
+_TENSORFLOW = "TF_NUM_INTRAOP_THREADS"
 _DEVICES = "jax_num_cpu_devices"
 # What that was when XLA began to compute, or may have been.
 _of_xla = [os.environ.get(_XLA, "")]
@@ -17,11 +18,11 @@ _most_replicas = [0]
 
 
 def fix_threads(count: int, num_replicas: int) -> Any:
-    """Let BLAS, OpenMP, PyTorch and XLA compute with so many threads in this process.
+    """Let BLAS, OpenMP, PyTorch, XLA and TensorFlow compute with so many threads.
 
     Sums inside of a matrix product are made by parts, one for each thread, so that
     their bits depend on the number. Returns what keeps the limit; RuntimeError where
-    JAX has begun to compute with another number, which it keeps to its end.
+    JAX or TensorFlow has begun to compute with another number, which it keeps.
     """
     from threadpoolctl import threadpool_limits
 
@@ -38,6 +39,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
             f"it has computed already, with another number; make the strategy first, "
             f"or start the job with {_XLA}={count}"
         )
+    _fix_tensorflow(count)
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_num_threads"):
         torch.set_num_threads(count)
@@ -45,6 +47,21 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     return threadpool_limits(limits=count)
+
+
+def _fix_tensorflow(count: int) -> None:
+    tensorflow: Any = sys.modules.get("tensorflow")
+    try:
+        # It looks at the variable when it first computes.
+        if tensorflow is not None and os.environ.get(_TENSORFLOW) != str(count):
+            tensorflow.config.threading.set_intra_op_parallelism_threads(count)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"expected TensorFlow to have {count} threads with logical replicas, found "
+            "that it has computed already, with another number; make the strategy "
+            f"first, or start the job with {_TENSORFLOW}={count}"
+        ) from error
+    os.environ[_TENSORFLOW] = str(count)
 
 
 def _xla_has_begun() -> bool:

@@ -34,7 +34,7 @@ def _distributing() -> Any:
     entry = current()
     if entry is None or not entry.strategy.distributes:
         return None
-    return entry.strategy
+    return entry.strategy if entry.strategy.num_replicas_in_sync > 1 else None
 
 
 def _marking(method: Any) -> Any:

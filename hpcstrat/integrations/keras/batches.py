@@ -13,7 +13,7 @@ from hpcstrat.data.sources import Columns, open_source
 from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.typing import Tree
 
-__all__ = ["Batches", "columns_of", "own_rows"]
+__all__ = ["Batches", "columns_of", "own_rows", "own_share"]
 
 
 class Batches(keras.utils.PyDataset):
@@ -134,14 +134,14 @@ class Batches(keras.utils.PyDataset):
         return self._steps or len(self.dataset)
 
     def __getitem__(self, index: int) -> Tree:
-        """Return this replica's rows of a global batch, which may be none."""
+        """Return the rows of a global batch of this rank's replicas; maybe none."""
         stage, strategy = self._stage, self.distribute_strategy
         epoch, batch = 0, self.epoch * len(self) + index
         if stage.cardinality >= 0:
             epoch, batch = divmod(batch, stage.cardinality)
         start = stage.rows_before(batch)
         size = stage.stop(start) - start
-        first, last = share(size, strategy.num_replicas_in_sync, strategy.replica_id)
+        first, last = own_share(size, strategy)
         return writable(stage.read(epoch, start, first, last))
 
     @property
@@ -160,6 +160,11 @@ def columns_of(data: Tree) -> Columns | None:
 
 
 def own_rows(columns: Columns, strategy: Strategy) -> Tree:
-    """Return this replica's rows of one global batch."""
-    count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-    return writable(columns.read(slice(*share(columns.num_rows, count, replica))))
+    """Return the rows of one global batch that this rank's replicas have."""
+    return writable(columns.read(slice(*own_share(columns.num_rows, strategy))))
+
+
+def own_share(num_rows: int, strategy: Strategy) -> tuple[int, int]:
+    """Return the first and the last row, exclusive, of this rank's replicas."""
+    count, block = strategy.num_replicas_in_sync, strategy.local_replicas
+    return share(num_rows, count, block[0])[0], share(num_rows, count, block[-1])[1]

@@ -1,339 +1,19 @@
-"""Models whose own fit, evaluate and predict work on all replicas together.
-
-Methods of the model and of its optimizers are put over those of their classes, on these
-objects alone: what is saved is what would be without them. A step's gradients are
-combined where the optimizer gets them, so whatever it does comes after the reduction.
-Each loss is a mean over this replica's rows, so it is multiplied by their share of the
-global batch first, which makes the mean of the gradients that of one process.
-"""
+"""The call that makes a model of Keras train on all replicas."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import keras
-import numpy as np
-
-from hpcstrat.data import Dataset
-from hpcstrat.data.batches import share, writable
-from hpcstrat.data.sources import open_source
-from hpcstrat.integrations.frameworks import refuse_logical_replicas
-from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
-from hpcstrat.integrations.keras.callbacks import Together, Watch, chosen, is_watched
-from hpcstrat.integrations.keras.exchanges import exchanges
-from hpcstrat.integrations.keras.losses import correct
-from hpcstrat.integrations.keras.replicas import (
-    State,
-    optimizers_of,
-    separate_seeds,
-    strategies,
-)
+from hpcstrat.integrations.keras.distributed import Distributed
+from hpcstrat.integrations.keras.logical import LogicalDistributed
+from hpcstrat.integrations.keras.replicas import separate_seeds, strategies
 from hpcstrat.integrations.keras.requirements import (
-    keras_version,
     require_distributable,
     require_strategy,
 )
 from hpcstrat.strategies import Strategy
 
 __all__ = ["distribute"]
-
-_DATA = ("x", "y", "sample_weight")
-
-
-class _Distributed:
-    """The functions that are put over a model's methods."""
-
-    def __init__(self, model: Any, strategy: Strategy) -> None:
-        self.model = model
-        self.strategy = strategy
-        self.state = State(model, strategy)
-        self._optimizers = list(optimizers_of(model).values())
-        # In a step: this replica's rows, and in that of a training those of all.
-        self._rows: Any = None
-        self._total: Any = None
-        self._is_scaled = self._trains = False
-        self._exchanges = exchanges()
-
-    def install(self) -> None:
-        """Put everything in its place."""
-        model = self.model
-        for optimizer in self._optimizers:
-            _put(optimizer, "scale_loss", self._scale_loss)
-            _put(optimizer, "apply", self._apply)
-            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # Its own does not call apply, and looks for infinities first.
-                _put(optimizer, "stateless_apply", self._stateless_apply)
-        for name in ("fit", "evaluate", "predict"):
-            _put(model, name, self._entered(getattr(self, f"_{name}")))
-        for name in ("train_on_batch", "test_on_batch"):
-            _put(model, name, self._entered(self._on_batch))
-        _put(model, "predict_on_batch", self._entered(self._predict_on_batch))
-        _put(model, "train_step", self._train_step)
-        _put(model, "test_step", self._test_step)
-        _put(model, "_get_metrics_result_or_logs", self._result)
-        if model._compile_loss is not None:
-            correct(model._compile_loss, self._factor)
-        # Functions that were compiled before know nothing of these.
-        model.train_function = model.test_function = model.predict_function = None
-
-    # What is inside of a step.
-
-    def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:
-        with self._step(args[-1]):
-            self._total = self._exchanges.total(self.strategy, self._rows)
-            with self._exchanges.after(self._total):
-                return inner(*args)
-
-    def _test_step(self, inner: Callable[..., Any], *args: Any) -> Any:
-        with self._step(args[-1]):
-            return inner(*args)
-
-    @contextmanager
-    def _step(self, data: Any) -> Iterator[None]:
-        rows = keras.ops.shape(keras.tree.flatten(data)[0])[0]
-        # What TensorFlow knows only when it runs is no int.
-        self._rows = rows if type(rows) is int else keras.ops.cast(rows, "float64")
-        self._is_scaled = False
-        try:
-            yield
-        finally:
-            self._rows = self._total = None
-
-    def _scale_loss(self, inner: Callable[..., Any], loss: Any) -> Any:
-        loss = inner(loss)
-        if self._total is None:
-            return loss
-        self._is_scaled = True
-        return loss * keras.ops.cast(self._share, loss.dtype)
-
-    @property
-    def _share(self) -> Any:
-        """By what a replica's mean is multiplied before a mean over replicas."""
-        return self._rows * self.strategy.num_replicas_in_sync / self._total
-
-    def _weight(self) -> Any:
-        """Return by what gradients are multiplied yet; 0 for those of no rows."""
-        rows = self._rows
-        if self._total is None:
-            return 1
-        if type(rows) is int and (self._is_scaled or not rows):
-            return int(rows > 0)
-        if self._is_scaled:
-            return keras.ops.cast(rows > 0, "float64")
-        # A step of the program's own, which does not scale its loss.
-        return self._share
-
-    def _factor(self, divisor: Any) -> Any:
-        """Return what makes a loss one of means over rows; see `correct`."""
-        if self._rows is None:
-            return None
-        total, own, whole = self._exchanges.total, 1, 1
-        if divisor is not None:
-            own, whole = divisor, total(self.strategy, divisor)
-        rows = self._total
-        if rows is None:
-            rows = total(self.strategy, self._rows)
-        own, whole, few, rows = (
-            keras.ops.cast(n, "float32") for n in (own, whole, self._rows, rows)
-        )
-        return keras.ops.divide_no_nan(own * rows, whole * few)
-
-    def _apply(
-        self, inner: Callable[..., Any], grads: Any, trainable_variables: Any = None
-    ) -> Any:
-        return inner(self._combined(grads), trainable_variables)
-
-    def _stateless_apply(
-        self, inner: Callable[..., Any], variables: Any, grads: Any, trainable: Any
-    ) -> Any:
-        return inner(variables, self._combined(grads), trainable)
-
-    def _combined(self, gradients: Any) -> list[Any]:
-        gradients = list(gradients)
-        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        own = [gradients[i] for i in there]
-        means = self._exchanges.mean(self.strategy, own, self._weight())
-        for index, gradient in zip(there, means, strict=True):
-            gradients[index] = gradient
-        return gradients
-
-    # What is around steps.
-
-    def _entered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that all replicas leave together, with arguments by name."""
-
-        def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(inner).bind(*args, **kwargs).arguments
-            given |= given.pop("kwargs", {})
-            before = self._trains
-            self._trains = method == self._fit or inner.__name__ == "train_on_batch"
-            with self.strategy.collectives.section(inner.__name__):
-                try:
-                    self._require_ready()
-                    return method(inner, given)
-                finally:
-                    self._trains = before
-
-        return call
-
-    def _require_ready(self) -> None:
-        require_distributable(self.model)
-        if self.model.optimizer not in self._optimizers:
-            raise RuntimeError(
-                "expected the optimizer that the model had in distribute, found "
-                "another: compile was called again; call distribute after it"
-            )
-
-    def _fit(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        strategy = self.strategy
-        callbacks = given.pop("callbacks", None)
-        callbacks = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-        told = strategy.collectives.all_gather_object(
-            (any(map(is_watched, callbacks)), random.getrandbits(31)), "fit"
-        )
-        _split(given)
-        held = {
-            "batch_size": given.pop("validation_batch_size", given.get("batch_size")),
-            "steps": given.pop("validation_steps", None),
-        }
-        shuffle = given.pop("shuffle", True)
-        self._batched(given, "steps_per_epoch", shuffle=shuffle, seed=told[0][1])
-        if (data := given.get("validation_data")) is not None:
-            parts = data if isinstance(data, (tuple, list)) else (data,)
-            held |= dict(zip(_DATA, parts, strict=False))
-            self._batched(held, "steps")
-            given["validation_steps"] = held.pop("steps", None)
-            given["validation_batch_size"] = held.pop("batch_size", None)
-            given["validation_data"] = tuple(held.values())
-        callbacks = chosen(callbacks, strategy)
-        callbacks.append(Together(self.state, strategy, given["x"]))
-        if any(watches for watches, _ in told):
-            callbacks.append(Watch(strategy))
-        # The order of batches has been chosen: Keras would draw another on each.
-        return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
-
-    def _evaluate(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        if not given.get("_use_cached_eval_dataset"):
-            self._batched(given, "steps")
-            self._quiet(given)
-        return inner(**given)
-
-    def _predict(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        x, steps = given["x"], given.get("steps")
-        if isinstance(x, Dataset):
-            return self._predict_batches(x, steps)
-        if isinstance(x, Batches):
-            given["batch_size"], x = x.dataset.batch_size, x.x
-        columns = columns_of(x)
-        if columns is None:
-            # What each replica reads is its own.
-            return self._gathered(inner(**self._quiet(given)))
-        size = given.get("batch_size") or 32
-        if steps:
-            columns = columns_of(columns.read(slice(0, given.pop("steps") * size)))
-        count = self.strategy.num_replicas_in_sync
-        given["batch_size"] = -(-size // count)
-        return self._of_own_rows(
-            columns, lambda rows: inner(**self._quiet({**given, "x": rows}))
-        )
-
-    def _predict_batches(self, dataset: Dataset, steps: int | None) -> Any:
-        """Return the predictions of all batches of a data set."""
-        found = []
-        for batch in dataset.take(-1 if steps is None else steps):
-            x = batch[0] if isinstance(batch, tuple) else batch
-            found.append(self.model.predict_on_batch(x))
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
-
-    def _predict_on_batch(
-        self, inner: Callable[..., Any], given: dict[str, Any]
-    ) -> Any:
-        return self._of_own_rows(open_source(given["x"]), inner)
-
-    def _of_own_rows(self, columns: Any, function: Callable[[Any], Any]) -> Any:
-        """Return what a function gives for all rows, of which it gets this one's."""
-        strategy = self.strategy
-        count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-        first, last = share(columns.num_rows, count, replica)
-        # Keras predicts nothing of no rows.
-        least = min(max(last, first + 1), columns.num_rows)
-        found = function(
-            writable(columns.read(slice(least - max(last - first, 1), least)))
-        )
-        own = keras.tree.map_structure(lambda part: part[: last - first], found)
-        return self._gathered(own)
-
-    def _gathered(self, own: Any) -> Any:
-        return self.strategy.collectives.all_gather(own, 0, "predict")
-
-    def _on_batch(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        columns = open_source({k: given[k] for k in _DATA if given.get(k) is not None})
-        given |= own_rows(columns, self.strategy)
-        whole = given.pop("return_dict", False)
-        if keras_version() < (3, 15):
-            # As later ones: what is left of an epoch is of all replicas already.
-            self.model.reset_metrics()
-        logs = inner(**given, return_dict=True)
-        found = self.model._get_metrics_result_or_logs(logs)
-        logs = {name: float(found[name]) for name in logs}
-        return logs if whole else self.model._flatten_metrics_in_order(logs)
-
-    def _result(self, inner: Callable[..., Any], logs: Any) -> Any:
-        self.state.total_metrics()
-        if self._trains:
-            self.state.average()
-        return inner(logs)
-
-    def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
-        """Replace arrays among arguments by their batches."""
-        data = {name: given[name] for name in _DATA if given.get(name) is not None}
-        if isinstance(data["x"], Dataset):
-            data["x"] = Batches.of(data["x"], self.strategy)
-            given.pop("batch_size", None)
-        if isinstance(data["x"], Batches):
-            given["x"] = data["x"].with_steps(given.pop(steps, None))
-        elif columns_of(data) is not None:
-            for name in data:
-                del given[name]
-            options |= {"batch_size": given.pop("batch_size", None) or 32}
-            batches = Batches(**data, strategy=self.strategy, **options)
-            given["x"] = batches.with_steps(given.pop(steps, None))
-
-    def _quiet(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave the progress bar to replica 0."""
-        if self.strategy.replica_id:
-            given["verbose"] = 0
-        return given
-
-
-def _split(given: dict[str, Any]) -> None:
-    """Take the last rows for validation, as Keras would."""
-    data = {name: given[name] for name in _DATA if given.get(name) is not None}
-    fraction, columns = given.get("validation_split"), columns_of(data)
-    if not fraction or given.get("validation_data") is not None or columns is None:
-        return
-    del given["validation_split"]
-    at = int(columns.num_rows * (1 - fraction))
-    given |= columns.read(slice(0, at))
-    held = columns.read(slice(at, None))
-    given["validation_data"] = tuple(held[name] for name in data)
-
-
-def _put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put a function over a method of an object, which it is given first.
-
-    Over that of its class: one that was put there before is replaced. Keras would track
-    what is assigned as a part of the model.
-    """
-    vars(owner).pop(name, None)
-    inner = getattr(owner, name)
-    method = functools.wraps(inner)(functools.partial(function, inner))
-    object.__setattr__(owner, name, method)
 
 
 def distribute(model: Any, strategy: Strategy) -> Any:
@@ -391,8 +71,6 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ['loss']
     """
     require_strategy(strategy)
-    advice = "use one replica for each rank with Keras"
-    refuse_logical_replicas(strategy, "distribute", advice)
     return strategy.collectives.call("distribute", _distribute, model, strategy)
 
 
@@ -401,8 +79,9 @@ def _distribute(model: Any, strategy: Strategy) -> Any:
     # Now, so that `begin` finds its state: Keras builds it in the first step.
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    separate_seeds(model, strategy)
-    distributed = _Distributed(model, strategy)
+    kind = LogicalDistributed if strategy.logical else Distributed
+    distributed = kind(model, strategy)
+    separate_seeds(model, distributed.mask)
     distributed.install()
     distributed.state.begin("distribute")
     strategies[model] = strategy

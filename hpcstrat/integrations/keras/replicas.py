@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ __all__ = [
     "State",
     "optimizers_of",
     "seed_generators",
+    "seed_mask",
     "separate_seeds",
     "strategies",
     "value_of",
@@ -43,20 +45,25 @@ def seed_generators(model: Any) -> list[Any]:
     return [generator for layer in layers for generator in layer._seed_generators]
 
 
-def separate_seeds(model: Any, strategy: Strategy) -> None:
+def seed_mask(replica: int) -> Array:
+    """Return what a replica's seeds are combined with; nothing for replica 0."""
+    key = np.random.SeedSequence(replica).generate_state(1)[0] >> 1
+    return np.array([int(key) if replica else 0, 0])
+
+
+def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
     """Make a model draw other random numbers on each replica, from the same state.
 
-    Replica 0 draws those of one process.
+    ``mask`` returns that of the replica that draws. Replica 0 draws those of one
+    process.
     """
-    key = np.random.SeedSequence(strategy.replica_id).generate_state(1)[0] >> 1
-    mask = np.array([int(key) if strategy.replica_id else 0, 0])
     for generator in seed_generators(model):
         # After another `compile` the model is distributed again: never twice.
         vars(generator).pop("next", None)
 
         def draw(*args: Any, drawn: Any = generator.next, **kwargs: Any) -> Any:
             seed = drawn(*args, **kwargs)
-            return keras.ops.bitwise_xor(seed, keras.ops.cast(mask, seed.dtype))
+            return keras.ops.bitwise_xor(seed, keras.ops.cast(mask(), seed.dtype))
 
         object.__setattr__(generator, "next", draw)
 
@@ -84,6 +91,11 @@ class State:
         # The values of the moving ones when all replicas had the same.
         self._common: list[Array] = []
 
+    @property
+    def moving(self) -> list[Any]:
+        """The variables that follow a replica's rows."""
+        return [*self._moving, *self._others]
+
     def begin(self, what: str) -> None:
         """Give all replicas replica 0's weights, and the optimizer's state."""
         model = self.model
@@ -104,17 +116,8 @@ class State:
             self._broadcast(self._others, "states of layers")
         if not self._moving:
             return
-        with np.errstate(invalid="ignore"):
-            changes = [
-                value_of(variable) - common
-                for variable, common in zip(self._moving, self._common, strict=True)
-            ]
-        # Those of batches without rows are none.
-        known = np.array([np.isfinite(change).all() for change in changes], np.float64)
-        for change, is_known in zip(changes, known, strict=True):
-            if not is_known:
-                change[...] = 0
-        *changes, counts = self._summed([*changes, known], "moving means")
+        given = [self._changes(own) for own in self.replica_values(self._moving)]
+        *changes, counts = self._summed(given, "moving means")
         for variable, common, change, count in zip(
             *(self._moving, self._common, changes, counts), strict=True
         ):
@@ -122,18 +125,33 @@ class State:
                 common[...] += (change / count).astype(common.dtype)
             variable.assign(common)
 
+    def replica_values(self, variables: list[Any]) -> list[list[Array]]:
+        """Return the values of some variables, for each replica of this rank."""
+        return [[value_of(variable) for variable in variables]]
+
+    def _changes(self, values: list[Array]) -> list[Array]:
+        """Return by what a replica's values have changed, and which of them count."""
+        with np.errstate(invalid="ignore"):
+            pairs = zip(values, self._common, strict=True)
+            changes = [value - common for value, common in pairs]
+        # Those of batches without rows are none.
+        known = np.array([np.isfinite(change).all() for change in changes], np.float64)
+        for change, is_known in zip(changes, known, strict=True):
+            if not is_known:
+                change[...] = 0
+        return [*changes, known]
+
     def total_metrics(self) -> None:
         """Give all replicas' metrics what all of them have seen."""
         variables = self.model.metrics_variables
         if not variables:
             return
-        sums = self._summed([value_of(variable) for variable in variables], "metrics")
+        sums = self._summed(self.replica_values(variables), "metrics")
         for variable, value in zip(variables, sums, strict=True):
             means = variable.aggregation == "mean"
             size = self.strategy.num_replicas_in_sync if means else 1
             variable.assign(value / size if means else value)
 
-    def _summed(self, values: list[Array], what: str) -> list[Array]:
-        collectives = self.strategy.collectives
-        found: list[Array] = collectives.batch_reduce(ReduceOp.SUM, values, what)
+    def _summed(self, values: list[list[Array]], what: str) -> list[Array]:
+        found: list[Array] = self.strategy.reduce_parts(ReduceOp.SUM, values, what)
         return found

@@ -1,0 +1,291 @@
+"""A replica's part of a step, and the optimizer's, in functions of each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import keras
+import numpy as np
+
+from hpcstrat.typing import Array
+
+__all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
+
+
+class Outcome(NamedTuple):
+    """What a replica's part of a step has given."""
+
+    own: list[Any]
+    gradients: list[Any] | None
+    divisors: list[Any]
+    logs: Any
+
+
+class CompiledSteps(Protocol):
+    """What each backend does in its own way.
+
+    ``common`` is the state that JAX carries from step to step; None with others, whose
+    variables have it. ``own`` are the values of ``variables`` of one replica.
+    """
+
+    def function(self, kind: str) -> Callable[..., Any]:
+        """Return what the model calls for a step: ``train`` or ``test``."""
+
+    def own(self, variables: list[Any], common: Any) -> list[Any]:
+        """Return the values of variables."""
+
+    def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
+        """Give variables values; returns the common state with them."""
+
+    def part(
+        self,
+        kind: str,
+        common: Any,
+        state: tuple[list[Any], list[Any]],
+        inputs: list[Any],
+    ) -> Outcome:
+        """Call the model's step for one replica.
+
+        ``state`` are variables and the replica's own values of them; ``inputs`` are
+        what is given from outside, and the replica's rows.
+        """
+
+    def apply(self, gradients: list[Any], common: Any) -> Any:
+        """Let the optimizer step; returns the common state."""
+
+    def array(self, gradient: Any) -> Array:
+        """Return a gradient as an array that may be read."""
+
+
+def compiled_steps(distributed: Any) -> CompiledSteps:
+    """Return what the backend in use makes of a model's steps."""
+    backend = keras.config.backend()
+    made: dict[str, Any] = {
+        "torch": _OfTorch,
+        "jax": _OfJax,
+        "tensorflow": _OfTensorFlow,
+    }
+    steps: CompiledSteps = made[backend](distributed)
+    return steps
+
+
+class _Eager:
+    """With state in variables."""
+
+    def __init__(self, distributed: Any) -> None:
+        self._distributed = distributed
+        self._model = distributed.model
+
+    def function(self, kind: str) -> Callable[..., Any]:
+        def function(batches: Any) -> Any:
+            logs = None
+            for number in range(self._model.steps_per_execution):
+                try:
+                    data = next(batches)
+                except StopIteration:
+                    if not number:
+                        raise
+                    break
+                logs, _ = self._distributed.step(kind, None, self._plain(data))
+            return logs
+
+        return function
+
+    @staticmethod
+    def _plain(data: Any) -> Any:
+        return data
+
+    def own(self, variables: list[Any], common: Any) -> list[Any]:
+        del common
+        return [keras.ops.copy(variable.value) for variable in variables]
+
+    def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)
+        return common
+
+    def part(
+        self,
+        kind: str,
+        common: Any,
+        state: tuple[list[Any], list[Any]],
+        inputs: list[Any],
+    ) -> Outcome:
+        variables, own = state
+        self.with_own(variables, own, common)
+        gradients, divisors, logs = self._call(kind, *inputs)
+        return Outcome(self.own(variables, common), gradients, divisors, logs)
+
+    def _call(self, kind: str, given: Any, data: Any) -> tuple[Any, Any, Any]:
+        step = getattr(self._model, f"{kind}_step")
+        with self._distributed.part(given):
+            logs = step(data)
+            return *self._distributed.told(), logs
+
+    def apply(self, gradients: list[Any], common: Any) -> Any:
+        self._model.optimizer.apply(gradients, self._model.trainable_variables)
+        return common
+
+
+class _OfTorch(_Eager):
+    def function(self, kind: str) -> Callable[..., Any]:
+        import torch
+
+        def function(data: Any) -> Any:
+            if kind == "train":
+                return self._distributed.step(kind, None, data[0])[0]
+            with torch.no_grad():
+                return self._distributed.step(kind, None, data[0])[0]
+
+        return function
+
+    def own(self, variables: list[Any], common: Any) -> list[Any]:
+        del common
+        return [variable.value.detach().clone() for variable in variables]
+
+    def apply(self, gradients: list[Any], common: Any) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return super().apply(gradients, common)
+
+    def array(self, gradient: Any) -> Array:
+        from hpcstrat.integrations.torch.tensors import memory_of
+
+        return memory_of(gradient)
+
+
+class _OfTensorFlow(_Eager):
+    def __init__(self, distributed: Any) -> None:
+        super().__init__(distributed)
+        self._compiled: dict[Any, Any] = {}
+
+    @staticmethod
+    def _plain(data: Any) -> Any:
+        import tensorflow as tf
+
+        # What is missing in a batch of tf.data.
+        missing = tf.experimental.Optional
+        return keras.tree.map_structure(
+            lambda leaf: None if isinstance(leaf, missing) else leaf, data
+        )
+
+    def _call(self, kind: str, given: Any, data: Any) -> tuple[Any, Any, Any]:
+        import tensorflow as tf
+
+        call = super()._call
+        if self._model.run_eagerly:
+            return call(kind, given, data)
+        leaves = keras.tree.flatten((given, data))
+        there = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        tensors = [tf.convert_to_tensor(leaves[i]) for i in there]
+        key = (
+            kind,
+            *((i, t.dtype, *t.shape[1:]) for i, t in zip(there, tensors, strict=True)),
+        )
+        if key not in self._compiled:
+            # Of any number of rows, so that all are computed by one graph.
+            signature = [
+                tf.TensorSpec([None, *t.shape[1:]] if len(t.shape) else [], t.dtype)
+                for t in tensors
+            ]
+
+            def compiled(*tensors: Any) -> Any:
+                filled = [None] * len(leaves)
+                for index, tensor in zip(there, tensors, strict=True):
+                    filled[index] = tensor
+                return call(kind, *keras.tree.pack_sequence_as((given, data), filled))
+
+            self._compiled[key] = tf.function(compiled, input_signature=signature)
+        return self._compiled[key](*tensors)
+
+    def apply(self, gradients: list[Any], common: Any) -> Any:
+        import tensorflow as tf
+
+        if self._model.run_eagerly:
+            return super().apply(gradients, common)
+        if "apply" not in self._compiled:
+            apply = super().apply
+            self._compiled["apply"] = tf.function(lambda given: apply(given, None))
+        self._compiled["apply"](gradients)
+        return common
+
+    def array(self, gradient: Any) -> Array:
+        return gradient.numpy()
+
+
+class _OfJax:
+    """With state that goes from step to step: trained, others, optimizer's, metrics."""
+
+    def __init__(self, distributed: Any) -> None:
+        import jax
+
+        self._distributed = distributed
+        self._model = model = distributed.model
+        compiled = not model.run_eagerly and model.jit_compile
+        jit: Any = jax.jit if compiled else lambda function, **_: function
+        self._part = jit(self._called, static_argnums=0)
+        self._apply = jit(self._applied, donate_argnums=(0, 1))
+
+    def function(self, kind: str) -> Callable[..., Any]:
+        def function(state: Any, batches: Any) -> Any:
+            logs = None
+            for number in range(self._model.steps_per_execution):
+                try:
+                    data = next(batches)
+                except StopIteration:
+                    if not number:
+                        raise
+                    break
+                logs, state = self._distributed.step(kind, state, data)
+            return logs, state
+
+        return function
+
+    def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
+        """Return where own variables are: counted from the state's beginning or end."""
+        model = self._model
+        found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
+        found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}
+        return [found[id(variable)] for variable in variables]
+
+    def own(self, variables: list[Any], common: Any) -> list[Any]:
+        return [common[part][index] for part, index in self._places(variables)]
+
+    def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
+        state = [list(part) for part in common]
+        for (part, index), value in zip(self._places(variables), own, strict=True):
+            state[part][index] = value
+        return tuple(state)
+
+    def part(
+        self,
+        kind: str,
+        common: Any,
+        state: tuple[list[Any], list[Any]],
+        inputs: list[Any],
+    ) -> Outcome:
+        variables, own = state
+        values = self.with_own(variables, own, common)
+        gradients, divisors, logs, values = self._part(kind, values, *inputs)
+        common = list(common)
+        common[1], common[-1] = values
+        return Outcome(self.own(variables, common), gradients, divisors, logs)
+
+    def _called(self, kind: str, state: Any, given: Any, data: Any) -> Any:
+        step = getattr(self._model, f"{kind}_step")
+        with self._distributed.part(given):
+            logs, state = step(state, data)
+            return *self._distributed.told(), logs, (state[1], state[-1])
+
+    def apply(self, gradients: list[Any], common: Any) -> Any:
+        trained, others, optimizer, metrics = common
+        trained, optimizer = self._apply(trained, optimizer, gradients)
+        return trained, others, optimizer, metrics
+
+    def _applied(self, trained: Any, optimizer: Any, gradients: Any) -> Any:
+        return self._model.optimizer.stateless_apply(optimizer, gradients, trained)
+
+    def array(self, gradient: Any) -> Array:
+        return np.asarray(gradient)
