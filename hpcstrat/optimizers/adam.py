@@ -76,8 +76,9 @@ class Adam(Optimizer):
         gradient *= value.dtype.type(step.rate)
         value -= gradient
 
-    def _direction(self, step: Step, gradient: Array, m: Array, v: Array) -> None:
+    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Update the moments; put the step for a rate of 1 in the gradient's place."""
+        m, v = slots
         number = gradient.dtype.type
         scratch = np.multiply(
             gradient, number(1 - self.beta_1), out=self._scratch(gradient)

@@ -68,10 +68,15 @@ class LAMB(AdamWithDecay):
             **options,
         )
 
+    _two_stages = True
+
     def update(  # numpydoc ignore=GL08
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
         self._direction(step, gradient, *slots)
+        self._finish(step, gradient, value)
+
+    def _finish(self, step: Step, gradient: Array, value: Array) -> None:
         rate: Any = step.rate
         number = value.dtype.type
         if not self._is_excluded(step.name):

@@ -37,7 +37,7 @@ from hpcstrat.optimizers.parameters import (
     Target,
     require_options,
 )
-from hpcstrat.optimizers.routine import Routine, is_of_elements
+from hpcstrat.optimizers.routine import Routine, has_two_stages, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.options import ReduceOp, VariableAggregation
@@ -93,7 +93,8 @@ class Optimizer(MadeTogether, ABC):
         Whether each rank keeps the state of a part of the elements alone, updates
         these, and gets the others from the ranks that have them (ZeRO stage 1). It
         takes 1/N of the memory for state, gives the same bits, and is saved as
-        everywhere. For rules of elements, and mirrored variables in host memory.
+        everywhere. For rules of elements and LAMB, and mirrored variables in host
+        memory.
 
     Attributes
     ----------
@@ -116,6 +117,10 @@ class Optimizer(MadeTogether, ABC):
     state: Mapping[str, float] = {}
     elementwise: bool = False
 
+    _two_stages: bool = False
+    """Whether `update` is a ``_direction`` of each element by itself, which it writes
+    over the gradient, and then a ``_finish`` of whole variables."""
+
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
 
@@ -129,10 +134,11 @@ class Optimizer(MadeTogether, ABC):
         missing_gradients: Literal["error", "zeros"] = "error",
         sharded: bool = False,
     ) -> None:
-        if sharded and not is_of_elements(type(self)):
+        kind = type(self)
+        if sharded and not (is_of_elements(kind) or has_two_stages(kind)):
             raise ValueError(
                 "expected a rule that updates each element by itself to be sharded, "
-                f"found {type(self).__name__}; leave out sharded=True"
+                f"found {kind.__name__}; leave out sharded=True"
             )
         self._sharded = sharded
         require_options(accumulate_steps, clip_global_norm, missing_gradients)
@@ -498,7 +504,8 @@ class Optimizer(MadeTogether, ABC):
         if sharded:
             # By the whole gradients, before each rank goes on with its part.
             self._condition(reduced, None)
-            reduced = [_own_part(gradient, strategy) for gradient in reduced]
+            wholes = [_dense(gradient).reshape(-1) for gradient in reduced]
+            reduced = [w[part_of_rank(w.size, strategy)] for w in wholes]
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(variable) for _, variable in pairs]
@@ -511,15 +518,7 @@ class Optimizer(MadeTogether, ABC):
         if routine.on_device is not None:
             routine.on_device.update(reduced, self._mean, self._limit)
         elif sharded:
-            # The others wait for this rank's parts.
-            with strategy.collectives.all_raise(routine.label):
-                self._update_parts(reduced, routine)
-            exchange_parts(
-                strategy,
-                [variable.component for _, variable in pairs],
-                f"{routine.label}, updated parts",
-                strategy.collectives.timeout_seconds,
-            )
+            self._update_sharded(wholes, reduced, pairs, routine)
         elif slices is None:
             self._update_all(reduced, routine)
         else:
@@ -580,6 +579,43 @@ class Optimizer(MadeTogether, ABC):
         if self._limit is not None or self._mean != 1:
             self._condition(gradients, routine.slices)
         self._update_parts(gradients, routine)
+
+    def _update_sharded(
+        self, wholes: list[Array], parts: list[Array], pairs: Pairs, routine: Routine
+    ) -> None:
+        """Update this rank's part of each variable, and get the others.
+
+        ``parts`` are parts of ``wholes``, the gradients. Of a rule with two stages the
+        first is of parts, whose results are exchanged, and the second of all.
+        """
+        strategy = get_strategy()
+        arrays = [variable.component for _, variable in pairs]
+        in_two = has_two_stages(type(self))
+        # The others wait for this rank's parts.
+        with strategy.collectives.all_raise(routine.label):
+            if not in_two:
+                self._update_parts(parts, routine)
+            for part, (step, own) in zip(parts, routine.targets, strict=True):
+                if in_two:
+                    self._direction(step, part, *own[1:])
+        exchange_parts(
+            strategy,
+            wholes if in_two else arrays,
+            f"{routine.label}, updated parts",
+            strategy.collectives.timeout_seconds,
+        )
+        if in_two:
+            steps = [step for step, _ in routine.targets]
+            for step, whole, array in zip(steps, wholes, arrays, strict=True):
+                self._finish(step, whole.reshape(array.shape), array)
+
+    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
+        """Write over a gradient what a rule's first stage makes of it."""
+        raise NotImplementedError
+
+    def _finish(self, step: Step, gradient: Array, value: Array) -> None:
+        """Update a variable by what the first stage has made of its gradient."""
+        raise NotImplementedError
 
     def _update_parts(self, gradients: list[Any], routine: Routine) -> None:
         for bundle in routine.bundles:
@@ -792,8 +828,5 @@ class Optimizer(MadeTogether, ABC):
             )
 
 
-def _own_part(gradient: Gradient, strategy: Any) -> Array:
-    """Return this rank's elements of a gradient."""
-    dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
-    part: Array = dense.reshape(-1)[part_of_rank(dense.size, strategy)]
-    return part
+def _dense(gradient: Gradient) -> Array:
+    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient

@@ -15,7 +15,7 @@ from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
-__all__ = ["Bundle", "Routine", "is_of_elements"]
+__all__ = ["Bundle", "Routine", "has_two_stages", "is_of_elements"]
 
 # Up to so many elements it takes less time to copy arrays there and back than to call
 # NumPy for each: a step of 20 arrays of 4,096 takes half the time, of 64 a quarter. A
@@ -68,9 +68,18 @@ def is_of_elements(kind: type) -> bool:
 
     A subclass may have another rule than its base.
     """
+    return _declares(kind, "elementwise")
+
+
+def has_two_stages(kind: type) -> bool:
+    """Whether a rule of a class is known to begin with each element by itself."""
+    return _declares(kind, "_two_stages")
+
+
+def _declares(kind: type, name: str) -> bool:
     for each in kind.__mro__:
-        if "elementwise" in vars(each):
-            return bool(vars(each)["elementwise"])
+        if name in vars(each):
+            return bool(vars(each)[name])
         if "update" in vars(each) or "_direction" in vars(each):
             return False
     return False

@@ -19,6 +19,7 @@ RULES = [
     lambda **more: hs.optimizers.Adam(0.01, **more),
     lambda **more: hs.optimizers.AdamW(0.01, 0.1, exclude=["v1"], **more),
     lambda **more: hs.optimizers.Adagrad(0.1, **more),
+    lambda **more: hs.optimizers.LAMB(0.1, exclude=["v1"], **more),
 ]
 
 
@@ -55,7 +56,7 @@ def bits(optimizer: Any, targets: list[Any]) -> list[bytes]:
     return [variable.numpy().tobytes() for _, variable in sorted(found)]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["sgd", "adam", "adamw", "adagrad"])
+@pytest.mark.parametrize("rule", RULES, ids=["sgd", "adam", "adamw", "adagrad", "lamb"])
 @pytest.mark.parametrize(
     "more", [{}, {"clip_global_norm": 0.5}, {"aggregation": "mean"}]
 )
@@ -113,7 +114,8 @@ def test_checkpoints_know_nothing_of_it(strategy: Any, job: Any, folder: Path) -
             assert bits(optimizer, targets) == wanted
 
 
-def test_with_logical_replicas(job: Any) -> None:
+@pytest.mark.parametrize("rule", [hs.optimizers.Adam, hs.optimizers.LAMB])
+def test_with_logical_replicas(job: Any, rule: Any) -> None:
     from mpi4py import MPI
 
     results = []
@@ -121,14 +123,18 @@ def test_with_logical_replicas(job: Any) -> None:
         with hs.MultiWorkerMirroredStrategy(logical_replicas=4, comm=comm) as strategy:
             targets = variables(strategy)
             with strategy.scope():
-                optimizer = hs.optimizers.Adam(0.01, sharded=sharded)
+                optimizer = rule(0.01, sharded=sharded)
             train(strategy, optimizer, targets)
             results.append(bits(optimizer, targets))
     assert results[0] == results[1]
 
 
 def test_what_cannot_be_divided_is_refused(strategy: Any, job: Any) -> None:
+    class Other(hs.optimizers.LAMB):
+        def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
+            value -= gradient / np.abs(gradient).max()
+
     with strategy.scope():
-        error = outcome(hs.optimizers.LAMB, 0.01, sharded=True)
+        error = outcome(Other, 0.01, sharded=True)
         assert isinstance(error, ValueError), repr(error)
-        assert "LAMB" in str(error)
+        assert "Other" in str(error)
