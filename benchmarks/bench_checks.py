@@ -23,7 +23,7 @@ from report import row, write_json
 from timing import measure
 
 import hpcstrat as hs
-from hpcstrat.bench.shapes import resnet50_shapes
+from hpcstrat.tools.bench.shapes import resnet50_shapes
 
 CALLS = 100
 VARIABLES = {

@@ -34,7 +34,7 @@ from report import describe, draw_bars, output_options, row, table, write_json
 from timing import measure_for
 
 import hpcstrat as hs
-from hpcstrat.bench.shapes import resnet50_shapes
+from hpcstrat.tools.bench.shapes import resnet50_shapes
 
 PIECE = 1 << 20
 PACKED = "mpi4py, packed"

@@ -161,10 +161,10 @@ def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
 
 def points(options: dict[str, Any]) -> Iterator[Point]:
     """Measure and predict all of them."""
-    from hpcstrat.bench.prediction.forecast import Step, predict_point
-    from hpcstrat.bench.prediction.platforms import Network
-    from hpcstrat.bench.prediction.rehearsal import Copied, Job, rehearse
-    from hpcstrat.bench.prediction.traces import Machine
+    from hpcstrat.tools.bench.prediction.forecast import Step, predict_point
+    from hpcstrat.tools.bench.prediction.platforms import Network
+    from hpcstrat.tools.bench.prediction.rehearsal import Copied, Job, rehearse
+    from hpcstrat.tools.bench.prediction.traces import Machine
 
     compute, nbytes = options["compute_ms"] / 1e3, options["nbytes"]
     for rate, delay in WIRES:

@@ -34,7 +34,7 @@ if ((gpus == 1)); then
 fi
 
 # Whether MPI takes the memory of GPUs: a trial, kept for this kind of node.
-timeout 300 "$python" -m hpcstrat.gpu.probe.probe || failed+=(probe)
+timeout 300 "$python" -m hpcstrat.engine.gpu.probe.probe || failed+=(probe)
 
 bench() {
     local count="$1" name="$2"

@@ -20,7 +20,7 @@ from devices import Bench
 from report import row, table
 
 import hpcstrat as hs
-from hpcstrat.bench.shapes import resnet50_shapes
+from hpcstrat.tools.bench.shapes import resnet50_shapes
 
 __all__ = ["SECONDS", "measure_device"]
 

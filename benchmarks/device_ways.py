@@ -15,7 +15,7 @@ import numpy as np
 from devices import Bench
 
 import hpcstrat as hs
-from hpcstrat.gpu.capabilities import Capabilities, gather
+from hpcstrat.engine.gpu.capabilities import Capabilities, gather
 
 __all__ = ["BY_HAND", "FLOOR", "MPI", "NCCL", "OURS", "TORCH", "Floor", "Ways"]
 
@@ -144,7 +144,7 @@ class Ways:
         self.left_out: dict[str, str] = {}
         self.transports: dict[str, str] = {}
         self._told = _Told()
-        logger = logging.getLogger("hpcstrat.gpu")
+        logger = logging.getLogger("hpcstrat.engine.gpu")
         logger.addHandler(self._told)
         logger.setLevel(logging.INFO)
         topology = bench.strategy.topology

@@ -23,7 +23,7 @@ from report import describe, write_json
 from timing import measure_for
 
 import hpcstrat as hs
-from hpcstrat.gpu import library
+from hpcstrat.engine.gpu import library
 
 __all__ = ["Bench", "Flight", "Output", "device_options", "given", "start"]
 

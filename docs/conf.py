@@ -3,6 +3,7 @@
 import enum
 import importlib
 import inspect
+import operator
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -109,7 +110,7 @@ def _names(key: str, table: dict[str, Any]) -> list[str]:
     """Return the full names that a key of the table stands for."""
     public = [f"hpcstrat.{name}" for name in table[key]]
     if key in hpcstrat._MODULES:
-        module = importlib.import_module(f"hpcstrat.{key}")
+        module = importlib.import_module(f"hpcstrat.{hpcstrat._MODULES[key]}")
         own = [name for name in module.__all__ if name not in hpcstrat.__all__]
         public += [f"hpcstrat.{key}.{name}" for name in own]
     return public
@@ -167,8 +168,7 @@ def _document(owner: type, name: str) -> str | None:
 
 def _resolve(name: str) -> Any:
     """Return the object of a full name."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    return operator.attrgetter(name.removeprefix("hpcstrat."))(hpcstrat)
 
 
 def _link_to_index(_app: Sphinx, _docname: str, source: list[str]) -> None:

@@ -12,31 +12,64 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat._version import __version__ as __version__
+from hpcstrat.engine.old_paths import OldPaths
 
 if TYPE_CHECKING:
-    from hpcstrat import chaos as chaos
     from hpcstrat import cluster_resolver as cluster_resolver
-    from hpcstrat import coordinator as coordinator
     from hpcstrat import data as data
     from hpcstrat import elastic as elastic
     from hpcstrat import errors as errors
     from hpcstrat import layers as layers
     from hpcstrat import metrics as metrics
     from hpcstrat import optimizers as optimizers
-    from hpcstrat import partitioners as partitioners
     from hpcstrat import testing as testing
-    from hpcstrat.arrays.indexed_slices import IndexedSlices as IndexedSlices
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
     from hpcstrat.checkpoint import KeepBest as KeepBest
-    from hpcstrat.coordinator.between_graph import (
-        ParameterServerStrategyV1 as ParameterServerStrategyV1,
-    )
-    from hpcstrat.coordinator.strategy import (
-        ParameterServerStrategy as ParameterServerStrategy,
-    )
-    from hpcstrat.coordinator.strategy import Server as Server
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
+    from hpcstrat.elastic.preemption import (
+        PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+    )
+    from hpcstrat.elastic.preemption import TerminationConfig as TerminationConfig
+    from hpcstrat.engine.arrays.indexed_slices import IndexedSlices as IndexedSlices
+    from hpcstrat.engine.logs import get_logger as get_logger
+    from hpcstrat.engine.logs import print_once as print_once
+    from hpcstrat.engine.observe.timeline import trace as trace
+    from hpcstrat.engine.options import AutoShardPolicy as AutoShardPolicy
+    from hpcstrat.engine.options import CollectiveHints as CollectiveHints
+    from hpcstrat.engine.options import CommunicationImplementation as _Implementation
+    from hpcstrat.engine.options import CommunicationOptions as CommunicationOptions
+    from hpcstrat.engine.options import InputContext as InputContext
+    from hpcstrat.engine.options import InputOptions as InputOptions
+    from hpcstrat.engine.options import InputReplicationMode as InputReplicationMode
+    from hpcstrat.engine.options import ReduceOp as ReduceOp
+    from hpcstrat.engine.options import RunOptions as RunOptions
+    from hpcstrat.engine.options import ValueContext as ValueContext
+    from hpcstrat.engine.options import VariableAggregation as VariableAggregation
+    from hpcstrat.engine.options import (
+        VariableSynchronization as VariableSynchronization,
+    )
+    from hpcstrat.engine.reduction.cross_device_ops import (
+        CrossDeviceOps as CrossDeviceOps,
+    )
+    from hpcstrat.engine.reduction.cross_device_ops import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from hpcstrat.engine.reduction.cross_device_ops import MpiAllReduce as MpiAllReduce
+    from hpcstrat.engine.reduction.cross_device_ops import (
+        NcclAllReduce as NcclAllReduce,
+    )
+    from hpcstrat.engine.reduction.cross_device_ops import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from hpcstrat.engine.reduction.cross_device_ops import (
+        SharedMemoryAllReduce as SharedMemoryAllReduce,
+    )
+    from hpcstrat.engine.settings import Settings as Settings
+    from hpcstrat.engine.topology.topology import Topology as Topology
+    from hpcstrat.engine.values import DistributedValues as DistributedValues
+    from hpcstrat.engine.values import Mirrored as Mirrored
+    from hpcstrat.engine.values import PerReplica as PerReplica
     from hpcstrat.errors import CancelledError as CancelledError
     from hpcstrat.errors import CheckpointError as CheckpointError
     from hpcstrat.errors import CollectiveError as CollectiveError
@@ -48,45 +81,21 @@ if TYPE_CHECKING:
     from hpcstrat.errors import TopologyError as TopologyError
     from hpcstrat.errors import UnavailableError as UnavailableError
     from hpcstrat.groups import SyncGroups as SyncGroups
-    from hpcstrat.logs import get_logger as get_logger
-    from hpcstrat.logs import print_once as print_once
     from hpcstrat.losses import compute_average_loss as compute_average_loss
     from hpcstrat.losses import scale_regularization_loss as _scale_regularization_loss
-    from hpcstrat.observe.timeline import trace as trace
-    from hpcstrat.options import AutoShardPolicy as AutoShardPolicy
-    from hpcstrat.options import CollectiveHints as CollectiveHints
-    from hpcstrat.options import CommunicationImplementation as _Implementation
-    from hpcstrat.options import CommunicationOptions as CommunicationOptions
-    from hpcstrat.options import InputContext as InputContext
-    from hpcstrat.options import InputOptions as InputOptions
-    from hpcstrat.options import InputReplicationMode as InputReplicationMode
-    from hpcstrat.options import ReduceOp as ReduceOp
-    from hpcstrat.options import RunOptions as RunOptions
-    from hpcstrat.options import ValueContext as ValueContext
-    from hpcstrat.options import VariableAggregation as VariableAggregation
-    from hpcstrat.options import VariableSynchronization as VariableSynchronization
+    from hpcstrat.parameter_server import coordinator as coordinator
+    from hpcstrat.parameter_server.coordinator.between_graph import (
+        ParameterServerStrategyV1 as ParameterServerStrategyV1,
+    )
+    from hpcstrat.parameter_server.coordinator.strategy import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from hpcstrat.parameter_server.coordinator.strategy import Server as Server
     from hpcstrat.parameter_server.lookup import embedding_lookup as embedding_lookup
     from hpcstrat.parameter_server.variables import Rows as Rows
     from hpcstrat.parameter_server.variables import ServerVariable as ServerVariable
     from hpcstrat.parameter_server.variables import ShardedVariable as ShardedVariable
-    from hpcstrat.preemption import (
-        PreemptionCheckpointHandler as PreemptionCheckpointHandler,
-    )
-    from hpcstrat.preemption import TerminationConfig as TerminationConfig
     from hpcstrat.randomness import RandomStreams as RandomStreams
-    from hpcstrat.reduction.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-    from hpcstrat.reduction.cross_device_ops import (
-        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    )
-    from hpcstrat.reduction.cross_device_ops import MpiAllReduce as MpiAllReduce
-    from hpcstrat.reduction.cross_device_ops import NcclAllReduce as NcclAllReduce
-    from hpcstrat.reduction.cross_device_ops import (
-        ReductionToOneDevice as ReductionToOneDevice,
-    )
-    from hpcstrat.reduction.cross_device_ops import (
-        SharedMemoryAllReduce as SharedMemoryAllReduce,
-    )
-    from hpcstrat.settings import Settings as Settings
     from hpcstrat.strategies import CentralStorageStrategy as CentralStorageStrategy
     from hpcstrat.strategies import MirroredStrategy as MirroredStrategy
     from hpcstrat.strategies import MultiWorkerMirroredStrategy as _MultiWorker
@@ -99,14 +108,12 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
     from hpcstrat.strategies.base import ReplicaContext as ReplicaContext
-    from hpcstrat.topology.topology import Topology as Topology
-    from hpcstrat.values import DistributedValues as DistributedValues
-    from hpcstrat.values import Mirrored as Mirrored
-    from hpcstrat.values import PerReplica as PerReplica
+    from hpcstrat.tools import chaos as chaos
     from hpcstrat.variables import CentralVariable as CentralVariable
     from hpcstrat.variables import MirroredVariable as MirroredVariable
     from hpcstrat.variables import SyncOnReadVariable as SyncOnReadVariable
     from hpcstrat.variables import Variable as Variable
+    from hpcstrat.variables import partitioners as partitioners
 
     # Names that are too long to be imported as themselves in a line.
     CommunicationImplementation = _Implementation
@@ -116,22 +123,22 @@ if TYPE_CHECKING:
     scale_regularization_loss = _scale_regularization_loss
 
 
-_MODULES = (
-    "chaos",
-    "cluster_resolver",
-    "coordinator",
-    "data",
-    "elastic",
-    "errors",
-    "layers",
-    "metrics",
-    "optimizers",
-    "partitioners",
-    "testing",
-)
+_MODULES = {
+    "chaos": "tools.chaos",
+    "cluster_resolver": "cluster_resolver",
+    "coordinator": "parameter_server.coordinator",
+    "data": "data",
+    "elastic": "elastic",
+    "errors": "errors",
+    "layers": "layers",
+    "metrics": "metrics",
+    "optimizers": "optimizers",
+    "partitioners": "variables.partitioners",
+    "testing": "testing",
+}
 _NAMES = {
     "checkpoint": ("CheckpointManager", "KeepBest"),
-    "reduction.cross_device_ops": (
+    "engine.reduction.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "MpiAllReduce",
@@ -139,8 +146,8 @@ _NAMES = {
         "ReductionToOneDevice",
         "SharedMemoryAllReduce",
     ),
-    "coordinator.between_graph": ("ParameterServerStrategyV1",),
-    "coordinator.strategy": ("ParameterServerStrategy", "Server"),
+    "parameter_server.coordinator.between_graph": ("ParameterServerStrategyV1",),
+    "parameter_server.coordinator.strategy": ("ParameterServerStrategy", "Server"),
     "data": ("Dataset", "DistributedDataset"),
     "errors": (
         "CancelledError",
@@ -154,10 +161,10 @@ _NAMES = {
         "TopologyError",
         "UnavailableError",
     ),
-    "arrays.indexed_slices": ("IndexedSlices",),
+    "engine.arrays.indexed_slices": ("IndexedSlices",),
     "groups": ("SyncGroups",),
     "losses": ("compute_average_loss", "scale_regularization_loss"),
-    "options": (
+    "engine.options": (
         "AutoShardPolicy",
         "CollectiveHints",
         "CommunicationImplementation",
@@ -173,9 +180,9 @@ _NAMES = {
     ),
     "parameter_server.lookup": ("embedding_lookup",),
     "parameter_server.variables": ("Rows", "ServerVariable", "ShardedVariable"),
-    "preemption": ("PreemptionCheckpointHandler", "TerminationConfig"),
+    "elastic.preemption": ("PreemptionCheckpointHandler", "TerminationConfig"),
     "randomness": ("RandomStreams",),
-    "settings": ("Settings",),
+    "engine.settings": ("Settings",),
     "strategies": (
         "CentralStorageStrategy",
         "MirroredStrategy",
@@ -190,10 +197,10 @@ _NAMES = {
         "in_cross_replica_context",
     ),
     "strategies.base": ("ReplicaContext",),
-    "observe.timeline": ("trace",),
-    "topology.topology": ("Topology",),
-    "logs": ("get_logger", "print_once"),
-    "values": ("DistributedValues", "Mirrored", "PerReplica"),
+    "engine.observe.timeline": ("trace",),
+    "engine.topology.topology": ("Topology",),
+    "engine.logs": ("get_logger", "print_once"),
+    "engine.values": ("DistributedValues", "Mirrored", "PerReplica"),
     "variables": (
         "CentralVariable",
         "MirroredVariable",
@@ -209,7 +216,7 @@ __all__ = sorted([*_HOMES, *_MODULES])  # noqa: PLE0605 - names of the table abo
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used."""
     if name in _MODULES:
-        return importlib.import_module(f"hpcstrat.{name}")
+        return importlib.import_module(f"hpcstrat.{_MODULES[name]}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
@@ -224,6 +231,9 @@ def __dir__() -> list[str]:
     # Also names that are not loaded yet: completion in a shell must show them.
     return sorted([*globals(), *__all__])
 
+
+# First, as others would load the modules of a package that has moved a second time.
+sys.meta_path.insert(0, OldPaths())
 
 # In a job of several ranks, as launchers say, the others must be able to see that this
 # one is there, and how it ends, before MPI runs.

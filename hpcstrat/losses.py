@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_device
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import as_array, is_device, is_half, to_device
+from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
-from hpcstrat.typing import Array, ArrayLike
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 

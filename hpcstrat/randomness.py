@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.context import own_index
+from hpcstrat.engine.context import own_index
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CollectiveError
-from hpcstrat.typing import Array, Replicas
 
 __all__ = ["RandomStreams"]
 

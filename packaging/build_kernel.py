@@ -26,12 +26,12 @@ FLAGS = [
 
 
 class BuildKernel(BuildHookInterface):
-    """Compiles the files of ``hpcstrat/native`` for any Python from 3.11 on."""
+    """Compiles the files of ``hpcstrat/engine/native`` for any Python from 3.11 on."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name the wheel for this kind of machine."""
         del version
-        folder = Path(self.root, "hpcstrat", "native")
+        folder = Path(self.root, "hpcstrat", "engine", "native")
         for name in ("kernel", "reader"):
             made = folder / f"{name}.abi3.so"
             problem = compile_kernel(folder / f"{name}.c", made)
@@ -43,7 +43,7 @@ class BuildKernel(BuildHookInterface):
                 continue
             build_data["pure_python"] = False
             build_data["tag"] = f"cp311-abi3-{_platform_tag()}"
-            build_data["artifacts"].append(f"/hpcstrat/native/{made.name}")
+            build_data["artifacts"].append(f"/hpcstrat/engine/native/{made.name}")
 
 
 def compile_kernel(source: Path, made: Path) -> str:

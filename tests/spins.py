@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcstrat.channel import waiting
+from hpcstrat.engine.channel import waiting
 
 __all__ = ["keep_spins_short"]
 

@@ -3,7 +3,7 @@
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
-from hpcstrat.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
+from hpcstrat.engine.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 
 __all__ = [
     "CheckpointManager",

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.typing import SupportsCheckpoint
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.typing import SupportsCheckpoint
 
 __all__ = ["refuse_torch", "require_one_writer", "strategy_of"]
 

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
-from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.schema import (
@@ -31,9 +30,10 @@ from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.save.comparison import compare_copies, require_same_state
 from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.observe.job_timeline import measure
+from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.errors import CheckpointError
-from hpcstrat.observe.job_timeline import measure
-from hpcstrat.observe.timeline import traced
 
 __all__ = ["CheckpointManager"]
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.arguments import refuse_torch
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import (
@@ -17,9 +16,10 @@ from hpcstrat.checkpoint.file.schema import (
     dtype_name,
     section_of,
 )
-from hpcstrat.options import VariableAggregation
+from hpcstrat.engine.arrays.kinds import to_host
+from hpcstrat.engine.options import VariableAggregation
+from hpcstrat.engine.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 from hpcstrat.variables import (
     DistributedVariable,
     SyncOnReadVariable,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS
+from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CheckpointError
-from hpcstrat.typing import Replicas
 
 __all__ = ["explained", "on_first"]
 

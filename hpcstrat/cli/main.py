@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
-from hpcstrat.cli.bench_commands import bench
-from hpcstrat.cli.chaos_commands import chaos
-from hpcstrat.cli.ckpt_commands import ckpt
-from hpcstrat.cli.doctor import doctor
-from hpcstrat.cli.doctor.examination import launch_words, software
-from hpcstrat.cli.terminal import UncutGroup
-from hpcstrat.cli.timeline_commands import timeline
-from hpcstrat.cli.torch_command import torch
-from hpcstrat.cli.verify_command import verify_bits
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.tools.bench.commands import bench
+from hpcstrat.tools.chaos.commands import chaos
+from hpcstrat.tools.checkpoints.commands import ckpt
+from hpcstrat.tools.checkpoints.verify_command import verify_bits
+from hpcstrat.tools.doctor import doctor
+from hpcstrat.tools.doctor.examination import launch_words, software
+from hpcstrat.tools.terminal import UncutGroup
+from hpcstrat.tools.timeline_commands import timeline
+from hpcstrat.tools.torch_command import torch
 
 __all__ = ["main"]
 
@@ -66,7 +66,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
 
 def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
     """Say from which size on how arrays of the host are summed."""
-    from hpcstrat.collectives.select import schedule
+    from hpcstrat.engine.collectives.select import schedule
 
     ranks = f"{each} rank{'s' if each > 1 else ''}"
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"

@@ -18,8 +18,8 @@ from hpcstrat.data.elements import (
     spec_of,
 )
 from hpcstrat.data.rows import INFINITE, Rows, Stage, epoch_of_repetition
-from hpcstrat.tree import flatten, tree_map
-from hpcstrat.typing import Tree
+from hpcstrat.engine.tree import flatten, tree_map
+from hpcstrat.engine.typing import Tree
 
 __all__ = [
     "Batched",

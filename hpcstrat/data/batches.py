@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.logs import get_logger
-from hpcstrat.tree import flatten, tree_map
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.tree import flatten, tree_map
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "as_batch",

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import is_device, to_host
+from hpcstrat.engine.arrays.kinds import is_device, to_host
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.errors import CollectiveError
-from hpcstrat.tree import flatten
-from hpcstrat.typing import Array, Tree
 
 __all__ = ["END", "Sighting", "digest", "explain_difference", "show"]
 

@@ -25,10 +25,10 @@ from hpcstrat.data.rows import (
     Stage,
 )
 from hpcstrat.data.sources import Columns, open_source
-from hpcstrat.logs import get_logger
-from hpcstrat.options import AutoShardPolicy
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import AutoShardPolicy
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["SHARD_HINT", "Dataset", "DatasetOptions", "mix"]
 

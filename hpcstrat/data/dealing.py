@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpcstrat.channel.entries import collective
 from hpcstrat.data.batches import batch_length, empty_like, pieces_of, warn_of_idle
 from hpcstrat.data.comparing import (
     END,
@@ -30,11 +29,12 @@ from hpcstrat.data.iterator import (
 )
 from hpcstrat.data.pipelines import Place, Steps
 from hpcstrat.data.placing import Placer, packed
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.options import InputOptions, InputReplicationMode
+from hpcstrat.engine.tree import tree_map
+from hpcstrat.engine.typing import Replicas, Tree
+from hpcstrat.engine.values import PerReplica
 from hpcstrat.errors import CollectiveError
-from hpcstrat.options import InputOptions, InputReplicationMode
-from hpcstrat.tree import tree_map
-from hpcstrat.typing import Replicas, Tree
-from hpcstrat.values import PerReplica
 
 __all__ = ["DealtDataset"]
 

@@ -22,15 +22,15 @@ from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
 from hpcstrat.data.resuming import StatefulDataset, StreamDataset
 from hpcstrat.data.rows import Rows
-from hpcstrat.options import (
+from hpcstrat.engine.options import (
     AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
 )
-from hpcstrat.tree import tree_map
-from hpcstrat.typing import Replicas, Tree
-from hpcstrat.values import PerReplica
+from hpcstrat.engine.tree import tree_map
+from hpcstrat.engine.typing import Replicas, Tree
+from hpcstrat.engine.values import PerReplica
 
 __all__ = [
     "DistributedDataset",

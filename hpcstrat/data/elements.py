@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import array_module, as_array
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.arrays.kinds import array_module, as_array
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "ArraySpec",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from hpcstrat.context import current
+from hpcstrat.engine.context import current
+from hpcstrat.engine.observe.timeline import traced
+from hpcstrat.engine.typing import Replicas, Tree
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.observe.timeline import traced
-from hpcstrat.typing import Replicas, Tree
 
 __all__ = ["DistributedIterator", "EpochPlace", "Optional", "ReducibleDataset"]
 

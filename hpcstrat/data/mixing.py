@@ -18,8 +18,8 @@ from hpcstrat.data.rows import (
     join_blocks,
 )
 from hpcstrat.data.streams import Stream
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["MixedRows", "bucketed", "packed"]
 

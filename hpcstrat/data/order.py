@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "ORDER_VERSION",

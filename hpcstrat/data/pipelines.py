@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from hpcstrat.data.batches import as_batch
 from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
-from hpcstrat.options import AutoShardPolicy, InputContext
-from hpcstrat.typing import Replicas, Tree
+from hpcstrat.engine.options import AutoShardPolicy, InputContext
+from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
 

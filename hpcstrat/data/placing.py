@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device, to_host
 from hpcstrat.data.batches import writable
-from hpcstrat.options import InputOptions
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Replicas, Tree
+from hpcstrat.engine.arrays.kinds import is_device, to_host
+from hpcstrat.engine.options import InputOptions
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Replicas, Tree
 
 if TYPE_CHECKING:
-    from hpcstrat.gpu.feeding import Feeder
+    from hpcstrat.engine.gpu.feeding import Feeder
 
 __all__ = ["Placer", "packed"]
 
@@ -53,7 +53,7 @@ class Placer:
     def _takes(self, leaf: Any) -> bool:
         if not self._wanted or not isinstance(leaf, np.ndarray):
             return False
-        from hpcstrat.gpu.feeding import fits_device
+        from hpcstrat.engine.gpu.feeding import fits_device
 
         return fits_device(leaf.dtype)
 
@@ -73,7 +73,7 @@ class Placer:
         if not hosts:
             return writable(batch)
         if self._feeder is None:
-            from hpcstrat.gpu.feeding import Feeder
+            from hpcstrat.engine.gpu.feeding import Feeder
 
             self._feeder = Feeder()
         for index, array in zip(

@@ -17,7 +17,7 @@ from typing import Any, Self
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.rows import Stage
 from hpcstrat.data.streams import Stream
-from hpcstrat.typing import Tree
+from hpcstrat.engine.typing import Tree
 
 __all__ = ["ReadAhead", "num_readers", "read_ahead", "read_batches_ahead", "reading"]
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import as_array
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import DistributedIterator, EpochPlace
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import Place, iterable_steps
 from hpcstrat.data.rows import UNKNOWN
-from hpcstrat.options import AutoShardPolicy, InputOptions
-from hpcstrat.tree import flatten, unflatten
-from hpcstrat.typing import Replicas
+from hpcstrat.engine.arrays.kinds import as_array
+from hpcstrat.engine.options import AutoShardPolicy, InputOptions
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Replicas
 
 __all__ = ["StatefulDataset", "StreamDataset"]
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.data.elements import (
     ArraySpec,
     as_element,
@@ -27,8 +26,9 @@ from hpcstrat.data.elements import (
 )
 from hpcstrat.data.order import Order, Permutation, generator_of
 from hpcstrat.data.sources import Columns
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "INFINITE",

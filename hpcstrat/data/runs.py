@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["runs_of"]
 

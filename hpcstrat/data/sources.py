@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import as_array, is_device
 from hpcstrat.data.elements import stack
 from hpcstrat.data.runs import runs_of
-from hpcstrat.tree import flatten, is_leaf, unflatten
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.tree import flatten, is_leaf, unflatten
+from hpcstrat.engine.typing import Array, Tree
 
 if TYPE_CHECKING:
-    from hpcstrat.gpu.feeding import Feeder
+    from hpcstrat.engine.gpu.feeding import Feeder
 
 __all__ = ["Columns", "open_source"]
 
@@ -49,7 +49,7 @@ class Columns:
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
             if self._feeder is None:
-                from hpcstrat.gpu.feeding import Feeder
+                from hpcstrat.engine.gpu.feeding import Feeder
 
                 self._feeder = Feeder()
             (places,) = self._feeder.put([rows])

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from hpcstrat.arrays.kinds import array_module
 from hpcstrat.data.batches import (
     batch_length,
     empty_like,
@@ -24,8 +23,9 @@ from hpcstrat.data.batches import (
     pieces_of,
     rows_of,
 )
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Tree
+from hpcstrat.engine.arrays.kinds import array_module
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Tree
 
 __all__ = ["deal_elements", "deal_pieces", "pour_slots", "slot_sizes"]
 

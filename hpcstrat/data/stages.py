@@ -32,8 +32,8 @@ from hpcstrat.data.rows import (
     StridedRows,
     ZippedRows,
 )
-from hpcstrat.tree import flatten
-from hpcstrat.typing import Tree
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Tree
 
 __all__ = [
     "batch",

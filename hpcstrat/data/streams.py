@@ -28,8 +28,8 @@ from hpcstrat.data.elements import (
 )
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage, epoch_of_repetition
-from hpcstrat.tree import flatten, tree_map, unflatten
-from hpcstrat.typing import Tree
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Tree
 
 __all__ = [
     "Stream",

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcstrat.checkpoint.save.pending_save import finish_all
 from hpcstrat.elastic.pool import Pool
-from hpcstrat.topology.starting import abandon_mpi
+from hpcstrat.engine.topology.starting import abandon_mpi
 
 __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 

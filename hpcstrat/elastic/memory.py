@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.channel.entries import collective
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.memory_restore import (
@@ -14,8 +13,9 @@ from hpcstrat.elastic.memory_restore import (
     restore_whole,
 )
 from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
-from hpcstrat.reduction.replica_collectives import Collectives
-from hpcstrat.typing import Replicas
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.typing import Replicas
 
 __all__ = ["Memory"]
 

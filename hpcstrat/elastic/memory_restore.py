@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quietly
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.restore.entry_matching import Match, match_entries
 from hpcstrat.elastic.snapshots import Key, Snapshot
-from hpcstrat.gpu.transfers import store
-from hpcstrat.logs import get_logger
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.transfers import store
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
-from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.errors import RankLostError, TopologyError
-from hpcstrat.topology.survival import (
+from hpcstrat.engine.topology.survival import (
     GARBLED,
     create,
     is_loss,
@@ -26,6 +25,7 @@ from hpcstrat.topology.survival import (
     problem_with_survival,
     revoke,
 )
+from hpcstrat.errors import RankLostError, TopologyError
 
 __all__ = ["Meeting", "Member", "Pool"]
 

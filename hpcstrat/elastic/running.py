@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.channel.call import describe_call
 from hpcstrat.checkpoint.save.pending_save import give_up_all
 from hpcstrat.elastic.finishing import (
     end_without_finalize_after_loss,
@@ -19,15 +18,16 @@ from hpcstrat.elastic.finishing import (
 )
 from hpcstrat.elastic.memory import Memory
 from hpcstrat.elastic.pool import Meeting, Pool
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.survival import is_loss
+from hpcstrat.engine.topology.topology import Topology, start_mpi
 from hpcstrat.errors import RankLostError
-from hpcstrat.logs import get_logger
 from hpcstrat.safety import exits
 from hpcstrat.safety.start.creation import Creation
-from hpcstrat.settings import Settings
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.devices import prepare_mpi
-from hpcstrat.topology.survival import is_loss
-from hpcstrat.topology.topology import Topology, start_mpi
 
 __all__ = ["run"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import to_host
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.engine.arrays.kinds import to_host
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.randomness import RandomStreams
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable
 
 __all__ = ["Key", "Snapshot", "exchange", "partners_of"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.arrays.kinds import is_half
+from hpcstrat.engine.arrays.kinds import is_half
+from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.connection import subset
 from hpcstrat.strategies.split import Split
-from hpcstrat.topology.topology import Topology
 from hpcstrat.variables import MirroredVariable
 
 __all__ = ["GroupStrategy", "make_groups"]

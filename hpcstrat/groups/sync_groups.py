@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import array_module, is_device
-from hpcstrat.channel.entries import collective
-from hpcstrat.channel.started import Started
-from hpcstrat.context import current, pop, push
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.context import current, pop, push
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.typing import Array
 from hpcstrat.groups.group_strategy import make_groups
 from hpcstrat.optimizers import SGD, Optimizer
 from hpcstrat.optimizers.slots import file_names
-from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.reduction.replica_collectives import Collectives
-from hpcstrat.settings import Settings
 from hpcstrat.strategies import MultiWorkerMirroredStrategy, Strategy
-from hpcstrat.typing import Array
 from hpcstrat.variables import HostValue, MirroredVariable, Variable
 
 if TYPE_CHECKING:

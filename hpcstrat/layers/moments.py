@@ -6,12 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
-from hpcstrat.context import current
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import (
+    array_module,
+    as_array,
+    is_device,
+    is_half,
+    to_device,
+)
+from hpcstrat.engine.context import current
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
     "checked",

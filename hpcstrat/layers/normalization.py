@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import (
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
     is_device,
@@ -15,7 +15,9 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_host,
 )
-from hpcstrat.context import MadeTogether, own_index, second_strategy
+from hpcstrat.engine.context import MadeTogether, own_index, second_strategy
+from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.layers.moments import (
     checked,
     others,
@@ -24,9 +26,7 @@ from hpcstrat.layers.moments import (
     sync_batch_moments,
     through_moments,
 )
-from hpcstrat.options import VariableAggregation, VariableSynchronization
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array, ArrayLike
 from hpcstrat.variables import Variable, class_of_own
 
 __all__ = ["SyncBatchNormalization"]

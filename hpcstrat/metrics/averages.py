@@ -7,10 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet, rounded
-from hpcstrat.arrays.kinds import array_module, as_array, is_device, is_half, to_device
+from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.kinds import (
+    array_module,
+    as_array,
+    is_device,
+    is_half,
+    to_device,
+)
+from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.metrics.metric import Metric
-from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
     "Mean",

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import is_device, to_host
-from hpcstrat.channel.entries import collective
-from hpcstrat.context import MadeTogether, current, own_index
-from hpcstrat.options import VariableAggregation, VariableSynchronization
-from hpcstrat.reduction.object_collectives import ObjectCollectives
-from hpcstrat.typing import Array
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import is_device, to_host
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.context import MadeTogether, current, own_index
+from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
+from hpcstrat.engine.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, class_of_own, read_all
 
 __all__ = ["Metric", "read_totals"]

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.kinds import as_array
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.kinds import as_array
+from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.metrics.averages import (
     MeanMetricWrapper,
     as_float64,
     mean_over,
     of_one_library,
 )
-from hpcstrat.typing import Array, ArrayLike
 
 __all__ = [
     "Accuracy",

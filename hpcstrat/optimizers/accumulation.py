@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import array_module, is_device
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.gpu.optimizer_steps.gradient_sums import sum_rows
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import NonFiniteError
-from hpcstrat.gpu.optimizer_steps.gradient_sums import sum_rows
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable, share_of
 
 __all__ = ["Accumulation"]

@@ -6,6 +6,7 @@ from typing import Unpack
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import (
@@ -14,7 +15,6 @@ from hpcstrat.optimizers.parameters import (
     Step,
     require_range,
 )
-from hpcstrat.typing import Array
 
 __all__ = ["Adagrad"]
 

@@ -9,6 +9,7 @@ from typing import Unpack
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import (
@@ -17,7 +18,6 @@ from hpcstrat.optimizers.parameters import (
     Step,
     require_range,
 )
-from hpcstrat.typing import Array
 
 __all__ = ["Adam", "AdamW", "AdamWithDecay"]
 

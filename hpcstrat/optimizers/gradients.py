@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet, rounded
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import (
+from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import (
     array_module,
     is_device,
     is_half,
@@ -18,15 +18,15 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_reducible,
 )
-from hpcstrat.arrays.row_updates import summed_rows
-from hpcstrat.context import second_strategy
-from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
-from hpcstrat.gpu.optimizer_steps.update_kernels import prepare
-from hpcstrat.gpu.optimizer_steps.updates import Spans, real_view
-from hpcstrat.logs import get_logger
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.arrays.row_updates import summed_rows
+from hpcstrat.engine.context import second_strategy
+from hpcstrat.engine.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
+from hpcstrat.engine.gpu.optimizer_steps.update_kernels import prepare
+from hpcstrat.engine.gpu.optimizer_steps.updates import Spans, real_view
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = [

@@ -8,12 +8,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import array_module, is_device
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
 from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
-from hpcstrat.typing import Array
 
 __all__ = ["LAMB"]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import is_device, to_host
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import is_device, to_host
+from hpcstrat.engine.gpu.optimizer_steps.updates import Tables
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import NonFiniteError
-from hpcstrat.gpu.optimizer_steps.updates import Tables
-from hpcstrat.logs import get_logger
 from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["NonFinite", "all_finite", "are_finite", "is_finite"]

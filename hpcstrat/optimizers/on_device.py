@@ -12,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import is_device
-from hpcstrat.gpu.optimizer_steps.gradient_sums import Norm, are_finite
-from hpcstrat.gpu.optimizer_steps.update_kernels import is_fused
-from hpcstrat.gpu.optimizer_steps.updates import Scaling, Spans, Tables, real_view
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.optimizer_steps.gradient_sums import Norm, are_finite
+from hpcstrat.engine.gpu.optimizer_steps.update_kernels import is_fused
+from hpcstrat.engine.gpu.optimizer_steps.updates import (
+    Scaling,
+    Spans,
+    Tables,
+    real_view,
+)
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.gradients import Gradient, scale, sum_of_squares
 from hpcstrat.optimizers.parameters import Target
-from hpcstrat.typing import Array
 
 __all__ = ["DeviceStep", "Fused", "add", "all_finite", "set_zero"]
 

@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import array_module, is_device
-from hpcstrat.channel.entries import collective
-from hpcstrat.context import MadeTogether, current
-from hpcstrat.logs import get_logger
-from hpcstrat.observe.timeline import traced
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.context import MadeTogether, current
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.observe.timeline import traced
+from hpcstrat.engine.options import ReduceOp, VariableAggregation
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.gradients import (
     Filling,
@@ -40,10 +43,7 @@ from hpcstrat.optimizers.parameters import (
 from hpcstrat.optimizers.routine import Routine, has_two_stages, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.optimizers.step_slices import StepSlices
-from hpcstrat.options import ReduceOp, VariableAggregation
-from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.strategies import get_strategy
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import (
     HostValue,
     Variable,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from hpcstrat.options import VariableAggregation
-from hpcstrat.typing import Array
+from hpcstrat.engine.options import VariableAggregation
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "CommonOptions",

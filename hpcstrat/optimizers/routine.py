@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
-from hpcstrat.arrays.packing import side_by_side
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.arrays.packing import side_by_side
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.optimizers.step_slices import StepSlices
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
 __all__ = ["Bundle", "Routine", "has_two_stages", "is_of_elements"]

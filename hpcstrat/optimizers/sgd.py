@@ -6,10 +6,10 @@ from typing import Unpack
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
-from hpcstrat.typing import Array
 
 __all__ = ["SGD"]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import array_module, is_device, to_device
-from hpcstrat.context import pop, push
-from hpcstrat.gpu.optimizer_steps.updates import Tables
+from hpcstrat.engine.arrays.kinds import array_module, is_device, to_device
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.gpu.optimizer_steps.updates import Tables
+from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.on_device import set_zero
-from hpcstrat.options import VariableAggregation, VariableSynchronization
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_of_own
 
 __all__ = ["Slots", "file_names", "spellings", "unescaped"]

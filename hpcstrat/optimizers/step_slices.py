@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, quietly
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
-from hpcstrat.channel.call import describe_call, signature_text
-from hpcstrat.collectives.slices import SlicedPiece, reduce_slices, slice_of
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
+from hpcstrat.engine.channel.call import describe_call, signature_text
+from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices, slice_of
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.gradients import Gradient, merged_rows
 from hpcstrat.optimizers.parameters import Step, Target
-from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["StepSlices"]

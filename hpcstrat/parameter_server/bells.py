@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.waiting import Spin
-from hpcstrat.topology.segment import Segment
-from hpcstrat.topology.topology import Topology
+from hpcstrat.engine.channel.waiting import Spin
+from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Bells"]
 

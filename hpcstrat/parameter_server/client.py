@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import UnavailableError
 from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.mailbox import Mailbox, one_thread_at_a_time
 from hpcstrat.parameter_server.memory import Place, Reader, Readers
-from hpcstrat.typing import Array
 
 __all__ = ["Client"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, require_names
 from hpcstrat.optimizers.optimizer import Optimizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from hpcstrat.logs import place
+from hpcstrat.engine.logs import place
 
 __all__ = ["error_bytes", "error_of", "pickled", "unpickled"]
 

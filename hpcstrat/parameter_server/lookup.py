@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.parameter_server.variables import ServerVariable
-from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["embedding_lookup"]

@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcstrat.arrays.recycling import Recycler
-from hpcstrat.channel.channel import Channel
+from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.topology.kept_requests import keep
+from hpcstrat.engine.topology.survival import is_loss, lost_ranks
+from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError, UnavailableError
-from hpcstrat.logs import get_logger
 from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.handles import error_of
-from hpcstrat.topology.kept_requests import keep
-from hpcstrat.topology.survival import is_loss, lost_ranks
-from hpcstrat.topology.topology import Topology
 
 __all__ = ["Mailbox", "one_thread_at_a_time"]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["Memory", "Place", "Reader", "Readers"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.memory import Reader
-from hpcstrat.typing import Array
 
 __all__ = ["Part", "Pieces"]
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quietly
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.row_updates import apply_at
+from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.row_updates import apply_at
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
 from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.memory import Memory, Place
-from hpcstrat.typing import Array
 
 __all__ = ["VariableServer"]
 

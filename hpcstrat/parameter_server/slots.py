@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.slots import file_names, unescaped
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.pieces import Pieces
 from hpcstrat.parameter_server.variables import ServerVariable
-from hpcstrat.typing import Array
 from hpcstrat.variables import Variable
 
 __all__ = ["ServerSlots"]

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.row_updates import summed_rows
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.row_updates import summed_rows
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.memory import Place, Reader
 from hpcstrat.parameter_server.pieces import Pieces
-from hpcstrat.typing import Array
-from hpcstrat.values import Adopted, HostValue
 from hpcstrat.variables import Variable
 
 __all__ = ["Rows", "ServerVariable", "ShardedVariable"]

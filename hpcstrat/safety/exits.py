@@ -13,14 +13,14 @@ import os
 import time
 from typing import Any
 
-from hpcstrat.channel.channel import Channel
-from hpcstrat.logs import get_logger, place
-from hpcstrat.observe import job_timeline
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.logs import get_logger, place
+from hpcstrat.engine.observe import job_timeline
+from hpcstrat.engine.topology.topology import start_mpi
 from hpcstrat.safety import lateness, uncaught
 from hpcstrat.safety.presence import LEFT, own_board
 from hpcstrat.safety.uncaught import abort, running_mpi
 from hpcstrat.safety.watchdog import watchdog
-from hpcstrat.topology.topology import start_mpi
 
 __all__ = ["install", "register", "unregister"]
 

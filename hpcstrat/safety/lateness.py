@@ -10,9 +10,9 @@ import time
 from types import FrameType
 from typing import Any
 
-from hpcstrat.channel.arrivals import Arrivals
-from hpcstrat.logs import get_logger
-from hpcstrat.settings import Settings
+from hpcstrat.engine.channel.arrivals import Arrivals
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
 
 __all__ = ["conclude", "forget", "watch"]
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
 from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
-from hpcstrat.topology.process_stat import PARENT, START, process_stat
+from hpcstrat.engine.topology.process_stat import PARENT, START, process_stat
 
 __all__ = [
     "CREATES",

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from hpcstrat.call_sites import is_of_program
+from hpcstrat.engine.call_sites import is_of_program
+from hpcstrat.engine.logs import place
 from hpcstrat.errors import ReplicaError
-from hpcstrat.logs import place
 from hpcstrat.safety.presence import FAILED, own_board
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.entries import collective
-from hpcstrat.channel.started import Started
-from hpcstrat.context import (
+from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.context import (
     ContextEntry,
     current,
     own_index,
@@ -26,20 +27,19 @@ from hpcstrat.context import (
     push,
     second_strategy,
 )
-from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
-from hpcstrat.logical.meetings import (
+from hpcstrat.engine.logical.meetings import (
     Ended,
     Listener,
     Meetings,
     joined,
     run_listened,
 )
-from hpcstrat.logical.replica_sums import ReplicaSums, require_no_wire_dtype
-from hpcstrat.logical.tree_order import TreeOrder
-from hpcstrat.observe import job_timeline
-from hpcstrat.observe.arrival_report import ArrivalReport, ReplicaArrivals
-from hpcstrat.observe.timeline import active, trace
-from hpcstrat.options import (
+from hpcstrat.engine.logical.replica_sums import ReplicaSums, require_no_wire_dtype
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.observe import job_timeline
+from hpcstrat.engine.observe.arrival_report import ArrivalReport, ReplicaArrivals
+from hpcstrat.engine.observe.timeline import active, trace
+from hpcstrat.engine.options import (
     CommunicationOptions,
     InputContext,
     InputOptions,
@@ -49,28 +49,28 @@ from hpcstrat.options import (
     VariableSynchronization,
     check_on_error,
 )
-from hpcstrat.randomness import RandomStreams
-from hpcstrat.reduction.replica_collectives import Collectives
-from hpcstrat.safety.divergence.equality import check_equal
-from hpcstrat.safety.divergence.step_digests import StepDigests
-from hpcstrat.settings import Settings
-from hpcstrat.strategies import value_reduction
-from hpcstrat.strategies.extended import StrategyExtended
-from hpcstrat.strategies.keras_guard import guard_keras
-from hpcstrat.strategies.split import Split
-from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
-from hpcstrat.typing import Tree
-from hpcstrat.values import (
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.tree import flatten, is_leaf, tree_map, unflatten
+from hpcstrat.engine.typing import Tree
+from hpcstrat.engine.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
     localize,
     part_of,
 )
+from hpcstrat.randomness import RandomStreams
+from hpcstrat.safety.divergence.equality import check_equal
+from hpcstrat.safety.divergence.step_digests import StepDigests
+from hpcstrat.strategies import value_reduction
+from hpcstrat.strategies.extended import StrategyExtended
+from hpcstrat.strategies.keras_guard import guard_keras
+from hpcstrat.strategies.split import Split
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
-    from hpcstrat.topology.topology import Topology
+    from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["ReplicaContext", "Strategy"]
 

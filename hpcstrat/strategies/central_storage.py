@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.collectives.slices import Pool
-from hpcstrat.options import CommunicationOptions, VariableSynchronization
-from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.settings import Settings
+from hpcstrat.engine.collectives.slices import Pool
+from hpcstrat.engine.options import CommunicationOptions, VariableSynchronization
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.devices import parse_device
 from hpcstrat.strategies.on_mpi import MpiStrategy
 from hpcstrat.variables import CentralVariable

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.channel.call import Call, describe_call
-from hpcstrat.channel.channel import Channel
+from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.observe import job_timeline
+from hpcstrat.engine.options import check_on_error
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.children import refuse_children
+from hpcstrat.engine.topology.survival import is_loss
+from hpcstrat.engine.topology.topology import Topology, start_mpi
 from hpcstrat.errors import RankLostError, TopologyError
-from hpcstrat.gpu import library
-from hpcstrat.observe import job_timeline
-from hpcstrat.options import check_on_error
 from hpcstrat.safety import exits, lateness
 from hpcstrat.safety.divergence.copies import Copies
 from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
-from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import Devices, prepare_mpi
-from hpcstrat.topology.children import refuse_children
-from hpcstrat.topology.survival import is_loss
-from hpcstrat.topology.topology import Topology, start_mpi
 
 __all__ = ["Connection", "Wish", "connect", "subset"]
 

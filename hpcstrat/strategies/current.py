@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.context import ContextEntry, current, push
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.context import ContextEntry, current, push
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.strategies.base import ReplicaContext, Strategy
 from hpcstrat.strategies.default import DefaultStrategy
 

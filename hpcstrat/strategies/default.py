@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.arrays.kinds import as_array
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.arrays.kinds import as_array
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Tree
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.typing import Tree
 
 __all__ = ["DefaultStrategy", "SingleReplicaStrategy"]
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.gpu import library
-from hpcstrat.gpu.binding import Binding, bind, foresee
-from hpcstrat.logs import get_logger
-from hpcstrat.settings import Settings
-from hpcstrat.topology.survival import create
-from hpcstrat.topology.topology import Topology
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.binding import Binding, bind, foresee
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.survival import create
+from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Devices", "gpu_numbers", "parse_device", "prepare_mpi", "use_gpu"]
 
@@ -90,8 +90,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
 
 
 def _try_mpi() -> None:
-    from hpcstrat.gpu.probe import probe
-    from hpcstrat.gpu.probe.probe_program import library_version
+    from hpcstrat.engine.gpu.probe import probe
+    from hpcstrat.engine.gpu.probe.probe_program import library_version
 
     version = library_version()
     if probe.known(version) is not None:

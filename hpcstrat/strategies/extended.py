@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
-from hpcstrat.context import CurrentStrategy, current, pop, push
 from hpcstrat.data import Dataset
-from hpcstrat.errors import OutOfRangeError
-from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.strategies.steps import MultiStepContext
-from hpcstrat.tree import flatten, tree_map
-from hpcstrat.typing import Array, Tree
-from hpcstrat.values import (
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.context import CurrentStrategy, current, pop, push
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.tree import flatten, tree_map
+from hpcstrat.engine.typing import Array, Tree
+from hpcstrat.engine.values import (
     ONE_OF_MANY,
     DistributedValues,
     PerReplica,
     localize,
 )
+from hpcstrat.errors import OutOfRangeError
+from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.variables import MirroredVariable, Variable
 
 __all__ = ["StrategyExtended"]

@@ -11,7 +11,7 @@ import sys
 import weakref
 from typing import Any
 
-from hpcstrat.context import current
+from hpcstrat.engine.context import current
 
 __all__ = ["guard_keras"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.options import CommunicationOptions
-from hpcstrat.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.settings import Settings
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.on_mpi import MpiStrategy
 
 if TYPE_CHECKING:

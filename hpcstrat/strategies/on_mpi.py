@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.channel.entries import collective
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
+from hpcstrat.engine.logical.threads import fix_threads
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import (
+    CrossDeviceOps,
+    ReductionToOneDevice,
+)
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.survival import is_loss
+from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError
-from hpcstrat.logical.replica_sums import require_no_wire_dtype
-from hpcstrat.logical.threads import fix_threads
-from hpcstrat.options import CommunicationOptions
-from hpcstrat.reduction.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from hpcstrat.reduction.replica_collectives import Collectives
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
-from hpcstrat.settings import Settings
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.connection import Wish, connect
-from hpcstrat.topology.survival import is_loss
-from hpcstrat.topology.topology import Topology
 from hpcstrat.variables import MirroredVariable
 
 if TYPE_CHECKING:
@@ -141,7 +144,7 @@ class MpiStrategy(Strategy):
             ) from error
         self.device = self._devices[self.topology.worker_comm.rank]
         if self.logical and self.topology.gpu is not None:
-            from hpcstrat.gpu.replica_device import ReplicaDevice
+            from hpcstrat.engine.gpu.replica_device import ReplicaDevice
 
             self.listeners.append(ReplicaDevice(self.topology.gpu.index))
         # A GPU that was found by itself serves the program's arrays that are there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcstrat.typing import Replicas
+from hpcstrat.engine.typing import Replicas
 
 __all__ = ["Split"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpcstrat.context import CurrentStrategy, current
-from hpcstrat.options import ReduceOp
-from hpcstrat.typing import Tree
+from hpcstrat.engine.context import CurrentStrategy, current
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Tree
 
 __all__ = ["MultiStepContext"]
 

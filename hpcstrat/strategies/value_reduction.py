@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.arrays.casting import rounded
-from hpcstrat.arrays.kinds import as_array, is_device, is_half, to_reducible
-from hpcstrat.options import ReduceOp
-from hpcstrat.tree import flatten, is_leaf, unflatten
-from hpcstrat.typing import Array, Tree
-from hpcstrat.values import Mirrored
+from hpcstrat.engine.arrays.casting import rounded
+from hpcstrat.engine.arrays.kinds import as_array, is_device, is_half, to_reducible
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.tree import flatten, is_leaf, unflatten
+from hpcstrat.engine.typing import Array, Tree
+from hpcstrat.engine.values import Mirrored
 
 __all__ = ["reduce"]
 
@@ -124,7 +124,7 @@ def _over_axes(
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":
         wide = np.dtype(np.float64)
-    # As in `hpcstrat.arrays.casting.quietly`.
+    # As in `hpcstrat.engine.arrays.casting.quietly`.
     with np.errstate(all="ignore"):
         sums = [as_array(array.sum(axis=axes, dtype=wide)) for array in arrays]
     if op is ReduceOp.SUM:

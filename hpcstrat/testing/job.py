@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcstrat.topology.process_stat import START, STATE, process_stat
+from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 
 __all__ = ["Job", "start_time", "wait_until"]
 

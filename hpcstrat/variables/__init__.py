@@ -5,7 +5,7 @@ the variable's aggregation; an assignment to a SyncOnRead variable touches the r
 own component only, and reading it in cross-replica context combines the components.
 """
 
-from hpcstrat.values import HostValue
+from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.central import CentralVariable
 from hpcstrat.variables.replicated import (
     DistributedVariable,

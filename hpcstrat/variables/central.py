@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.channel.call import describe_call
-from hpcstrat.collectives.slices import lay_out, slice_of, write_between
-from hpcstrat.typing import Array
-from hpcstrat.values import Adopted, HostValue
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.collectives.slices import lay_out, slice_of, write_between
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.variables.replicated import MirroredVariable
 from hpcstrat.variables.variable import apply_into, scatter_into, view_of
 

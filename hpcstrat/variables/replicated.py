@@ -7,15 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import array_module, is_half
-from hpcstrat.channel.entries import collective
-from hpcstrat.context import current, own_index, second_strategy
-from hpcstrat.options import ReduceOp, VariableAggregation, VariableSynchronization
-from hpcstrat.reduction.object_collectives import ObjectCollectives
-from hpcstrat.typing import Array
-from hpcstrat.values import (
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_half
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.context import current, own_index, second_strategy
+from hpcstrat.engine.options import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import (
     ONE_OF_MANY,
     Adopted,
     DistributedValues,

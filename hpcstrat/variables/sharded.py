@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import as_array, is_device
-from hpcstrat.channel.call import describe_call
-from hpcstrat.channel.entries import collective
-from hpcstrat.typing import Array, Replicas
-from hpcstrat.values import HostValue
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.typing import Array, Replicas
+from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.replicated import DistributedVariable
 from hpcstrat.variables.variable import apply_into
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat.arrays.casting import quietly
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.arrays.kinds import (
+from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
     is_device,
@@ -18,11 +18,17 @@ from hpcstrat.arrays.kinds import (
     to_device,
     to_host,
 )
-from hpcstrat.arrays.row_updates import apply_at, replace_at
-from hpcstrat.context import MadeTogether, current
-from hpcstrat.options import VariableAggregation, VariableSynchronization
-from hpcstrat.typing import Array
-from hpcstrat.values import Adopted, ArrayOperators, HostValue, Mirrored, PerReplica
+from hpcstrat.engine.arrays.row_updates import apply_at, replace_at
+from hpcstrat.engine.context import MadeTogether, current
+from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import (
+    Adopted,
+    ArrayOperators,
+    HostValue,
+    Mirrored,
+    PerReplica,
+)
 
 __all__ = ["NOT_SUMMABLE", "Variable", "apply_into", "scatter_into", "view_of"]
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from hpcstrat import testing
-from hpcstrat.observe.timeline.last_arrivals import last_arrivals
-from hpcstrat.observe.timeline.merging import open_timeline
+from hpcstrat.engine.observe.timeline.last_arrivals import last_arrivals
+from hpcstrat.engine.observe.timeline.merging import open_timeline
 from tests.cluster.hosts import Hosts
 from tests.mpi.programs.started import PROGRAMS, run_command
 from tests.trace_format import check_trace

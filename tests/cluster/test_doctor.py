@@ -156,7 +156,7 @@ def test_a_folder_that_one_host_lacks_is_named_and_nobody_waits(four: Hosts) -> 
 STOPPED = """
 import os, platform, signal
 from hpcstrat.cli import main
-from hpcstrat.cli.doctor import command, measuring
+from hpcstrat.tools.doctor import command, measuring
 
 measuring.LIMIT_SECONDS = command.LIMIT_SECONDS = command._REDUCTION_SECONDS = 3.0
 look = measuring._look

@@ -16,7 +16,7 @@ import numpy as np
 import hpcstrat as hs
 from hpcstrat.data import SHARD_HINT, ArraySpec, DatasetOptions
 from hpcstrat.data.batches import pieces_of
-from hpcstrat.tree import flatten, unflatten
+from hpcstrat.engine.tree import flatten, unflatten
 
 __all__ = [
     "NotBuilt",

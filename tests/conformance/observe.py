@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.context import current
+from hpcstrat.engine.context import current
 
 __all__ = [
     "OWN",

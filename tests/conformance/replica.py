@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.context import own_index
+from hpcstrat.engine.context import own_index
 from tests.conformance.expressions import evaluate
 from tests.conformance.observe import own
 from tests.conformance.session import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.context import own_index
+from hpcstrat.engine.context import own_index
 from tests.conformance.observe import Opaque, encode, encode_tensor, own
 
 __all__ = [

@@ -43,8 +43,13 @@ def is_installed(name: str) -> bool:
 
 
 def _resolve(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    first, *rest = name.split(".")
+    value: Any = importlib.import_module(first)
+    for part in rest:
+        if inspect.ismodule(value) and not hasattr(value, part):
+            importlib.import_module(f"{value.__name__}.{part}")
+        value = getattr(value, part)
+    return value
 
 
 def shown_names() -> dict[str, list[str]]:
@@ -54,7 +59,7 @@ def shown_names() -> dict[str, list[str]]:
     """
     names = [f"hpcstrat.{name}" for name in hpcstrat._HOMES]
     for module in hpcstrat._MODULES:
-        loaded = importlib.import_module(f"hpcstrat.{module}")
+        loaded = getattr(hpcstrat, module)
         names += [f"hpcstrat.{module}.{name}" for name in loaded.__all__]
     shown = {name: list[str]() for name in sorted(set(names))}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):

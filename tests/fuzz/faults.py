@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from hpcstrat.arrays.recycling import Recycler
-from hpcstrat.collectives.kernel_sum import KernelSum
+from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.collectives.kernel_sum import KernelSum
 
 __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]
 

@@ -9,8 +9,8 @@ import cupy
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.gpu import library
-from hpcstrat.gpu.capabilities import gather
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.capabilities import gather
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.arrays.kinds import as_array
+from hpcstrat.engine.arrays.kinds import as_array
 
 standin = getattr(cupy, "_standin", None)
 

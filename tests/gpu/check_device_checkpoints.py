@@ -16,8 +16,8 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint import manager
 from hpcstrat.checkpoint.file import image
+from hpcstrat.engine.gpu import transfers
 from hpcstrat.errors import CheckpointError
-from hpcstrat.gpu import transfers
 from tests.folders import listed
 from tests.gpu.held import counted_waits, held_stream, on_host
 from tests.mpi.ranks.saved import KINDS, POLICIES

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.engine.gpu import feeding
 from hpcstrat.errors import ReplicaError
-from hpcstrat.gpu import feeding
 from tests.gpu.held import counted_waits, held_stream, on_host
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from hpcstrat.arrays.kinds import is_device
+from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.safety.divergence import divergence
 from hpcstrat.safety.divergence.gpu_copies import LAG
 from tests.mpi.ranks.differing import error_within, named_ranks, round_length

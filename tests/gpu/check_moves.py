@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.channel.awaited import Awaits
-from hpcstrat.channel.call import describe_call
-from hpcstrat.gpu.transports import byte_movers
-from hpcstrat.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
-from hpcstrat.gpu.transports.nccl_group import NcclGroup
+from hpcstrat.engine.channel.awaited import Awaits
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.gpu.transports import byte_movers
+from hpcstrat.engine.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
+from hpcstrat.engine.gpu.transports.nccl_group import NcclGroup
 from tests.gpu.driving import Team, in_step, shared_team
 from tests.mpi.ranks.effort import seeds
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.channel.awaited import HEADER, Awaits, EveryRankError
-from hpcstrat.gpu.streams import Lane
-from hpcstrat.gpu.transports import nccl_waiting
-from hpcstrat.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.gpu.transports.nccl_group import NcclGroup, nccl_failure
-from hpcstrat.gpu.transports.nccl_transport import NcclTransport
+from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.engine.gpu.streams import Lane
+from hpcstrat.engine.gpu.transports import nccl_waiting
+from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
+from hpcstrat.engine.gpu.transports.nccl_group import NcclGroup, nccl_failure
+from hpcstrat.engine.gpu.transports.nccl_transport import NcclTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -113,7 +113,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     """Also where it finds out only when the communicator is made."""
     from cupy.cuda import nccl
 
-    from hpcstrat.gpu import library
+    from hpcstrat.engine.gpu import library
 
     last = crew.rank == crew.size - 1
     found = "no route"

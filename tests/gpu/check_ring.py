@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.gpu.transports.mpi_sums import Limits
-from hpcstrat.gpu.transports.mpi_transport import MpiTransport
+from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
+from hpcstrat.engine.gpu.transports.mpi_sums import Limits
+from hpcstrat.engine.gpu.transports.mpi_transport import MpiTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,

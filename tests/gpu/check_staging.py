@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.collectives import select
-from hpcstrat.collectives.work import Algorithm
-from hpcstrat.gpu.transports.staging_transport import StagingTransport
-from hpcstrat.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.collectives import select
+from hpcstrat.engine.collectives.work import Algorithm
+from hpcstrat.engine.gpu.transports.staging_transport import StagingTransport
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -111,7 +111,7 @@ def test_calls_of_the_host_go_on_in_between(crew: Team, transports: Any) -> None
     """Staged parts and small calls of the host take turns in the same shared memory."""
     import numpy as np
 
-    from hpcstrat.reduction.replica_collectives import Collectives
+    from hpcstrat.engine.reduction.replica_collectives import Collectives
 
     host = Collectives(crew.channel)
     for turn in range(20):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat import optimizers
-from hpcstrat.arrays.kinds import is_device
-from hpcstrat.gpu.optimizer_steps import gradient_sums, updates
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.optimizer_steps import gradient_sums, updates
 from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.parameters import Step
 

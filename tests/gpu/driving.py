@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.packing import cut, wire_dtype
-from hpcstrat.channel.call import describe_call
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.started import Started
-from hpcstrat.collectives.work import Work
-from hpcstrat.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.topology.topology import Topology
+from hpcstrat.engine.arrays.packing import cut, wire_dtype
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.collectives.work import Work
+from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
+from hpcstrat.engine.topology.topology import Topology
 
 Kinds = Sequence[tuple[str, int]]
 
@@ -66,7 +66,7 @@ def shared_team(replicas_per_worker: int | None = None) -> Iterator[Team]:
     cupy = pytest.importorskip("cupy")
     from mpi4py import MPI
 
-    from hpcstrat.gpu.streams import Lane
+    from hpcstrat.engine.gpu.streams import Lane
 
     size = MPI.COMM_WORLD.size
     if size == 1:
@@ -177,7 +177,7 @@ def reduce_many(
     """Start calls, compute beside them, and check them."""
     import cupy
 
-    from hpcstrat.gpu.streams import Mark
+    from hpcstrat.engine.gpu.streams import Mark
 
     started: list[tuple[Reduction, Any, Any, list[Any]]] = []
     for reduction in reductions:

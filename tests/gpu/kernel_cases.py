@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.packing import Piece, cut, wire_dtype
-from hpcstrat.gpu import address_tables, kernels
-from hpcstrat.gpu.streams import Lane
+from hpcstrat.engine.arrays.packing import Piece, cut, wire_dtype
+from hpcstrat.engine.gpu import address_tables, kernels
+from hpcstrat.engine.gpu.streams import Lane
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.gpu import kernels
+from hpcstrat.engine.gpu import kernels
 from tests.gpu.jobs import environment
 from tests.gpu.machine_code import ADDED, FLUSHES
 

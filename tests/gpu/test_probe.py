@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.gpu.probe.launching import scrubbed
+from hpcstrat.engine.gpu.probe.launching import scrubbed
 from hpcstrat.testing import launch_command
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +23,8 @@ LIMIT_SECONDS = 150
 # The real program, whose calls of MPI end or hang as on a library without support.
 FAULTY = """
 import ctypes, sys, time
-from hpcstrat.gpu.probe import probe_program
-from hpcstrat.gpu.probe.probe_program import _TrialRank
+from hpcstrat.engine.gpu.probe import probe_program
+from hpcstrat.engine.gpu.probe.probe_program import _TrialRank
 
 def crash(trial, nbytes):
     return ctypes.string_at(0) if nbytes > 8 else ""
@@ -47,8 +47,8 @@ sys.exit(probe_program.main())
 
 REPORT = """
 import json, sys
-from hpcstrat.gpu.probe.probe import probe, save
-from hpcstrat.gpu.probe.probe_program import library_version
+from hpcstrat.engine.gpu.probe.probe import probe, save
+from hpcstrat.engine.gpu.probe.probe_program import library_version
 options = {"program": sys.argv[1:]} if sys.argv[1:] else {}
 report = probe(library_version(), **options)
 assert save(report) == ""
@@ -59,7 +59,7 @@ print(json.dumps([report.how, answers]))
 STRATEGY = """
 import cupy, logging, sys
 import hpcstrat as hs
-from hpcstrat.gpu.capabilities import gather
+from hpcstrat.engine.gpu.capabilities import gather
 with hs.MultiWorkerMirroredStrategy() as strategy:
     able = gather(strategy.topology)
     assert able.num_gpus == strategy.num_replicas_in_sync
@@ -78,14 +78,14 @@ from mpi4py import MPI
 import hpcstrat as hs
 early = []
 
-import hpcstrat.topology.starting
-start = hpcstrat.topology.starting._initialize
+import hpcstrat.engine.topology.starting
+start = hpcstrat.engine.topology.starting._initialize
 
 def initialize(*arguments):
     early.append(cupy.cuda.Device().id)
     start(*arguments)
 
-hpcstrat.topology.starting._initialize = initialize
+hpcstrat.engine.topology.starting._initialize = initialize
 with hs.MultiWorkerMirroredStrategy() as strategy:
     place = early, cupy.cuda.Device().id
     hs.print_once(strategy.collectives.all_gather_object(place, "test"))
@@ -94,7 +94,7 @@ with hs.MultiWorkerMirroredStrategy() as strategy:
 # Two packages of CuPy, without the headers that its kernels include.
 BROKEN = """
 from hpcstrat.cli import main
-from hpcstrat.cli.doctor import examination
+from hpcstrat.tools.doctor import examination
 version = examination._version
 examination._version = lambda name: "14.2" if "cupy-" in name else version(name)
 examination._KERNELS = (

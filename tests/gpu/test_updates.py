@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat.gpu.optimizer_steps import update_kernels
+from hpcstrat.engine.gpu.optimizer_steps import update_kernels
 from tests.gpu.jobs import environment
 from tests.gpu.machine_code import ADDED, FLUSHES
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.bench.analysis import analyze, read_runs
-from hpcstrat.bench.run_file import Run, write_run
 from hpcstrat.testing import launch_command
+from hpcstrat.tools.bench.analysis import analyze, read_runs
+from hpcstrat.tools.bench.run_file import Run, write_run
 from tests.mpi.programs.bench_steps import ROW_SECONDS
 from tests.mpi.programs.started import Ended, run_command
 

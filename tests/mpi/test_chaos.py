@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from hpcstrat.chaos import disturbing
 from hpcstrat.testing import launch_command
+from hpcstrat.tools.chaos import disturbing
 from tests.mpi.programs.started import PROGRAMS, Ended, run_command, start
 
 LIMIT_SECONDS = 100

@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from hpcstrat.cli import main
-from hpcstrat.observe.timeline.last_arrivals import last_arrivals
-from hpcstrat.observe.timeline.merging import open_timeline
-from hpcstrat.observe.timeline.recorder import WAIT
+from hpcstrat.engine.observe.timeline.last_arrivals import last_arrivals
+from hpcstrat.engine.observe.timeline.merging import open_timeline
+from hpcstrat.engine.observe.timeline.recorder import WAIT
 from hpcstrat.testing import launch_command
 from tests.mpi.programs.started import PROGRAMS, Ended, run_command, start
 from tests.trace_format import check_trace

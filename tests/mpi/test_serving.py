@@ -63,7 +63,10 @@ def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
     assert not ended.survivors, str(ended)
 
 
-_CLUSTER, _CONNECTION = "hpcstrat.coordinator.cluster", "hpcstrat.strategies.connection"
+_CLUSTER, _CONNECTION = (
+    "hpcstrat.parameter_server.coordinator.cluster",
+    "hpcstrat.strategies.connection",
+)
 
 
 @ulfm

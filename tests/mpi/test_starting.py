@@ -216,12 +216,12 @@ def _loaded() -> set[str]:
 def test_programs_on_cpus_load_nothing_of_gpus() -> None:
     """Ten thousand ranks read every module from the same file system."""
     for loaded in testing.run(2, _loaded):
-        of_gpus = {name for name in loaded if name.startswith("hpcstrat.gpu")}
+        of_gpus = {name for name in loaded if name.startswith("hpcstrat.engine.gpu")}
         # What asks whether there are any.
         assert of_gpus <= {
-            "hpcstrat.gpu",
-            "hpcstrat.gpu.library",
-            "hpcstrat.gpu.binding",
+            "hpcstrat.engine.gpu",
+            "hpcstrat.engine.gpu.library",
+            "hpcstrat.engine.gpu.binding",
         }
         others = {"click", "cupy", "h5py", "hpcstrat.checkpoint", "rich"}
         assert not loaded & others

@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hpcstrat.arrays.packing import wire_dtype
-from hpcstrat.collectives.work import divide
-from hpcstrat.native import type_codes
+from hpcstrat.engine.arrays.packing import wire_dtype
+from hpcstrat.engine.collectives.work import divide
+from hpcstrat.engine.native import type_codes
 
 TYPES = [np.dtype(code) for code in "fdFDebBhHiIlL"]
 TYPES.append(np.dtype(ml_dtypes.bfloat16))

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.channel import Channel
-from hpcstrat.topology.topology import RECORD_BYTES, SLOTS_IN_RING, STATUS_BYTES
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, STATUS_BYTES
 
 __all__ = ["Wire", "pretend_channels"]
 

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.arrays.packing import cut, wire_dtype
-from hpcstrat.channel.call import describe_call
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.wire_headers import HEADER_BYTES, room_bytes
-from hpcstrat.collectives.flat import reduce_by_mpi
-from hpcstrat.collectives.header_sum import IN_HEADER, HeaderSum, header_bytes
-from hpcstrat.collectives.plan import Request
-from hpcstrat.collectives.work import Choice
-from hpcstrat.reduction.replica_collectives import Collectives
+from hpcstrat.engine.arrays.packing import cut, wire_dtype
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, room_bytes
+from hpcstrat.engine.collectives.flat import reduce_by_mpi
+from hpcstrat.engine.collectives.header_sum import IN_HEADER, HeaderSum, header_bytes
+from hpcstrat.engine.collectives.plan import Request
+from hpcstrat.engine.collectives.work import Choice
+from hpcstrat.engine.reduction.replica_collectives import Collectives
 from tests.unit.pretend_ranks import Wire, pretend_channels
 
 # Small, so that sums take several pieces.

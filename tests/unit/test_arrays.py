@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.kinds import as_array, is_half, to_reducible
+from hpcstrat.engine.arrays.kinds import as_array, is_half, to_reducible
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 NUMERIC = "bBhHiIlLqQefdgFDG"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.observe.arrival_report import (
+from hpcstrat.engine.observe.arrival_report import (
     BINS,
     ROW_BYTES,
     ArrivalReport,
     ReplicaArrivals,
 )
-from hpcstrat.topology.topology import STATUS_BYTES
+from hpcstrat.engine.topology.topology import STATUS_BYTES
 
 _SECONDS = st.floats(0, 1e9)
 _COUNTS = st.integers(0, 1 << 40)

@@ -20,13 +20,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from hpcstrat.bench.analysis import analyze, interval, read_runs
-from hpcstrat.bench.expectation import read_expected
-from hpcstrat.bench.neighbors import worker_shares
-from hpcstrat.bench.pictures import draw
-from hpcstrat.bench.run_file import BenchError, Run, read_run, write_run
-from hpcstrat.bench.shapes import gradient_bytes, resnet50_shapes, transformer_shapes
 from hpcstrat.cli.main import main
+from hpcstrat.tools.bench.analysis import analyze, interval, read_runs
+from hpcstrat.tools.bench.expectation import read_expected
+from hpcstrat.tools.bench.neighbors import worker_shares
+from hpcstrat.tools.bench.pictures import draw
+from hpcstrat.tools.bench.run_file import BenchError, Run, read_run, write_run
+from hpcstrat.tools.bench.shapes import (
+    gradient_bytes,
+    resnet50_shapes,
+    transformer_shapes,
+)
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"

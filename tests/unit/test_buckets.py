@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.reduction.buckets import Buckets, plan_buckets
+from hpcstrat.engine.reduction.buckets import Buckets, plan_buckets
 
 
 class _Started:

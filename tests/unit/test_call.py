@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.casting import quiet
-from hpcstrat.call_sites import call_site
-from hpcstrat.channel.call import describe_call, signature_text
-from hpcstrat.channel.disagreement import FAILED, LEFT, Announcement, explain
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.call_sites import call_site
+from hpcstrat.engine.channel.call import describe_call, signature_text
+from hpcstrat.engine.channel.disagreement import FAILED, LEFT, Announcement, explain
+from hpcstrat.engine.tree import flatten
 from hpcstrat.errors import CollectiveError, ReplicaError
-from hpcstrat.tree import flatten
 
 TEXTS = st.text(max_size=20)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -42,7 +42,7 @@ def test_digests_are_equal_for_equal_texts_only(
 
 def test_digests_are_the_same_in_every_process() -> None:
     program = (
-        "from hpcstrat.channel.call import describe_call;"
+        "from hpcstrat.engine.channel.call import describe_call;"
         "print(describe_call('reduce(SUM)', 'float32[4]').digest)"
     )
     done = subprocess.run(

@@ -21,7 +21,7 @@ from hpcstrat.data import (
 )
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.rows import Rows
-from hpcstrat.tree import tree_map
+from hpcstrat.engine.tree import tree_map
 
 
 def plain(element: Any) -> Any:

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.chaos import disturbing
-from hpcstrat.chaos.processes import Held
 from hpcstrat.cli import main
+from hpcstrat.tools.chaos import disturbing
+from hpcstrat.tools.chaos.processes import Held
 
 NOBODY = 65534
 PATIENCE_SECONDS = 60

@@ -38,8 +38,8 @@ from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
+from hpcstrat.engine.topology import process_stat
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.topology import process_stat
 from tests.folders import listed
 
 DTYPES = ("float32", "bool", "int64", "complex128", "float16", "uint8")

@@ -28,10 +28,10 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.bench import ways
 from hpcstrat.checkpoint.bench.ways import Measured, Way
 from hpcstrat.checkpoint.disk.file_systems import file_system_name
-from hpcstrat.cli.ckpt_bench import advise, parse_size
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.launcher import clean_environment
+from hpcstrat.tools.checkpoints.bench import advise, parse_size
 
 VERSION_1 = Path(__file__).parent / "data" / "version-1.h5"
 
@@ -271,7 +271,7 @@ def test_list_passes_over_a_file_that_goes_meanwhile(
     first, second = map(str, _paths(folder))
     gone = str(folder / "ckpt-0000000000.h5")
     listed = lambda _: [gone, first, second]  # noqa: E731
-    monkeypatch.setattr("hpcstrat.cli.ckpt_commands.list_checkpoints", listed)
+    monkeypatch.setattr("hpcstrat.tools.checkpoints.commands.list_checkpoints", listed)
     found = _run("ls", folder)
     assert found.exit_code == 0, found.output
     assert "ckpt-0000000002.h5" in found.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcstrat.channel.disagreement import FAILED, Announcement, only_marks_differ
+from hpcstrat.engine.channel.disagreement import FAILED, Announcement, only_marks_differ
 from hpcstrat.safety.divergence.comparison import (
     index_of,
     most_common,

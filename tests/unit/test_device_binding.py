@@ -12,12 +12,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.binding import View, choose, problem, worker_gpus
+from hpcstrat.engine.gpu.library import Gpu
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import TopologyError
-from hpcstrat.gpu import library
-from hpcstrat.gpu.binding import View, choose, problem, worker_gpus
-from hpcstrat.gpu.library import Gpu
-from hpcstrat.logs import get_logger
-from hpcstrat.settings import Settings
 from hpcstrat.strategies.devices import gpu_numbers, parse_device
 
 

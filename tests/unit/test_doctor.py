@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.cli.doctor.examination import RankFacts, compare
-from hpcstrat.cli.doctor.findings import names
-from hpcstrat.cli.doctor.judging import judge, summarize
-from hpcstrat.cli.doctor.local import (
+from hpcstrat.engine.observe.timeline.alignment import Sample
+from hpcstrat.engine.topology.links import Link, Links
+from hpcstrat.tools.doctor.examination import RankFacts, compare
+from hpcstrat.tools.doctor.findings import names
+from hpcstrat.tools.doctor.judging import judge, summarize
+from hpcstrat.tools.doctor.local import (
     FolderFacts,
     Locked,
     Memory,
     look_at_folder,
     within,
 )
-from hpcstrat.cli.doctor.measuring import RankMeasures
-from hpcstrat.observe.timeline.alignment import Sample
-from hpcstrat.topology.links import Link, Links
+from hpcstrat.tools.doctor.measuring import RankMeasures
 
 GIB = 1 << 30
 SECOND = 10**9

@@ -15,7 +15,7 @@ from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.finishing import remove_marker, write_marker
 from hpcstrat.elastic.memory_restore import Inventory, choose
 from hpcstrat.elastic.snapshots import Key, Snapshot, partners_of
-from hpcstrat.topology.survival import choose_collectives
+from hpcstrat.engine.topology.survival import choose_collectives
 
 ENABLED = {"OMPI_MCA_mpi_ft_enable": "1"}
 

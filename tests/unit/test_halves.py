@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcstrat.arrays.halves import narrowed, widened
+from hpcstrat.engine.arrays.halves import narrowed, widened
 
 
 def _type(name: str) -> np.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -92,3 +93,22 @@ def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
         elif isinstance(node, ast.Assign):
             seen |= {ast.unparse(target) for target in node.targets}
     assert [name for name in hpcstrat.__all__ if name not in seen] == []
+
+
+def test_old_paths_lead_to_the_modules_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"hpcstrat\.engine\.options now"):
+        old = importlib.import_module("hpcstrat.options")
+    assert old is importlib.import_module("hpcstrat.engine.options")
+    assert old.__spec__ is not None
+    assert old.__spec__.name == "hpcstrat.engine.options"
+    with pytest.warns(DeprecationWarning, match=r"parameter_server\.coordinator"):
+        old = importlib.import_module("hpcstrat.coordinator.coordinator")
+    assert hpcstrat.coordinator.ClusterCoordinator is old.ClusterCoordinator
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        importlib.import_module("hpcstrat.no_such")
+
+
+def test_at_the_door_are_few_names() -> None:
+    here = Path(hpcstrat.__file__).parent
+    names = [path.name for path in here.iterdir() if path.name[0] not in "_."]
+    assert len(names) <= 21, sorted(names)  # With py.typed.

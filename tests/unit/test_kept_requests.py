@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.channel.awaited import Message
-from hpcstrat.channel.patient import Exchange
+from hpcstrat.engine.channel.awaited import Message
+from hpcstrat.engine.channel.patient import Exchange
+from hpcstrat.engine.topology.kept_requests import keep, let_go_of_complete
 from hpcstrat.parameter_server.mailbox import _Arriving, _Sending
-from hpcstrat.topology.kept_requests import keep, let_go_of_complete
 
 
 class _Request:

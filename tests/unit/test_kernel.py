@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat
-from hpcstrat import native
+from hpcstrat.engine import native
 from tests.unit import kernel_sums
 from tests.unit.kernel_sums import Worker, check
 
@@ -161,9 +161,9 @@ def test_results_over_other_values_are_left_to_others(kernel: ModuleType) -> Non
 
 
 def test_a_kernel_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = ModuleType("hpcstrat.native.kernel")
+    stale = ModuleType("hpcstrat.engine.native.kernel")
     stale.VERSION = native.VERSION + 1  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hpcstrat.native.kernel", stale)
+    monkeypatch.setitem(sys.modules, "hpcstrat.engine.native.kernel", stale)
     assert native.load() is None
 
 

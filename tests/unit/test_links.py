@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hpcstrat.topology.links import Link, _turns, find_outliers, partner
+from hpcstrat.engine.topology.links import Link, _turns, find_outliers, partner
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 33, 64])

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 import hpcstrat
-from hpcstrat.logs import get_logger
+from hpcstrat.engine.logs import get_logger
 
 _PROGRAM = """
 import logging, sys
-from hpcstrat.logs import get_logger
+from hpcstrat.engine.logs import get_logger
 if sys.argv[1] == "root":
     logging.basicConfig(format="mine %(rank)d %(message)s", stream=sys.stdout)
 get_logger("data").warning("careful")

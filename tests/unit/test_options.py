@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat import options
+from hpcstrat.engine import options
 
 ENUMERATIONS = [
     hs.ReduceOp,

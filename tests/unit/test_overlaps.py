@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.arrays import overlaps
+from hpcstrat.engine.arrays import overlaps
 
 STEPS = (1, 1, 2, 3)
 

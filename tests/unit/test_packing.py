@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from hpcstrat.arrays.packing import cut, pack, plan, unpack, wire_dtype
+from hpcstrat.engine.arrays.packing import cut, pack, plan, unpack, wire_dtype
 
 DTYPES = st.sampled_from([np.dtype(code) for code in "bHiqefdFD?"])
 ARRAYS = st.lists(

@@ -16,22 +16,22 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
-from hpcstrat.bench.prediction.forecast import Step, predict, predict_point
-from hpcstrat.bench.prediction.inputs import Given, read_given
-from hpcstrat.bench.prediction.phantoms import Phantom, Traffic
-from hpcstrat.bench.prediction.platforms import NETWORKS, Network
-from hpcstrat.bench.prediction.rehearsal import (
+from hpcstrat.cli.main import main
+from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.bench.prediction.forecast import Step, predict, predict_point
+from hpcstrat.tools.bench.prediction.inputs import Given, read_given
+from hpcstrat.tools.bench.prediction.phantoms import Phantom, Traffic
+from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
+from hpcstrat.tools.bench.prediction.rehearsal import (
     AllReduced,
     Begun,
     Copied,
     Job,
     rehearse,
 )
-from hpcstrat.bench.prediction.simulator import Simulator
-from hpcstrat.bench.prediction.traces import Machine, Writer
-from hpcstrat.bench.run_file import BenchError
-from hpcstrat.cli.main import main
-from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.bench.prediction.simulator import Simulator
+from hpcstrat.tools.bench.prediction.traces import Machine, Writer
+from hpcstrat.tools.bench.run_file import BenchError
 
 needs_simgrid = pytest.mark.skipif(
     shutil.which("smpirun") is None,

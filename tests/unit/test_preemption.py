@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.logs import get_logger
-from hpcstrat.preemption.watch import Watch, _asked
+from hpcstrat.elastic.preemption.watch import Watch, _asked
+from hpcstrat.engine.logs import get_logger
 
 FAR = 10**10
 
@@ -108,7 +108,7 @@ def test_a_forked_child_dies_of_the_signal() -> None:
     program = (
         "import os, signal, time\n"
         "import hpcstrat as hs\n"
-        "from hpcstrat.preemption.watch import Watch\n"
+        "from hpcstrat.elastic.preemption.watch import Watch\n"
         "Watch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
         "child = os.fork()\n"
         "if not child:\n"

@@ -16,10 +16,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hpcstrat.gpu.probe import probe as module
-from hpcstrat.gpu.probe.launching import find_launcher, kept_settings, launch, scrubbed
-from hpcstrat.gpu.probe.outcome import OPERATIONS, Answer, Ended, read_outcome
-from hpcstrat.gpu.probe.probe import ProbeReport, cache_path, known, probe, save
+from hpcstrat.engine.gpu.probe import probe as module
+from hpcstrat.engine.gpu.probe.launching import (
+    find_launcher,
+    kept_settings,
+    launch,
+    scrubbed,
+)
+from hpcstrat.engine.gpu.probe.outcome import OPERATIONS, Answer, Ended, read_outcome
+from hpcstrat.engine.gpu.probe.probe import ProbeReport, cache_path, known, probe, save
 
 Probing = Callable[..., ProbeReport]
 LIBRARY = "Some MPI 1.0"
@@ -39,7 +44,7 @@ sys.exit(next((abs(code) for code in codes if code), 0))
 # Does what FAKE_PLAN says of an operation and a size on a rank.
 PROGRAM = """
 import ctypes, faulthandler, json, os, sys, time
-from hpcstrat.gpu.probe.outcome import OPERATIONS
+from hpcstrat.engine.gpu.probe.outcome import OPERATIONS
 
 rank = int(os.environ.get("FAKE_RANK", 0))
 plan = json.loads(os.environ["FAKE_PLAN"])
@@ -285,7 +290,7 @@ def test_launcher_of_another_library_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setattr("hpcstrat.gpu.probe.launching._library_folders", list)
+    monkeypatch.setattr("hpcstrat.engine.gpu.probe.launching._library_folders", list)
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
     mpirun.chmod(0o755)

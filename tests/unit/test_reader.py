@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat import native
 from hpcstrat.data.files import columns
+from hpcstrat.engine import native
 
 SOURCE = Path(native.__file__).with_name("reader.c")
 

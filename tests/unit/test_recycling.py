@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.recycling import Recycler
+from hpcstrat.engine.arrays.recycling import Recycler
 
 KIB = 1 << 10
 

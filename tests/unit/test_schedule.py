@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hpcstrat.channel.wire_headers import room_bytes
 from hpcstrat.cli.main import main
-from hpcstrat.collectives.exchanged import FEW_EXCHANGING
-from hpcstrat.collectives.header_sum import IN_HEADER
-from hpcstrat.collectives.select import imagined, schedule, select
-from hpcstrat.options import CommunicationOptions
+from hpcstrat.engine.channel.wire_headers import room_bytes
+from hpcstrat.engine.collectives.exchanged import FEW_EXCHANGING
+from hpcstrat.engine.collectives.header_sum import IN_HEADER
+from hpcstrat.engine.collectives.select import imagined, schedule, select
+from hpcstrat.engine.options import CommunicationOptions
 
 MPI = "all-reduce of MPI"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcstrat.settings import Settings
+from hpcstrat.engine.settings import Settings
 
 
 def test_program_comes_before_environment_and_default() -> None:

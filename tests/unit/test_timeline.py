@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.cli import main
-from hpcstrat.observe.timeline import Recorder, active, traced
-from hpcstrat.observe.timeline.alignment import Alignment, Sample, best_sample
-from hpcstrat.observe.timeline.events import Track
-from hpcstrat.observe.timeline.merging import open_timeline
-from hpcstrat.observe.timeline.reading import file_name, find_runs, read_events
+from hpcstrat.engine.observe.timeline import Recorder, active, traced
+from hpcstrat.engine.observe.timeline.alignment import Alignment, Sample, best_sample
+from hpcstrat.engine.observe.timeline.events import Track
+from hpcstrat.engine.observe.timeline.merging import open_timeline
+from hpcstrat.engine.observe.timeline.reading import file_name, find_runs, read_events
 from tests.trace_format import check_trace
 
 _MIB = 1 << 20
@@ -208,7 +208,7 @@ def test_full_file_says_so_once_and_stays_whole(
         warning=lambda *a: said.append(a), info=lambda *a: said.append(a)
     )
     monkeypatch.setattr(
-        "hpcstrat.observe.timeline.event_files.get_logger", lambda name: logger
+        "hpcstrat.engine.observe.timeline.event_files.get_logger", lambda name: logger
     )
     made = Recorder(Track(host="here"))
     now = time.perf_counter_ns()
@@ -246,7 +246,9 @@ def test_disk_that_is_full_does_not_end_the_program(tmp_path: Path) -> None:
 def test_file_system_that_hangs_does_not_hold_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcstrat.observe.timeline.event_files._END_SECONDS", 0.2)
+    monkeypatch.setattr(
+        "hpcstrat.engine.observe.timeline.event_files._END_SECONDS", 0.2
+    )
     made = _recorder(tmp_path)
     assert made.file is not None
     made.flush()

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from hpcstrat.observe.timeline import active
-from hpcstrat.observe.timeline.recorder import DATA, WAIT
-from hpcstrat.observe.timeline.totals import totals
+from hpcstrat.engine.observe.timeline import active
+from hpcstrat.engine.observe.timeline.recorder import DATA, WAIT
+from hpcstrat.engine.observe.timeline.totals import totals
 
 
 def test_parts_of_calls_and_of_input_are_added_up() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.tree import flatten, is_leaf, tree_map, unflatten
-from hpcstrat.values import Mirrored, PerReplica
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.tree import flatten, is_leaf, tree_map, unflatten
+from hpcstrat.engine.values import Mirrored, PerReplica
 
 Point = namedtuple("Point", "x y")
 

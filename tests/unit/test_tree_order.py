@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.logical.tree_order import TreeOrder
+from hpcstrat.engine.logical.tree_order import TreeOrder
 
 
 def added(leaves: list[Any], level: int, number: int) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hpcstrat.engine.logical.turns import Turns
 from hpcstrat.errors import CollectiveError, ReplicaError
-from hpcstrat.logical.turns import Turns
 
 NAMES = ["replica 0", "replica 1", "replica 2"]
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hpcstrat.channel import waiting
-from hpcstrat.channel.call import Call
-from hpcstrat.channel.waiting import Spin, Waiter
+from hpcstrat.engine.channel import waiting
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.waiting import Spin, Waiter
 
 MOST, LEAST = waiting._MOST_SPIN_SECONDS, waiting._LEAST_SPIN_SECONDS
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcstrat.engine.topology.topology import STATUS_BYTES
 from hpcstrat.safety.watchdog.late_ranks import LateRank, LateReport, some_ranks
 from hpcstrat.safety.watchdog.pages import STATUS_START, WAITS, Page, Status
 from hpcstrat.safety.watchdog.stacks import Process, Stacks, look_at, own_stacks
-from hpcstrat.topology.topology import STATUS_BYTES
 
 REPOSITORY = Path(__file__).parents[2]
 HELD = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcstrat.channel import wire_headers
-from hpcstrat.channel.wire_headers import room_bytes
+from hpcstrat.engine.channel import wire_headers
+from hpcstrat.engine.channel.wire_headers import room_bytes
 
 
 @pytest.mark.parametrize("narrows", [False, True])

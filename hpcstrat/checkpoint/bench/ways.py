@@ -34,8 +34,8 @@ from hpcstrat.checkpoint.disk.disk import (
 from hpcstrat.checkpoint.file.extents import Plan, choose_block_bytes, part_of
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
-from hpcstrat.typing import Array
 
 __all__ = [
     "STRIPE_BYTES",

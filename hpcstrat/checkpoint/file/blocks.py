@@ -11,8 +11,8 @@ from hpcstrat.checkpoint.disk.disk import PASSING, open_to_read, read_into
 from hpcstrat.checkpoint.file.commit_record import Vouched
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.file.image import Image
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CorruptCheckpointError
-from hpcstrat.typing import Array
 
 __all__ = ["Blocks"]
 

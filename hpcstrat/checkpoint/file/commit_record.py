@@ -20,8 +20,8 @@ from hpcstrat.checkpoint.file.hashing import (
     root_hash,
     root_hasher,
 )
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CorruptCheckpointError
-from hpcstrat.typing import Array
 
 __all__ = ["Vouched", "has_record", "pack_record", "read_vouched"]
 

@@ -32,8 +32,8 @@ from hpcstrat.checkpoint.file.structure import (
     place_of,
     require_stored_as,
 )
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
-from hpcstrat.typing import Array
 
 __all__ = ["header_of", "read_contents"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import h5py
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["export_values"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "ALGORITHM",

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import array_module, is_device
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.schema import dtype_name
-from hpcstrat.gpu.transfers import lock_pages
-from hpcstrat.typing import Array
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.gpu.transfers import lock_pages
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "Elsewhere",

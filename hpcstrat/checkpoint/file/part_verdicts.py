@@ -16,7 +16,7 @@ import numpy as np
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES, open_to_read, write_all
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.hashing import block_hash
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["NONCE_BYTES", "read_verdict", "room_bytes", "write_verdict"]
 

@@ -19,8 +19,8 @@ from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
 from hpcstrat.checkpoint.file.schema import Header, saved_dtype
 from hpcstrat.checkpoint.file.structure import place_of
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.typing import Array
 
 __all__ = [
     "CheckpointFile",

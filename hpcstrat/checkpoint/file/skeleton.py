@@ -41,8 +41,8 @@ from hpcstrat.checkpoint.file.schema import (
     saved_dtype,
     section_of,
 )
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
-from hpcstrat.typing import Array
 
 __all__ = ["Skeleton", "packed_python", "state_bytes"]
 

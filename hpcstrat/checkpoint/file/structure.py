@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5t
 
-from hpcstrat.arrays.casting import FIRST_FOREIGN_TYPE
 from hpcstrat.checkpoint.file.schema import saved_dtype
+from hpcstrat.engine.arrays.casting import FIRST_FOREIGN_TYPE
 
 __all__ = [
     "attribute",

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from hpcstrat.checkpoint.disk.file_names import flush_folder
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.keep.owner import release, take
-from hpcstrat.topology.process_stat import FLAGS, STATE, process_stat
+from hpcstrat.engine.topology.process_stat import FLAGS, STATE, process_stat
 
 __all__ = [
     "NO_FILE",

@@ -12,8 +12,8 @@ from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.folder import NO_FILE, Identity, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
 from hpcstrat.checkpoint.keep.search import warn
+from hpcstrat.engine.logs import get_logger
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.logs import get_logger
 
 __all__ = ["Retention", "best_path"]
 

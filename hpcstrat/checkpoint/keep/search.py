@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
 from hpcstrat.checkpoint.file.schema import list_checkpoints
+from hpcstrat.engine.logs import get_logger
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.logs import get_logger
 
 __all__ = ["find_newest", "find_restorable", "newest_path", "warn"]
 

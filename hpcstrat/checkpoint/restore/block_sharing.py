@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.file.extents import part_of
-from hpcstrat.topology.segment import Segment
-from hpcstrat.typing import Array, Replicas
+from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["BlockDeal", "Shared"]
 

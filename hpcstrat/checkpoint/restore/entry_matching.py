@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.casting import assign, is_half, quietly, rounded
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
 from hpcstrat.checkpoint.objects import Objects, is_of_group
+from hpcstrat.engine.arrays.casting import assign, is_half, quietly, rounded
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.transfers import store
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import VariableAggregation
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CheckpointMismatchError
-from hpcstrat.gpu.transfers import store
-from hpcstrat.logical.tree_order import TreeOrder
-from hpcstrat.logs import get_logger
-from hpcstrat.options import VariableAggregation
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import (
     ShardedVariable,
     SyncOnReadVariable,

@@ -25,9 +25,9 @@ from hpcstrat.checkpoint.restore.block_sharing import BlockDeal, Shared
 from hpcstrat.checkpoint.restore.entry_matching import Match
 from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
+from hpcstrat.engine.gpu.transfers import Uploads
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.gpu.transfers import Uploads
-from hpcstrat.typing import Array, Replicas
 
 __all__ = ["restore_values"]
 

@@ -17,10 +17,10 @@ from hpcstrat.checkpoint.on_first import on_first
 from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
 from hpcstrat.checkpoint.restore.parallel_read import restore_values
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.observe.timeline import traced
+from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CorruptCheckpointError
-from hpcstrat.logs import get_logger
-from hpcstrat.observe.timeline import traced
-from hpcstrat.typing import Replicas
 
 __all__ = ["Restorer"]
 

@@ -6,14 +6,14 @@ import sys
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.image import Elsewhere, is_elsewhere
 from hpcstrat.checkpoint.file.schema import dtype_name, named_dtype, saved_dtype
 from hpcstrat.checkpoint.objects import pieces_of
 from hpcstrat.checkpoint.restore.entry_matching import Match
-from hpcstrat.gpu.transfers import Uploads
-from hpcstrat.typing import Array, Replicas
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.transfers import Uploads
+from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["Sink", "live_bytes", "value_of"]
 

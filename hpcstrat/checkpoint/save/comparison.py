@@ -8,9 +8,9 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from hpcstrat.checkpoint.objects import is_of_group
+from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CollectiveError, DivergenceError
 from hpcstrat.safety.divergence.divergence import check_mirrored
-from hpcstrat.typing import Replicas
 from hpcstrat.variables import Variable
 
 __all__ = ["compare_copies", "require_same_state"]

@@ -22,9 +22,9 @@ from hpcstrat.checkpoint.disk.disk import flush, forget_pages, open_to_write, wr
 from hpcstrat.checkpoint.file.extents import Plan
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.file.image import Image, Source, fill, is_elsewhere
+from hpcstrat.engine.gpu.transfers import Arrival, Downloads
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import UnavailableError
-from hpcstrat.gpu.transfers import Arrival, Downloads
-from hpcstrat.typing import Array
 
 __all__ = ["KINDS_OF_WORK", "NUM_THREADS", "RING_SLOTS", "PartWriter"]
 

@@ -21,8 +21,8 @@ from hpcstrat.checkpoint.file.image import Image, Source
 from hpcstrat.checkpoint.file.part_verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.save.part_writer import PartWriter
 from hpcstrat.checkpoint.save.publication import Publication
-from hpcstrat.gpu.transfers import Downloads
-from hpcstrat.logs import get_logger
+from hpcstrat.engine.gpu.transfers import Downloads
+from hpcstrat.engine.logs import get_logger
 
 __all__ = [
     "NewFile",

@@ -20,9 +20,9 @@ from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.checkpoint.keep.folder import Identity, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found
 from hpcstrat.checkpoint.keep.retention import Retention
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
-from hpcstrat.logs import get_logger
-from hpcstrat.typing import Array
 
 __all__ = ["Publication", "Target"]
 

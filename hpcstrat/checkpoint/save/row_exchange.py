@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.file.extents import Extent, Plan
 from hpcstrat.checkpoint.file.image import as_bytes
-from hpcstrat.typing import Array, Replicas
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["Rows", "exchange_rows"]
 

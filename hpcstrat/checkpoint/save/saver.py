@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_device
 from hpcstrat.checkpoint.disk.disk import create
 from hpcstrat.checkpoint.disk.file_systems import goes_direct
 from hpcstrat.checkpoint.file.extents import Plan
@@ -42,10 +41,11 @@ from hpcstrat.checkpoint.save.pending_save import NewFile, Order, PendingSave
 from hpcstrat.checkpoint.save.publication import Publication, Target
 from hpcstrat.checkpoint.save.row_exchange import Rows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.gpu.transfers import Downloads
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CheckpointError, UnavailableError
-from hpcstrat.gpu.transfers import Downloads
-from hpcstrat.logs import get_logger
-from hpcstrat.typing import Array, Replicas
 
 __all__ = ["Saver"]
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.data.runs import runs_of
-from hpcstrat.native import load_reader
-from hpcstrat.typing import Array
+from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.native import load_reader
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "Column",

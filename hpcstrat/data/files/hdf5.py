@@ -22,7 +22,7 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["datasets_of", "hdf5_column", "open_hdf5"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.files.columns import Column, DecodedColumn, PaddedColumn
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["decoded", "fields_of", "is_netcdf", "padded"]
 

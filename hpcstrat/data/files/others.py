@@ -15,7 +15,7 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["is_zarr", "npy_column", "parquet_columns", "zarr_columns"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.recycling import Recycler
 from hpcstrat.data.files.columns import Column, OpenFiles, SlabCache
 from hpcstrat.data.files.hdf5 import datasets_of, hdf5_column, open_hdf5
 from hpcstrat.data.files.netcdf import decoded, fields_of, is_netcdf, padded
@@ -22,7 +21,8 @@ from hpcstrat.data.files.others import (
     zarr_columns,
 )
 from hpcstrat.data.rows import Places, Rows, as_places
-from hpcstrat.typing import Array, Tree
+from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["FileRows", "files_of"]
 

@@ -6,6 +6,7 @@ from hpcstrat.integrations.frameworks import require
 require("jax", "0.5.3")
 
 # ruff: noqa: E402
+from hpcstrat.engine.logical.threads import let_xla_wait
 from hpcstrat.integrations.jax.exchanges import (
     all_gather,
     all_reduce,
@@ -17,7 +18,6 @@ from hpcstrat.integrations.jax.transformation import (
     GradientTransformation,
     cross_replica,
 )
-from hpcstrat.logical.threads import let_xla_wait
 
 # A strategy of logical replicas may have been made before.
 let_xla_wait()

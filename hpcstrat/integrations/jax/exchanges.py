@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Tree
 from hpcstrat.integrations.jax.primitive import (
     Exchange,
     bind,
@@ -14,8 +16,6 @@ from hpcstrat.integrations.jax.primitive import (
     require_replica_context,
 )
 from hpcstrat.integrations.jax.xla_handler import DTYPES
-from hpcstrat.options import ReduceOp
-from hpcstrat.typing import Tree
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 

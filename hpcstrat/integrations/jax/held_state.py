@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.integrations.jax.exchanges import leaf_names
 from hpcstrat.integrations.jax.primitive import refuse
-from hpcstrat.typing import Array, Tree
 from hpcstrat.variables import Variable
 
 __all__ = ["HeldState", "state"]

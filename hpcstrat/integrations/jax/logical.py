@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from hpcstrat.logical.threads import xla_problem
+from hpcstrat.engine.logical.threads import xla_problem
 from hpcstrat.strategies import Strategy
 
 __all__ = ["let_replicas_meet"]

@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from hpcstrat.arrays.kinds import is_device
-from hpcstrat.call_sites import pass_over
-from hpcstrat.context import own_index
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.call_sites import pass_over
+from hpcstrat.engine.context import own_index
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.jax.logical import let_replicas_meet
 from hpcstrat.integrations.jax.xla_handler import TARGET, key_of, register
-from hpcstrat.options import ReduceOp
-from hpcstrat.typing import Array
 
 try:
     from jax._src import core, effects

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Tree
 from hpcstrat.integrations.jax.exchanges import all_reduce
-from hpcstrat.options import ReduceOp
-from hpcstrat.typing import Tree
 
 __all__ = ["GradientTransformation", "cross_replica"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["DTYPES", "TARGET", "key_of", "register"]
 

@@ -10,8 +10,8 @@ from hpcstrat.data import Dataset
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import Columns, open_source
+from hpcstrat.engine.typing import Tree
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.typing import Tree
 
 __all__ = ["Batches", "columns_of", "own_rows", "own_share"]
 

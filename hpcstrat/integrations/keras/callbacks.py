@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.keras.batches import Batches
 from hpcstrat.integrations.keras.replicas import State
-from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy
 
 __all__ = ["Together", "Watch", "chosen", "is_watched"]

@@ -10,7 +10,9 @@ import keras
 import numpy as np
 
 from hpcstrat.checkpoint import CheckpointManager
-from hpcstrat.context import pop, push
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted
 from hpcstrat.integrations.keras.replicas import (
     optimizers_of,
     seed_generators,
@@ -18,8 +20,6 @@ from hpcstrat.integrations.keras.replicas import (
     value_of,
 )
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.typing import Array
-from hpcstrat.values import Adopted
 from hpcstrat.variables import Variable
 
 __all__ = ["Checkpoint", "state"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import numpy as np
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
 

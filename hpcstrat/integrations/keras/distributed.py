@@ -22,6 +22,7 @@ import numpy as np
 from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import open_source
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
 from hpcstrat.integrations.keras.callbacks import Together, Watch, chosen, is_watched
 from hpcstrat.integrations.keras.exchanges import exchanges
@@ -36,7 +37,6 @@ from hpcstrat.integrations.keras.requirements import (
     require_distributable,
 )
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 
 __all__ = ["Distributed", "put"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.strategies import Strategy
 
 __all__ = ["Exchanges", "exchanges"]

@@ -19,13 +19,13 @@ import keras
 import numpy as np
 
 from hpcstrat.data.batches import share
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.keras.batches import Batches
 from hpcstrat.integrations.keras.compiled_steps import Outcome, compiled_steps
 from hpcstrat.integrations.keras.distributed import Distributed, put
 from hpcstrat.integrations.keras.replicas import State, seed_generators, seed_mask
-from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 
 __all__ = ["LogicalDistributed"]
 

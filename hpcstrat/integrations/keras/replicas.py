@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hpcstrat.options import ReduceOp
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 
 __all__ = [
     "State",

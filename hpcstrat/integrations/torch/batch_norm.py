@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.torch.tensors import memory_of
-from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy
 
 __all__ = ["SyncBatchNorm"]

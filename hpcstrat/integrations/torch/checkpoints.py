@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from hpcstrat.checkpoint.file.plain_state import as_text
-from hpcstrat.context import pop, push
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.typing import Array, Replicas
+from hpcstrat.engine.values import Adopted
 from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
 from hpcstrat.integrations.torch.logical import streams_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array, Replicas
-from hpcstrat.values import Adopted
 from hpcstrat.variables import Variable
 
 __all__ = ["state"]

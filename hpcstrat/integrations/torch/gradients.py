@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.torch.logical import LogicalReplicated
 from hpcstrat.integrations.torch.replicated import Replicated, broadcast
 from hpcstrat.integrations.torch.tensors import memory_of
-from hpcstrat.options import ReduceOp
 from hpcstrat.strategies import Strategy, get_strategy
 
 __all__ = [

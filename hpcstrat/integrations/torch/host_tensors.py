@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.typing import Array
+from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 

@@ -18,14 +18,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.context import own_index, pop, push
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.context import own_index, pop, push
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.replicated import Replicated
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
-from hpcstrat.options import ReduceOp
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.strategies import Strategy
-from hpcstrat.typing import Array
 
 __all__ = ["LogicalReplicated", "streams_of"]
 
@@ -257,7 +257,7 @@ def _tensors(owner: Any) -> list[torch.Tensor]:
 
 
 class _Turns:
-    """PyTorch's state of each replica of a rank; see `hpcstrat.logical.meetings`."""
+    """PyTorch's state of a rank's replicas; see `hpcstrat.engine.logical.meetings`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()

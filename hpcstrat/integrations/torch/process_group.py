@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
-from hpcstrat.call_sites import pass_over
-from hpcstrat.collectives.areas import Areas
+from hpcstrat.engine.call_sites import pass_over
+from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.exchanges import Exchanges
+from hpcstrat.engine.reduction.messages import Messages, Transfer
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError, TopologyError
 from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
-from hpcstrat.options import CommunicationOptions, ReduceOp
-from hpcstrat.reduction.exchanges import Exchanges
-from hpcstrat.reduction.messages import Messages, Transfer
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.connection import subset
-from hpcstrat.topology.topology import Topology
-from hpcstrat.typing import Array
 
 __all__ = ["BACKEND", "HpcstratProcessGroup", "register"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.host_tensors import require_numbers
-from hpcstrat.typing import Array
 
 __all__ = ["Reduction"]
 

@@ -6,9 +6,9 @@ step to step, so a few numbers of that reduction say so: it carries what all rep
 agreed on the last time, and what is missing, if anything, follows in another one.
 
 Between workers, reductions of what all replicas reached the last time are started while
-the backward goes on, in buckets, see `hpcstrat.reduction.buckets`. They leave the
-gradients alone until it ends: autograd may let a gradient share its memory with what
-the rest of the backward needs.
+the backward goes on, in buckets, see `hpcstrat.engine.reduction.buckets`. They leave
+the gradients alone until it ends: autograd may let a gradient share its memory with
+what the rest of the backward needs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.arrays.indexed_slices import IndexedSlices
-from hpcstrat.channel.closed import ClosedChannel
-from hpcstrat.channel.position import Position
-from hpcstrat.channel.started import Started
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.position import Position
+from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
-from hpcstrat.logs import get_logger
-from hpcstrat.options import ReduceOp
-from hpcstrat.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.strategies import Strategy
-from hpcstrat.tree import flatten
-from hpcstrat.typing import Array
 
 __all__ = ["Replicated", "broadcast"]
 

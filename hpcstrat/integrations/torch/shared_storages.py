@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpcstrat.collectives.areas import LEAST_AREA_BYTES, Areas
+from hpcstrat.engine.collectives.areas import LEAST_AREA_BYTES, Areas
 
 __all__ = ["share_storage"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hpcstrat.arrays.kinds import as_array, is_device
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import HpcstratError
-from hpcstrat.typing import Array
 
 __all__ = ["as_tensor", "memory_of"]
 

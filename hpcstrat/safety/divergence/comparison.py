@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import to_host
+from hpcstrat.engine.arrays.kinds import to_host
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import DivergenceError
-from hpcstrat.typing import Array
 
 __all__ = [
     "ADVICE",

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import is_device, is_half
-from hpcstrat.channel.call import describe_call
-from hpcstrat.channel.channel import Channel
+from hpcstrat.engine.arrays.kinds import is_device, is_half
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import DivergenceError
-from hpcstrat.logs import get_logger
 from hpcstrat.safety.divergence.comparison import Copy, index_of, octets
 from hpcstrat.safety.divergence.tolerance import compare
-from hpcstrat.settings import Settings
-from hpcstrat.typing import Array, Replicas
 from hpcstrat.variables import MirroredVariable
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hpcstrat.engine.typing import Replicas
 from hpcstrat.safety.divergence.comparison import Copy
 from hpcstrat.safety.divergence.tolerance import compare
-from hpcstrat.typing import Replicas
 from hpcstrat.variables import SyncOnReadVariable, Variable
 
 __all__ = ["check_mirrored"]

@@ -19,7 +19,9 @@ import numpy as np
 import optree
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import as_array
+from hpcstrat.engine.arrays.kinds import as_array
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Array, Replicas, Tree
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.divergence.comparison import (
     digest_of,
@@ -27,8 +29,6 @@ from hpcstrat.safety.divergence.comparison import (
     most_common,
     replicas_text,
 )
-from hpcstrat.tree import flatten
-from hpcstrat.typing import Array, Replicas, Tree
 
 __all__ = ["check_equal"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import is_half, to_host
-from hpcstrat.gpu.device_memory import pinned_memory
-from hpcstrat.gpu.streams import Mark
-from hpcstrat.typing import Array
+from hpcstrat.engine.arrays.kinds import is_half, to_host
+from hpcstrat.engine.gpu.device_memory import pinned_memory
+from hpcstrat.engine.gpu.streams import Mark
+from hpcstrat.engine.typing import Array
 from hpcstrat.variables import MirroredVariable
 
 __all__ = ["LAG", "DeviceCopies", "NotFinite"]

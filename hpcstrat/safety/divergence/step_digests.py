@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from xxhash import xxh3_64_intdigest
 
-from hpcstrat.arrays.kinds import is_device
+from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.safety.divergence.comparison import octets
 
 __all__ = ["StepDigests", "read_digests"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.arrays.kinds import is_half, to_host
+from hpcstrat.engine.arrays.kinds import is_half, to_host
+from hpcstrat.engine.typing import Array
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.divergence.comparison import (
     ADVICE,
@@ -20,7 +21,6 @@ from hpcstrat.safety.divergence.comparison import (
     most_common,
     replicas_text,
 )
-from hpcstrat.typing import Array
 
 __all__ = ["compare"]
 

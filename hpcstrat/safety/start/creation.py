@@ -18,20 +18,25 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpcstrat.call_sites import call_site
-from hpcstrat.channel.call import Call
-from hpcstrat.channel.disagreement import FAILED, Announcement, announce_error, explain
+from hpcstrat.engine.call_sites import call_site
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.disagreement import (
+    FAILED,
+    Announcement,
+    announce_error,
+    explain,
+)
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.kept_requests import keep
+from hpcstrat.engine.topology.survival import is_loss, revoke
 from hpcstrat.errors import CollectiveError, RankLostError
-from hpcstrat.logs import get_logger
 from hpcstrat.safety.presence import CREATES, MADE, STARTS, own_board
 from hpcstrat.safety.presence import FAILED as LEFT_BY_ERROR
 from hpcstrat.safety.start.missing import Missing, missing_ranks
 from hpcstrat.safety.uncaught import running_mpi
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateReport, some_ranks
 from hpcstrat.safety.watchdog.watchdog import end_process
-from hpcstrat.settings import Settings
-from hpcstrat.topology.kept_requests import keep
-from hpcstrat.topology.survival import is_loss, revoke
 
 __all__ = ["Creation"]
 

@@ -6,11 +6,11 @@ import contextlib
 import os
 from dataclasses import astuple
 
+from hpcstrat.engine.topology.children import is_of_multiprocessing
+from hpcstrat.engine.topology.starting import prepare_environment
 from hpcstrat.safety import uncaught
 from hpcstrat.safety.presence import own_board
 from hpcstrat.safety.watchdog import stacks
-from hpcstrat.topology.children import is_of_multiprocessing
-from hpcstrat.topology.starting import prepare_environment
 
 __all__ = ["begin"]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcstrat.engine.topology.process_stat import STATE, process_stat
 from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, Board
 from hpcstrat.safety.watchdog.late_ranks import LateRank
 from hpcstrat.safety.watchdog.stacks import HELD, Process, Stacks, look_at
-from hpcstrat.topology.process_stat import STATE, process_stat
 
 __all__ = ["Missing", "missing_ranks"]
 

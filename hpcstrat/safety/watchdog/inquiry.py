@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from hpcstrat.channel.waiting import Waiting
+from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.safety.watchdog.exchange import Exchange
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState

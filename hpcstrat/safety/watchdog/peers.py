@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Array
 from hpcstrat.safety.watchdog.stacks import Process
-from hpcstrat.topology.topology import Topology
-from hpcstrat.typing import Array
 
 __all__ = ["Mail", "Peers", "open_socket"]
 

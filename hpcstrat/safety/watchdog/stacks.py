@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from hpcstrat.call_sites import is_of_program
-from hpcstrat.logs import get_logger
-from hpcstrat.topology.process_stat import START, STATE, process_stat
+from hpcstrat.engine.call_sites import is_of_program
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 
 __all__ = ["HELD", "Process", "Stacks", "look_at", "own_stacks", "prepare", "site_of"]
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.waiting import Waiting
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waiting import Waiting
+from hpcstrat.engine.settings import Settings
 from hpcstrat.safety.watchdog.pages import (
     BUSY,
     EXCHANGES,
@@ -25,7 +26,6 @@ from hpcstrat.safety.watchdog.pages import (
 )
 from hpcstrat.safety.watchdog.peers import Mail, Peers, open_socket
 from hpcstrat.safety.watchdog.stacks import Stacks, look_at, own_stacks, prepare
-from hpcstrat.settings import Settings
 
 __all__ = ["HELD_SECONDS", "Watch"]
 

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.waiting import Waiting
-from hpcstrat.gpu import library
-from hpcstrat.logs import get_logger, place
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waiting import Waiting
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.logs import get_logger, place
+from hpcstrat.engine.settings import Settings
 from hpcstrat.safety.watchdog.exchange import Exchange
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status
 from hpcstrat.safety.watchdog.watch import Watch
-from hpcstrat.settings import Settings
 
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
@@ -100,7 +100,7 @@ class _Watchdog:
         """
         if not library.is_loaded():
             return
-        from hpcstrat.gpu.transports.nccl_group import nccl_failure
+        from hpcstrat.engine.gpu.transports.nccl_group import nccl_failure
 
         failure, now = nccl_failure(), time.monotonic()
         self._failed_at = min(self._failed_at, now) if failure else math.inf

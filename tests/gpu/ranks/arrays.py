@@ -16,7 +16,7 @@ import cupy
 import numpy
 import pytest
 
-from hpcstrat.values import ArrayOperators
+from hpcstrat.engine.values import ArrayOperators
 
 __all__ = [
     "DeviceNumpy",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rule
 
 
 if find_spec("jax"):
-    # Before JAX computes: see `hpcstrat.logical.threads.let_xla_wait`.
+    # Before JAX computes: see `hpcstrat.engine.logical.threads.let_xla_wait`.
     import hpcstrat.integrations.jax as hsj
 
 

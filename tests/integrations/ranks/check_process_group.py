@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcstrat as hs
 import hpcstrat.integrations.torch
-from hpcstrat.collectives.areas import Areas
+from hpcstrat.engine.collectives.areas import Areas
 from hpcstrat.integrations.torch import process_group
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from tests.mpi.ranks.outcomes import outcome

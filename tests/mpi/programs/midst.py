@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.patient import PatientComm
+from hpcstrat.engine.channel.patient import PatientComm
 
 __all__ = ["large", "lay_trap"]
 

@@ -13,8 +13,8 @@ import numpy as np
 
 import hpcstrat as hs
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.topology import starting
-from hpcstrat.topology.topology import start_mpi
+from hpcstrat.engine.topology import starting
+from hpcstrat.engine.topology.topology import start_mpi
 
 
 def kill(*_: Any, **named: Any) -> None:

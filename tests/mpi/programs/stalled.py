@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.channel.patient import PatientComm
+from hpcstrat.engine.channel.patient import PatientComm
 from tests.mpi.programs.midst import large, lay_trap
 
 _open: list[Any] = []

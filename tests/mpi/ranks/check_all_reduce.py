@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.channel import headers
-from hpcstrat.collectives import kernel_sum, select, shared_memory
-from hpcstrat.reduction.replica_collectives import Collectives
-from hpcstrat.topology import segment
-from hpcstrat.topology import topology as topology_module
-from hpcstrat.topology.segment import Segment
+from hpcstrat.engine.channel import headers
+from hpcstrat.engine.collectives import kernel_sum, select, shared_memory
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.topology import segment
+from hpcstrat.engine.topology import topology as topology_module
+from hpcstrat.engine.topology.segment import Segment
 from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,

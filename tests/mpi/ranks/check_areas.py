@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.collectives import areas as module
-from hpcstrat.collectives.areas import LEAST_AREA_BYTES, Areas
+from hpcstrat.engine.collectives import areas as module
+from hpcstrat.engine.collectives.areas import LEAST_AREA_BYTES, Areas
 from tests.mpi.ranks.outcomes import assert_usable
 
 pytestmark = pytest.mark.algorithm

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.observe.arrival_report import BINS
-from hpcstrat.observe.timeline import active
-from hpcstrat.observe.timeline.last_arrivals import last_arrivals
-from hpcstrat.observe.timeline.merging import open_timeline
-from hpcstrat.observe.timeline.recorder import DATA, WAIT
+from hpcstrat.engine.observe.arrival_report import BINS
+from hpcstrat.engine.observe.timeline import active
+from hpcstrat.engine.observe.timeline.last_arrivals import last_arrivals
+from hpcstrat.engine.observe.timeline.merging import open_timeline
+from hpcstrat.engine.observe.timeline.recorder import DATA, WAIT
 from tests.trace_format import check_trace
 
 pytestmark = pytest.mark.algorithm

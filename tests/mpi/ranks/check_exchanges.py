@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.reduction.exchanges import Exchanges
+from hpcstrat.engine.reduction.exchanges import Exchanges
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm

@@ -21,7 +21,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import metrics, optimizers
-from hpcstrat.channel import headers
+from hpcstrat.engine.channel import headers
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.reduction import gathers
+from hpcstrat.engine.reduction import gathers
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.channel import wire_headers
-from hpcstrat.channel.headers import SegmentHeaders
-from hpcstrat.channel.patient import PatientComm
+from hpcstrat.engine.channel import wire_headers
+from hpcstrat.engine.channel.headers import SegmentHeaders
+from hpcstrat.engine.channel.patient import PatientComm
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm

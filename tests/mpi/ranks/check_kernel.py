@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.collectives import kernel_sum
+from hpcstrat.engine.collectives import kernel_sum
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 from tests.unit.kernel_sums import TYPES, drawn, same_bits

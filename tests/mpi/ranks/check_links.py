@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from hpcstrat.engine.topology import links as links_module
+from hpcstrat.engine.topology.links import measure_links
 from hpcstrat.errors import CollectiveError
-from hpcstrat.topology import links as links_module
-from hpcstrat.topology.links import measure_links
 
 pytestmark = pytest.mark.algorithm
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.arrays.packing import wire_dtype
-from hpcstrat.logical.tree_order import TreeOrder
+from hpcstrat.engine.arrays.packing import wire_dtype
+from hpcstrat.engine.logical.tree_order import TreeOrder
 from tests.mpi.ranks.outcomes import outcome
 
 ml_dtypes = pytest.importorskip("ml_dtypes")

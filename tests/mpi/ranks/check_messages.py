@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.reduction.messages import Messages, Transfer
+from hpcstrat.engine.reduction.messages import Messages, Transfer
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm

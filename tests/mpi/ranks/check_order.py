@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.collectives import select
+from hpcstrat.engine.collectives import select
 from tests.mpi.ranks.outcomes import assert_same_bits
 from tests.mpi.ranks.sums import all_reduce, random_parts
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.bench.prediction.rehearsal import (
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.tools.bench.prediction.rehearsal import (
     AllReduced,
     Announced,
     Begun,
@@ -21,8 +23,6 @@ from hpcstrat.bench.prediction.rehearsal import (
     Turned,
     rehearse,
 )
-from hpcstrat.channel.channel import Channel
-from hpcstrat.channel.patient import PatientComm
 
 pytestmark = pytest.mark.algorithm
 

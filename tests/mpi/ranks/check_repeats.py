@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.collectives.kernel_sum import KernelSum
-from hpcstrat.collectives.plan import Plan
+from hpcstrat.engine.collectives.kernel_sum import KernelSum
+from hpcstrat.engine.collectives.plan import Plan
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 DTYPES = ["f4", "f8", "f2", "i4", "i8", "i2", "c16"]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.topology.segment import Segment
-from hpcstrat.topology.topology import Topology
+from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology.topology import Topology
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 

@@ -34,7 +34,7 @@ class Layout:
 
     def make_topology(self, **options: Any) -> Any:
         """Return a new topology over all ranks; collective over the job."""
-        from hpcstrat.topology.topology import Topology
+        from hpcstrat.engine.topology.topology import Topology
 
         return Topology(replicas_per_worker=self.replicas_per_worker, **options)
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.horovod.torch.submissions import Submissions
 from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
-from hpcstrat.options import ReduceOp
-from hpcstrat.typing import Array
 
 __all__ = [
     "Reduced",

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.channel.call import describe_call
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.reduction.exchanges import Exchanges
 from hpcstrat.errors import CollectiveError
-from hpcstrat.reduction.exchanges import Exchanges
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.strategies import Strategy
 

@@ -1,5 +1,0 @@
-"""The command ``hpcstrat doctor``: what a job finds here, and what would stop it."""
-
-from hpcstrat.cli.doctor.command import doctor
-
-__all__ = ["doctor"]

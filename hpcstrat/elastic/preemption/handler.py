@@ -1,0 +1,334 @@
+"""Saving at a step that all ranks agree on when any of them learns of the job's end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hpcstrat.checkpoint import CheckpointManager
+from hpcstrat.elastic.preemption.termination import TerminationConfig
+from hpcstrat.elastic.preemption.watch import Watch
+from hpcstrat.engine.logs import get_logger
+
+__all__ = ["PreemptionCheckpointHandler"]
+
+_EXIT_STATUS = 42
+_NAME = "preemption"
+_REQUEUE_SECONDS = 30.0
+# Before the first save, or a restore, nobody knows how long one takes. Three times the
+# variables, since optimizers make theirs later, to a disk that is shared.
+_FIRST_SAVE_SECONDS = 5.0
+_FIRST_BYTES_PER_SECOND = 50e6 / 3
+_LEAST_MARGIN_SECONDS = 10.0
+# A disk that many jobs write to at their ends is slower than before.
+_MARGIN = 3.0
+
+
+class _Calls:
+    """The number of steps, as plain state of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total_run_calls": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = int(state["total_run_calls"])
+
+
+class PreemptionCheckpointHandler:
+    """Saves and leaves at a step that all ranks agree on, when the job is to end.
+
+    Collective over the strategy's replicas, as are its methods. It restores the newest
+    checkpoint, if there is one, and listens for signals from then on.
+
+    A signal to any one rank is enough: it tells the others in the header of the next
+    collective call, so that a step costs nothing. The step under way is finished, and
+    the next `run` saves, and leaves the program with exit status 42. The same holds in
+    time before the end that Slurm has told for the job. The job that is started again
+    goes on by itself, on any number of ranks.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver or None
+        Not used: MPI knows the cluster. For programs of tf.distribute.
+    checkpoint_or_checkpoint_manager : CheckpointManager, or mapping of str to object
+        What is saved. It gets one more object, ``"preemption"``, the number of calls.
+        A mapping, of what a `CheckpointManager` takes, needs ``checkpoint_dir``.
+    checkpoint_dir : str or path, optional
+        Folder of the checkpoints of a mapping, of which the newest one is kept.
+    termination_config : TerminationConfig, optional
+        What is a notice, and what is done then.
+
+    Raises
+    ------
+    ValueError
+        If there is no folder, or one beside a manager; or an object of the manager is
+        called ``"preemption"``. Where only some ranks were given such, the others raise
+        ReplicaError.
+    CheckpointError
+        On every rank, if the newest checkpoint does not fit.
+    RuntimeError
+        If it is made in another thread than the main one, and listens for signals.
+
+    Notes
+    -----
+    As ``tf.distribute.experimental.PreemptionCheckpointHandler``, with other signals,
+    Slurm's time limit and requeueing in addition.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import hpcstrat as hs
+    >>> strategy = hs.get_strategy()
+    >>> total = hs.Variable(0.0, name="total")
+    >>> folder = tempfile.mkdtemp()
+    >>> manager = hs.CheckpointManager(folder, total=total, independent=True)
+    >>> with hs.PreemptionCheckpointHandler(None, manager) as handler:
+    ...     while handler.total_run_calls < 3:
+    ...         _ = handler.run(strategy.run, lambda: total.assign_add(1.0))
+    >>> float(total.numpy())
+    3.0
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: CheckpointManager | Mapping[str, Any],
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        del cluster_resolver
+        self._config = config = termination_config or TerminationConfig()
+        self._calls = _Calls()
+        # A notice of a strategy of one replica; those of others are the channel's.
+        self._notice = ""
+        # Whether all knew of a notice when the last step ended, the same on all.
+        self._due = False
+        # Whether the training goes on for the rest of a grace period.
+        self._in_grace = False
+        # The longest one so far; and what stands for one before the first.
+        self._longest_save = self._guess = 0.0
+        self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._channel = self._manager.collectives.channel
+        # What an earlier handler has not come to act on; all ranks know it alike.
+        self._forget()
+        try:
+            self._manager._add_optional(_NAME, self._calls)
+            self._watch = Watch(
+                config, self._tell, self._save_seconds, asks=self._is_first
+            )
+        except Exception as error:
+            what = f"creation of a {type(self).__name__}"
+            self._manager.collectives.fail(what, error)
+            raise
+        nbytes = self._manager._nbytes()
+        self._guess = _FIRST_SAVE_SECONDS + nbytes / _FIRST_BYTES_PER_SECOND
+        try:
+            self._manager.restore_or_initialize()
+        except BaseException:
+            self._watch.close()
+            raise
+        restored = self._manager.last_restore
+        if restored is not None:
+            self._guess = restored.seconds
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        """Return this."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Listen no more; a further signal does not kill a rank that is leaving."""
+        if kind is None or not issubclass(kind, SystemExit):
+            self.close()
+
+    @property
+    def total_run_calls(self) -> int:
+        """Number of steps that were run, in earlier jobs of this training, too.
+
+        Not collective. It is saved and restored with the checkpoint.
+        """
+        return self._calls.number
+
+    def run(
+        self,
+        distributed_train_function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Save and leave if a notice has come, else call a function and count it.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        distributed_train_function : callable
+            A step, on every rank; makes at least one collective call now and then,
+            since that is how ranks learn of a notice.
+        *args, **kwargs : object
+            What it is called with.
+
+        Returns
+        -------
+        object
+            What it returned.
+
+        Raises
+        ------
+        SystemExit
+            On every rank, when all is saved.
+        CheckpointError
+            On every rank, if it could not be saved; older checkpoints are as before.
+        """
+        if self._due:
+            self._act()
+        result = distributed_train_function(*args, **kwargs)
+        self._calls.number += 1
+        self._due = self._is_told()
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Count a step, and save and leave if a notice had come before it.
+
+        Collective over the strategy's replicas. For loops that call their step
+        themselves: after each. Raises as `run`.
+
+        Parameters
+        ----------
+        *args, **kwargs : object
+            Of the manager's ``save``, or of ``save_fn``.
+        """
+        # Counted before it is saved, unlike the reference's: a loop that starts at
+        # total_run_calls repeats no step.
+        self._calls.number += 1
+        if self._due:
+            self._act(*args, **kwargs)
+        self._due = self._is_told()
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Surround a training loop, as programs of the reference do.
+
+        Not collective. There it is for TPUs; here the handler always listens.
+
+        Yields
+        ------
+        None
+            Nothing.
+        """
+        yield
+
+    def close(self) -> None:
+        """Listen no more: signals do what they did before.
+
+        Not collective.
+        """
+        self._watch.close()
+
+    @property
+    def _is_first(self) -> bool:
+        channel = self._channel
+        return channel is None or bool(channel.topology.replica_id == 0)
+
+    def _tell(self, reason: str) -> None:
+        # In a handler of a signal, or a thread: an assignment, and no more.
+        if self._channel is None:
+            self._notice = reason
+        else:
+            self._channel.notice = reason
+
+    def _told(self) -> dict[int, str]:
+        if self._channel is None:
+            return {0: self._notice} if self._notice else {}
+        told: dict[int, str] = self._channel.noticed
+        return told
+
+    def _is_told(self) -> bool:
+        return bool(self._told())
+
+    def _forget(self) -> None:
+        self._due, self._notice = False, ""
+        if self._channel is not None:
+            self._channel.noticed = {}
+
+    def _save_seconds(self) -> float:
+        """Return how long before the end a save must begin, as far as is known."""
+        last = self._manager.last_save
+        if last is not None:
+            self._longest_save = max(self._longest_save, last.total_seconds)
+        known = self._longest_save or self._guess
+        return max(_MARGIN * known, known + _LEAST_MARGIN_SECONDS)
+
+    def _act(self, *args: Any, **kwargs: Any) -> None:
+        """Save; then leave, or go on for the grace period."""
+        told = self._told()
+        self._forget()
+        first = self._is_first
+        if first:
+            words = "; ".join(f"replica {r}: {why}" for r, why in sorted(told.items()))
+            get_logger("preemption").warning(
+                "the job is about to end (%s); saving after %d steps",
+                words,
+                self.total_run_calls,
+            )
+        began = time.monotonic()
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+        else:
+            self._manager.save(*args, **kwargs)
+            # What was saved in the background must be on the disk.
+            self._manager.wait()
+        self._longest_save = max(self._longest_save, time.monotonic() - began)
+        if self._config.grace_period and not self._in_grace:
+            self._in_grace = True
+            self._watch.be_done_in(self._config.grace_period)
+            return
+        if self._config.requeue and first:
+            _requeue()
+        if self._config.exit_fn is None:
+            sys.exit(_EXIT_STATUS)
+        self._config.exit_fn()
+
+
+def _manager_of(given: Any, directory: Any) -> CheckpointManager:
+    if isinstance(given, CheckpointManager) and directory is None:
+        return given
+    if isinstance(given, Mapping) and directory is not None:
+        return CheckpointManager(directory, max_to_keep=1, **given)
+    beside = "none" if directory is None else repr(directory)
+    raise ValueError(
+        "expected a CheckpointManager, or a mapping of objects and a checkpoint_dir, "
+        f"found {type(given).__name__} and {beside}; pass one of the two"
+    )
+
+
+def _requeue() -> None:
+    """Ask Slurm to start this job once more; it ends this one meanwhile."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job:
+        get_logger("preemption").warning(
+            "expected a job of Slurm to requeue, found none; start it again by hand"
+        )
+        return
+    try:
+        subprocess.run(
+            ["scontrol", "requeue", job],
+            capture_output=True,
+            text=True,
+            timeout=_REQUEUE_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        get_logger("preemption").warning(
+            "expected scontrol to requeue job %s, found: %s; everything is saved: "
+            "requeue it by hand",
+            job,
+            said,
+        )

@@ -1,0 +1,148 @@
+"""Listens on one rank for what announces the end of its job; makes no call of MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.elastic.preemption.termination import TerminationConfig
+from hpcstrat.engine.logs import get_logger
+
+__all__ = ["Watch"]
+
+_POLL_SECONDS = 1.0
+_JOB_END = "SLURM_JOB_END_TIME"
+_ASK_SECONDS = 60.0
+
+
+class Watch:
+    """Tells of signals, of a program's function, and of a time that comes near.
+
+    Not collective, as are its calls. ``tell`` may be called in a handler of a signal
+    and in a thread; ``save_seconds`` returns how long before the end is too late.
+    ``asks`` is whether this rank asks Slurm for the end where no variable has it.
+    """
+
+    def __init__(
+        self,
+        config: TerminationConfig,
+        tell: Callable[[str], None],
+        save_seconds: Callable[[], float],
+        *,
+        asks: bool = False,
+    ) -> None:
+        self._tell, self._save_seconds = tell, save_seconds
+        self._function = config.termination_watcher_fn
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ends_at = _time_of(config.job_end)
+        # In the thread: its answer may take a while.
+        self._job = os.environ.get("SLURM_JOB_ID", "")
+        if not asks or config.job_end != "slurm" or self._ends_at is not None:
+            self._job = ""
+        if self._function is None:
+            self._listen(config)
+        if self._function is not None or self._ends_at is not None or self._job:
+            self._start()
+
+    def be_done_in(self, seconds: float) -> None:
+        """Tell of nothing any more but that this time is nearly over."""
+        self._function = None
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._ends_at = time.time() + seconds
+        self._start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._end.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _listen(self, config: TerminationConfig) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "expected the main thread, which alone may listen for signals, found "
+                f"{threading.current_thread().name!r}; make the handler there, or pass "
+                "termination_watcher_fn"
+            )
+        for number in config.signals:
+            before = signal.signal(number, self._on_signal)
+            # What C code has set cannot be given back; the default can.
+            self._before[int(number)] = signal.SIG_DFL if before is None else before
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        del frame
+        if os.getpid() != self._process:
+            # A forked child, such as a worker of a loader, which its parent ends.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._tell(signal.Signals(number).name)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._look, name="hpcstrat preemption", daemon=True
+            )
+            self._thread.start()
+
+    def _look(self) -> None:
+        if self._job:
+            self._ends_at = self._ends_at or _asked(self._job)
+        while not self._end.wait(_POLL_SECONDS):
+            try:
+                self._look_once()
+            except Exception as error:
+                # Of the program's function. A job that is told too early can go on.
+                get_logger("preemption").warning(
+                    "the termination_watcher_fn raised %s: %s; that is no notice",
+                    type(error).__name__,
+                    error,
+                )
+
+    def _look_once(self) -> None:
+        end = self._ends_at
+        if end is not None and time.time() + self._save_seconds() >= end:
+            self._ends_at = None
+            self._tell(f"the job ends in {max(0.0, end - time.time()):.0f} s")
+        function = self._function
+        if function is not None and function():
+            self._function = None
+            self._tell("termination_watcher_fn")
+
+
+def _asked(job: str) -> float | None:
+    """Return when Slurm means to end a job; versions before 23 set no variable."""
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%e"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        # Such as in a container. Slurm's signals are heard nevertheless.
+        return None
+    # A job without a limit has no number there.
+    return _number(done.stdout.strip())
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text.isdecimal() and int(text) else None
+
+
+def _time_of(job_end: Any) -> float | None:
+    if job_end != "slurm":
+        return job_end if job_end is None else float(job_end)
+    return _number(os.environ.get(_JOB_END, ""))

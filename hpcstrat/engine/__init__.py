@@ -1,0 +1,1 @@
+"""Sums, gathers and agreements between ranks, on which all that users import stands."""

@@ -1,0 +1,190 @@
+"""Casts of values to a type, by one rule and without floating-point warnings.
+
+A value takes another type only where it is a plain number, or where its type was asked
+for; and only if the type holds it. Integers and text stay what they are, finite numbers
+stay finite, fractions are no integers. Rounding is no loss.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optree
+
+from hpcstrat.engine.call_sites import pass_over
+from hpcstrat.engine.typing import Array
+
+__all__ = [
+    "FIRST_FOREIGN_TYPE",
+    "PLAIN",
+    "assign",
+    "cast",
+    "from_python",
+    "is_half",
+    "make_quiet",
+    "quiet",
+    "quietly",
+    "rounded",
+    "unmasked",
+]
+
+PLAIN = (bool, int, float, complex)
+# NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
+FIRST_FOREIGN_TYPE = 256
+# Numbers of a kind become numbers of the same kind, or of a later one.
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+_DEFAULTS = (
+    ("integers", np.dtype(np.int32), "int64"),
+    ("floats", np.dtype(np.float32), "float64"),
+)
+
+
+quiet = np.errstate(all="ignore")
+"""Decorates functions whose own arithmetic gives no floating-point warnings.
+
+A sum that overflows to infinity is a value like any other: with warnings as errors, or
+numpy.seterr, it would take one rank out of a call that the others are in. What the
+program gives us to call keeps the program's settings, so that it is not called in here.
+"""
+# What it decorates is called out of NumPy.
+pass_over(os.path.dirname(np.__file__))
+
+
+def make_quiet() -> Callable[..., Any]:
+    """Return a `quietly` for one thread at a time, which takes a third of the time."""
+    context = contextvars.Context()
+    context.run(np.seterr, all="ignore")
+    return context.run
+
+
+class _Quiet(threading.local):
+    """A context of each thread in which the same holds for single calls."""
+
+    def __init__(self) -> None:
+        self.run = make_quiet()
+
+
+_quiet = _Quiet()
+
+
+def quietly(function: Callable[..., Any], *args: Any) -> Any:
+    """Make one call of NumPy as `quiet` would: for the hot path.
+
+    The function calls no Python code, which would find no context of the strategy.
+    """
+    # Less than half of what setting numpy.errstate and taking it back costs.
+    return _quiet.run(function, *args)
+
+
+assign: Any = operator.setitem
+"""For ``quietly(assign, array, ..., values)``: faster than ``numpy.copyto``."""
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether a type is a half-precision float: float16, or ml_dtypes' bfloat16."""
+    if dtype.num < FIRST_FOREIGN_TYPE:
+        return dtype.char == "e"
+    # The name is slow to find.
+    return dtype.name == "bfloat16"
+
+
+def cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in a type that holds its values; ValueError if it does not.
+
+    The array itself where it has the type. Values on a GPU, for which the host would
+    have to wait, are not looked at.
+    """
+    if array.dtype == dtype:
+        return array
+    source, wanted = _kind(array.dtype), _kind(dtype)
+    if source and wanted:
+        fits = _KINDS[source] <= _KINDS[wanted]
+    else:
+        fits = np.can_cast(array.dtype, dtype, "same_kind")
+    on_host = isinstance(array, np.ndarray)
+    if fits or (on_host and not array.size):
+        result = rounded(array, dtype)
+        if not on_host or np.can_cast(array.dtype, dtype, "safe"):
+            return result
+        if _holds(result, array, wanted):
+            return result
+    raise ValueError(
+        f"expected values that {dtype} holds, found {array.dtype} {array!r:.80}; cast "
+        "them with astype, where a loss is meant"
+    )
+
+
+def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in a type, whatever that makes of its values.
+
+    The array itself where it has the type.
+    """
+    if array.dtype == dtype:
+        return array
+    convert: Any = array.astype
+    # CuPy's calls Python code, and gives no warnings.
+    on_host = isinstance(array, np.ndarray)
+    result: Array = quietly(convert, dtype) if on_host else convert(dtype)
+    return result
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    return "f" if is_half(dtype) else dtype.kind if dtype.kind in _KINDS else ""
+
+
+def _holds(result: Array, array: Array, kind: str) -> bool:
+    if kind in ("f", "c"):
+        return bool((np.isfinite(result) == np.isfinite(array)).all())
+    # Of types of other libraries nothing is known.
+    foreign = result.dtype.num >= FIRST_FOREIGN_TYPE
+    return foreign or bool((result == array).all())
+
+
+def unmasked(value: Any) -> Any:
+    """Refuse masked arrays, whose masks would be lost on the way."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            "expected an array without a mask, found a masked array, whose mask does "
+            "not travel between replicas; fill it first, or give its data and its mask"
+        )
+    return value
+
+
+def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
+    """Convert Python numbers or nested sequences of them.
+
+    By default floats become float32 and integers int32; arrays among them keep their
+    type. ValueError if the default type does not hold a number; TypeError or
+    OverflowError if the type wanted does not hold one, or it is none.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(str(error)) from error
+    typed = False
+    if not isinstance(value, PLAIN):
+        for leaf in optree.tree_leaves(value):
+            typed = typed or hasattr(unmasked(leaf), "dtype")
+    if dtype is not None:
+        try:
+            return cast(array, dtype)
+        except ValueError as error:
+            raise TypeError(str(error)) from error
+    if array.dtype.kind == "O" and not all(type(n) is int for n in array.flat):
+        raise TypeError("no numbers")
+    if array.dtype.kind not in "iufO" or typed:
+        return array
+    name, default, wide = _DEFAULTS[array.dtype.kind == "f"]
+    try:
+        return cast(array, default)
+    except ValueError as error:
+        raise ValueError(
+            f"expected Python {name} that fit {default}, the default, found "
+            f"{value!r:.80}; pass dtype={wide!r}, or an array"
+        ) from error

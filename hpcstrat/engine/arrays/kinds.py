@@ -1,0 +1,229 @@
+"""Arrays by library, and the conversion of plain values to arrays.
+
+Arrays are NumPy's in host memory, and CuPy's in the memory of a GPU. Device arrays of
+other libraries become CuPy's without a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.borrowing import borrow
+from hpcstrat.engine.arrays.casting import (
+    FIRST_FOREIGN_TYPE,
+    PLAIN,
+    cast,
+    from_python,
+    is_half,
+    unmasked,
+)
+from hpcstrat.engine.typing import Array, ArrayLike
+from hpcstrat.errors import HpcstratError
+
+__all__ = [
+    "array_module",
+    "as_array",
+    "is_device",
+    "is_half",
+    "nvtx_ranges",
+    "place_of",
+    "to_device",
+    "to_host",
+    "to_reducible",
+]
+
+# Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
+_DLPACK_GPU = (2, 13)
+# What libraries raise for arrays that they do not share, or of unknown types.
+_REFUSALS = (BufferError, RuntimeError, TypeError)
+
+
+def is_device(value: Any) -> bool:
+    """Whether a value is an array in the memory of a GPU: one of CuPy's.
+
+    Costs little, and never loads CuPy. False for the device arrays of other libraries,
+    which `as_array` converts.
+    """
+    # A module that is being imported by another thread has no ndarray yet.
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
+
+
+def array_module(value: Any) -> Any:
+    """Return the library of an array: ``cupy`` for those on a GPU, else ``numpy``."""
+    return sys.modules["cupy"] if is_device(value) else np
+
+
+def place_of(array: Array) -> str:
+    """Return the name of the memory that an array is in: ``GPU:0`` or ``CPU:0``.
+
+    GPUs by the number that CUDA gives them in this process.
+    """
+    device: Any = array.device
+    return f"GPU:{device.id}" if is_device(array) else "CPU:0"
+
+
+def to_host(array: Array) -> Array:
+    """Return an array in host memory; NumPy's as they are.
+
+    Waits for a GPU that is still computing it.
+    """
+    if not is_device(array):
+        return array
+    host: Array = sys.modules["cupy"].asnumpy(array)
+    return host
+
+
+def to_device(array: Array) -> Array:
+    """Return an array on this thread's current GPU; CuPy's as they are.
+
+    Copies are made in the order of the program's current stream. Loads CuPy.
+    """
+    if is_device(array):
+        return array
+    import cupy
+
+    copy: Array = cupy.asarray(array)
+    return copy
+
+
+def _as_foreign(value: Any) -> Array | None:
+    """Return a device array of another library as one of CuPy's; None for the rest."""
+    if type(value) is np.ndarray or isinstance(value, (np.generic, *PLAIN)):
+        return None
+    where = getattr(type(value), "__dlpack_device__", None)
+    if where is None and getattr(value, "__cuda_array_interface__", None) is None:
+        return None
+    try:
+        if where is not None and where(value)[0] not in _DLPACK_GPU:
+            return None
+        import cupy
+
+        shared = cupy.asarray(value) if where is None else cupy.from_dlpack(value)
+    except _REFUSALS as error:
+        raise _unreadable(value, "CuPy", error) from error
+    return borrow(shared)
+
+
+def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
+    """Return the error for an array that another library does not give away.
+
+    Raises others: of a GPU, and of the ranks, as variables are read together.
+    """
+    if isinstance(error, HpcstratError) or hasattr(error, "status"):
+        raise error
+    kind = type(value)
+    return ValueError(
+        f"expected an array that {reader} can read, found a {kind.__module__}."
+        f"{kind.__qualname__} of {getattr(value, 'dtype', 'no dtype')}: {error}; "
+        "detach it from what computes gradients, or cast it"
+    )
+
+
+def _from_list(value: Any) -> Array | None:
+    """Return a list that begins with an array on a GPU as an array; None for the rest.
+
+    Such as the rows of a data set that are read one by one.
+    """
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if first is value or not is_device(first):
+        return None
+    import cupy
+
+    whole: Array = cupy.asarray(value)
+    return whole
+
+
+def as_array(value: ArrayLike, dtype: Any = None) -> Array:
+    """Return a value as an array, without a copy where that is possible.
+
+    CuPy's for arrays on a GPU, of whatever library; NumPy's own class for all else, in
+    native byte order. Arrays keep their type, Python floats become float32, Python
+    integers int32; a type that is given must hold the values. ValueError where it does
+    not, for what holds no numbers, and for a mask; TypeError for types that hold
+    references, which mean nothing to another process.
+    """
+    wanted = None if dtype is None else np.dtype(dtype)
+    device = value if is_device(value) else _as_foreign(value)
+    if device is None:
+        device = _from_list(value)
+    if device is not None:
+        return device if wanted is None else cast(device, wanted)
+    array = _on_host(value, wanted)
+    if array.dtype.kind == "O":
+        raise ValueError(
+            f"expected numbers, found {type(value).__name__} {value!r:.80}; pass an "
+            "array, or nested sequences of numbers of equal lengths"
+        )
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"expected an array that is all in one place, found dtype {array.dtype}, "
+            "which refers to other memory; use a type of fixed size"
+        )
+    if wanted is not None:
+        array = cast(array, wanted)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
+    """Return what is in host memory as an array; plain numbers of a wanted type."""
+    if isinstance(value, np.ndarray):
+        # Of subclasses, such as matrices, only the numbers travel.
+        return np.asarray(unmasked(value))
+    if isinstance(value, np.generic) or hasattr(value, "__array__"):
+        try:
+            return np.asarray(value)
+        except _REFUSALS as error:
+            raise _unreadable(value, "NumPy", error) from error
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    try:
+        return from_python(value, wanted)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(
+            f"expected numbers that fit {wanted or 'an array'}, found "
+            f"{value!r:.80}; pass another dtype, or an array"
+        ) from error
+
+
+def to_reducible(value: ArrayLike) -> Array:
+    """Return a value as an array that can be summed; ValueError for other types."""
+    array = value if type(value) is np.ndarray else as_array(value)
+    dtype = array.dtype
+    # CUDA has no long double.
+    if dtype.char in "gG" and is_device(array):
+        raise ValueError(
+            f"expected an array that a GPU can sum, found dtype {dtype}; cast it to "
+            "float64 or complex128"
+        )
+    if dtype.kind in "iufc" and dtype.num < FIRST_FOREIGN_TYPE:
+        return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+    if is_half(dtype):
+        return array
+    advice = (
+        "cast it, for instance to int32 to count, or take the MEAN of a float"
+        if dtype.kind == "b"
+        else "reduce integer, floating or complex arrays"
+    )
+    raise ValueError(
+        f"expected an array with a sum over replicas, found dtype {dtype}; {advice}"
+    )
+
+
+def nvtx_ranges() -> Any:
+    """Return ``cupy.cuda.nvtx``, which marks ranges for NVIDIA's profilers, or None.
+
+    Loads CuPy.
+    """
+    try:
+        from cupy.cuda import nvtx
+    except ImportError:
+        return None
+    return nvtx if hasattr(nvtx, "RangePush") else None

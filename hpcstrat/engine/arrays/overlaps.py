@@ -1,0 +1,193 @@
+"""Tests whether arrays of a reduction share memory with each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+from typing import Any
+
+import numpy as np
+from numpy.exceptions import TooHardError
+from numpy.lib.array_utils import byte_bounds
+
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.typing import Array
+
+__all__ = ["copied_where_overwritten", "lies_apart", "overlap"]
+
+# Steps in which NumPy finds whether two arrays share memory.
+_MOST_WORK = 10_000
+# Arrays of which every two are compared.
+_FEW = 8
+
+_Place = tuple[int, int, int]
+"""Start and end in memory, and which array."""
+
+
+def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
+    """Find two outs that share memory, in which a result would be lost; or None.
+
+    Where what is reduced is one array twice, its result may be, too.
+    """
+    places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
+    # The last one ends the group before it.
+    end_of_all = max((end for _, end, _ in places), default=0)
+    group: list[_Place] = []
+    until = 0
+    for place in (*sorted(p for p in places if p[0] < p[1]), (end_of_all, 0, -1)):
+        if place[0] >= until:
+            shared = _shared(group, outs, arrays) if len(group) > 1 else None
+            if shared is not None:
+                return shared
+            group = []
+        group.append(place)
+        until = max(until, place[1])
+    return None
+
+
+def _shared(
+    group: list[_Place], outs: list[Any], arrays: list[Array]
+) -> tuple[int, int] | None:
+    """Find two that share memory among outs whose extents meet; as of `overlap`."""
+    single: dict[Any, _Place] = {}
+    for place in group:
+        index = place[2]
+        single.setdefault((_place(outs[index]), _place(arrays[index])), place)
+    group = list(single.values())
+    indices = [index for _, _, index in group]
+    if len(indices) > _FEW:
+        last = _first_again(group, outs)
+        indices = [] if last is None else indices[: last + 1]
+        pairs = [(index, indices[-1]) for index in indices[:-1]]
+    else:
+        pairs = list(itertools.combinations(indices, 2))
+    for one, other in pairs:
+        if _share(outs[one], outs[other]):
+            return min(one, other), max(one, other)
+    return None
+
+
+def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
+    """Return which of a group is the first in memory that an earlier one has.
+
+    By a mark for each piece of memory: of many, such as the columns of a matrix, not
+    every two can be compared.
+    """
+    low, high = group[0][0], max(end for _, end, _ in group)
+    views = [_in_host_terms(outs[index]) for _, _, index in group]
+    firsts = [view.__array_interface__["data"][0] - low for view in views]
+    steps = [stride for view in views for stride in (*view.strides, view.itemsize)]
+    piece = math.gcd(*firsts, *steps)
+    marks = np.zeros((high - low) // piece, np.bool_)
+    for number, (first, view) in enumerate(zip(firsts, views, strict=True)):
+        shape = *view.shape, view.itemsize // piece
+        strides = *(stride // piece for stride in view.strides), 1
+        own = np.ndarray(shape, np.bool_, marks, first // piece, strides)
+        if own.any():
+            return number
+        own[...] = True
+    return None
+
+
+def _place(array: Any) -> tuple[Any, ...]:
+    return _extent(array), array.strides, array.dtype
+
+
+def _not_surely_apart(outs: list[Any]) -> list[int]:
+    """Return which outs need a closer look: addresses are slow to find."""
+    owners: dict[int, list[int]] = {}
+    for index, out in enumerate(outs if len(outs) > 1 else ()):
+        # Two arrays never own the same memory, and NumPy's views keep its owner.
+        owner = out
+        if type(out) is np.ndarray and not out.flags.owndata:
+            owner = out.base
+        if type(owner) is not np.ndarray or not owner.flags.owndata:
+            kinds = [type(o) is np.ndarray or is_device(o) for o in outs]
+            return [i for i, is_array in enumerate(kinds) if is_array]
+        owners.setdefault(id(owner), []).append(index)
+    return [i for some in owners.values() if len(some) > 1 for i in some]
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Whether two arrays share memory."""
+    # NumPy's stub knows two values of it only.
+    exactly: Any = np.shares_memory
+    views = _in_host_terms(one), _in_host_terms(other)
+    try:
+        return bool(exactly(*views, max_work=_MOST_WORK))
+    except TooHardError:
+        # Strides that only as_strided makes.
+        return True
+
+
+def _in_host_terms(array: Any) -> Array:
+    """Return an array of NumPy with the same addresses, never to be read."""
+    if not is_device(array):
+        host: Array = array
+        return host
+    interface = {
+        "data": (array.data.ptr, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.itemsize}",
+        "version": 3,
+    }
+    return np.asarray(types.SimpleNamespace(__array_interface__=interface))
+
+
+def lies_apart(array: Any) -> bool:
+    """Whether no element of an array shares memory with another of it.
+
+    True for all but what functions such as ``as_strided`` make.
+    """
+    if array.flags.c_contiguous or not array.size:
+        return True
+    span = array.itemsize
+    steps = zip(array.strides, array.shape, strict=True)
+    for stride, length in sorted((abs(s), n) for s, n in steps if n > 1):
+        if stride < span:
+            return False
+        span += stride * (length - 1)
+    return True
+
+
+def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
+    """Copy the arrays over which another array's result would be written.
+
+    Where the results go, ``outs`` says, in the same order.
+    """
+    extents = [_extent(array) for array in arrays]
+    ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
+    for index, out in enumerate(outs):
+        own = extents[index]
+        if (out.dtype, out.strides) != (arrays[index].dtype, arrays[index].strides):
+            own = (0, 0)
+        if _extent(out) != own:
+            ends.append((*_extent(out), index))
+    ends.sort()
+    copied: set[int] = set()
+    open_until, holders = 0, list[int]()
+    for start, end, number in ends:
+        if start >= open_until:
+            holders = []
+        holders.append(number)
+        open_until = max(open_until, end)
+        if len(holders) > 1:
+            copied.update(-1 - h for h in holders if h < 0)
+    return [a.copy() if i in copied else a for i, a in enumerate(arrays)]
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    if not array.size:
+        return 0, 0
+    if is_device(array):
+        device: Any = array
+        if array.flags.c_contiguous:
+            return device.data.ptr, device.data.ptr + array.nbytes
+        low, high = array_module(array).byte_bounds(array)
+        return int(low), int(high)
+    if array.flags.c_contiguous:
+        start = array.__array_interface__["data"][0]
+        return start, start + array.nbytes
+    return byte_bounds(array)

@@ -1,0 +1,228 @@
+"""Statistics of lateness: how long this rank has waited for the others.
+
+A call in which all ranks meet within the first quick looks costs nothing here. Only a
+rank that waits longer takes the time, while it has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcstrat.engine.channel.awaited import Awaited
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.waiting import Waiter
+from hpcstrat.engine.observe.arrival_report import (
+    BINS,
+    ROW_BYTES,
+    ArrivalReport,
+    ReplicaArrivals,
+)
+from hpcstrat.engine.topology.bounded import finish
+from hpcstrat.engine.topology.topology import Topology
+
+__all__ = ["Arrivals"]
+
+# A look at who is missing takes a tenth of a microsecond for each rank: of larger
+# workers it is left to the long waits.
+_MOST_LOOKED_AT = 16
+_PUBLISH_SECONDS = 0.1
+# Waits that end this soon, in quick looks, are counted with some others.
+_FURTHER_LOOKS = 2
+_MOST_ENDED = 64
+_GATHER_SECONDS = 5.0
+# A writer takes some microseconds.
+_READ_ATTEMPTS = 50
+
+
+class _Waits:
+    """Waits of one kind."""
+
+    __slots__ = ("count", "histogram", "longest", "longest_call", "seconds")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self.longest = 0.0
+        self.longest_call = ""
+        self.histogram = [0] * BINS
+
+    def add(self, seconds: float, call: Call) -> None:
+        """Count a wait; not collective."""
+        self.count += 1
+        self.seconds += seconds
+        if seconds > self.longest:
+            self.longest = seconds
+            self.longest_call = call.text
+        self.histogram[min(int(seconds * 1e6).bit_length(), BINS - 1)] += 1
+
+
+class Arrivals:
+    """The waiting of one channel's rank.
+
+    Collective over ``topology.replica_comm``. ``count`` returns the number of
+    collective calls.
+    """
+
+    def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
+        self.comm = comm
+        self.topology = topology
+        # Tells channels apart. The same on all ranks, which may have made different
+        # numbers of channels with others.
+        self.number: int = comm.bcast(secrets.randbits(31))
+        self._count = count
+        self._replicas = topology.worker_replicas
+        self._start = time.perf_counter()
+        self._header, self._data = _Waits(), _Waits()
+        self._awaited = dict.fromkeys(self._replicas, 0.0)
+        self._looks = topology.num_workers == 1 < topology.worker_comm.size
+        self._looks_early = self._looks and len(self._replicas) <= _MOST_LOOKED_AT
+        self._host = platform.node()
+        own = topology.worker_comm.rank
+        # Whether this is the first replica of its worker.
+        self.leads = own == 0
+        self._pages = [
+            topology.status(index)[:ROW_BYTES] for index in range(len(self._replicas))
+        ]
+        self._page = self._pages[own]
+        self._publish_at = 0.0
+        self._ended: list[tuple[float, float, Call, Sequence[int]]] = []
+        self._waiting: tuple[float, Call] | None = None
+        self.publish()
+
+    def wait(
+        self,
+        waiter: Waiter,
+        awaited: Awaited,
+        call: Call,
+        timeout_seconds: float | None = None,
+    ) -> bool:
+        """Let a waiter wait for the headers of late ranks, and take the time.
+
+        Collective over ``topology.replica_comm``; returns as `Waiter.wait`.
+        """
+        start, agreed = time.perf_counter(), awaited.agreed
+        for _ in range(_FURTHER_LOOKS * waiter.quick_looks):
+            if agreed():
+                self._ended.append((start, time.perf_counter(), call, ()))
+                if len(self._ended) >= _MOST_ENDED:
+                    self._settle()
+                return True
+        # There is nothing else to do now, which there will be once all have come.
+        self._settle()
+        if start > self._publish_at:
+            self._publish_at = start + _PUBLISH_SECONDS
+            self.publish()
+        waiter.late = awaited.missing() if self._looks_early else []
+        self._waiting = start, call
+        try:
+            return waiter.wait(awaited, call, timeout_seconds)
+        finally:
+            self._ended.append((start, time.perf_counter(), call, waiter.late))
+            self._waiting = None
+
+    def _settle(self) -> None:
+        """Count the waits that have ended."""
+        ended, self._ended = self._ended, []
+        for start, end, call, late in ended:
+            self._header.add(end - start, call)
+            # Who came last is the one waited for.
+            if self._looks and late:
+                share = (end - start) / len(late)
+                for replica in late:
+                    self._awaited[replica] += share
+
+    def wait_data(self, waiter: Waiter, awaited: Awaited, call: Call) -> bool:
+        """Let a waiter wait for data, and take the time.
+
+        Collective over ``topology.replica_comm``, or what is awaited of it; returns as
+        `Waiter.wait`.
+        """
+        start = time.perf_counter()
+        try:
+            return waiter.wait(awaited, call, None)
+        finally:
+            self._data.add(time.perf_counter() - start, call)
+
+    def own(self) -> ReplicaArrivals:
+        """Return this replica's numbers up to now, also of a wait that goes on."""
+        self._settle()
+        header, data, now = self._header, self._data, time.perf_counter()
+        waited, longest, text = header.seconds, header.longest, header.longest_call
+        if self._waiting is not None:
+            start, call = self._waiting
+            waited += now - start
+            if now - start > longest:
+                longest, text = now - start, call.text
+        awaited = sorted(self._awaited.items(), key=lambda pair: -pair[1])
+        return ReplicaArrivals(
+            replica=self.topology.replica_id,
+            host=self._host,
+            elapsed_seconds=now - self._start,
+            calls=self._count(),
+            waits=header.count,
+            waited_seconds=waited,
+            longest_seconds=longest,
+            longest_call=text,
+            histogram=tuple(header.histogram),
+            data_waits=data.count,
+            data_seconds=data.seconds,
+            data_longest_seconds=data.longest,
+            awaited=tuple(
+                (replica, seconds) for replica, seconds in awaited if seconds
+            ),
+        )
+
+    def publish(self) -> None:
+        """Show this replica's numbers to its worker.
+
+        Not collective.
+        """
+        self._page[:] = self.own().packed()
+
+    def of_worker(self) -> ArrivalReport:
+        """Return what the worker's replicas have shown.
+
+        A process that was killed while it wrote is left out.
+        """
+        rows = []
+        for page in self._pages:
+            for _ in range(_READ_ATTEMPTS):
+                row = ReplicaArrivals.unpacked(page.tobytes())
+                if row is not None:
+                    rows.append(row)
+                    break
+        return ArrivalReport(tuple(rows))
+
+    def at_end(self) -> ArrivalReport | None:
+        """Return the numbers of all replicas at the end of the program, on replica 0.
+
+        Collective over ``topology.replica_comm``, once all ranks have said that they
+        leave. It gives up after some seconds, and returns None: where a rank has died
+        meanwhile, no other waits here for ever.
+        """
+        first = self.topology.replica_id == 0
+        data = self.own().packed()
+        rows = bytearray(ROW_BYTES * self.topology.num_replicas) if first else None
+        request = self.comm.Igather(data, rows, root=0)
+        came = finish([request], time.monotonic() + _GATHER_SECONDS, naps=True)
+        if rows is None or not came:
+            return None
+        view = memoryview(rows)
+        found = (
+            ReplicaArrivals.unpacked(bytes(view[start : start + ROW_BYTES]))
+            for start in range(0, len(rows), ROW_BYTES)
+        )
+        return ArrivalReport(tuple(row for row in found if row is not None))
+
+    def close(self) -> None:
+        """Let go of the shared memory.
+
+        Not collective.
+        """
+        for page in self._pages:
+            page.release()
+        self._pages = []

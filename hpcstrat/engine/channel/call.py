@@ -1,0 +1,63 @@
+"""A description of the next call, in words and as a digest that ranks compare."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.typing import Array
+
+__all__ = ["Call", "describe_call", "signature_text"]
+
+_SHOWN_ARRAYS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective call."""
+
+    # For people: the operation, and shape and dtype of each array.
+    text: str
+    # 63 bits of a hash of all that ranks must agree on; the same in every process.
+    digest: int
+    # How much data this rank brings, where that is known; for timelines.
+    nbytes: int = 0
+    # By which algorithm, where there are several; likewise.
+    how: str = ""
+
+
+@functools.lru_cache(maxsize=4096)
+def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
+    """Return the call for a text, equal on ranks that give equal texts.
+
+    ``details`` are more that ranks must agree on, shown shortened; ``nbytes``, how much
+    data this rank brings, need not be the same on all.
+    """
+    digest = hashlib.blake2b(f"{what}\0{details}".encode(), digest_size=8).digest()
+    text = f"{what} of {details}" if details else what
+    if len(text) > 400:
+        text = f"{text[:360]} ... ({len(text)} characters in all)"
+    return Call(text, int.from_bytes(digest, "little") >> 1, nbytes)
+
+
+def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
+    """Describe arrays, and what holds them, such as ``float32[4, 2] on a GPU``.
+
+    ``structure`` is None for a single array.
+    """
+    shapes = ", ".join(
+        f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
+        for a in arrays[:_SHOWN_ARRAYS]
+    )
+    if len(arrays) > _SHOWN_ARRAYS:
+        rest = "".join(f"{a.dtype}{a.shape}" for a in arrays[_SHOWN_ARRAYS:])
+        mark = hashlib.blake2b(rest.encode(), digest_size=4).hexdigest()
+        shapes += f" and {len(arrays) - _SHOWN_ARRAYS} more arrays ({mark})"
+    if structure is None:
+        return shapes or "no arrays"
+    text = str(structure).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)")
+    return f"{shapes or 'no arrays'}" + ("" if text == "*" else f" in {text}")

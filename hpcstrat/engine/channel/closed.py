@@ -1,0 +1,62 @@
+"""A stand-in for the channel of a strategy that is closed."""
+
+from __future__ import annotations
+
+import contextlib
+
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.channel.position import Position
+from hpcstrat.engine.channel.started import StartedCalls
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.errors import CollectiveError
+
+__all__ = ["ClosedChannel"]
+
+
+class ClosedChannel:
+    """Refuses the calls of a channel by CollectiveError; nothing is collective."""
+
+    num_calls = told_at = 0
+    thread: int | None = None
+    broken, closed = "", True
+    device_group = elsewhere = None
+
+    def __init__(self) -> None:
+        # ``run`` counts its steps also where nobody compares them.
+        self.position = Position()
+        self.started = StartedCalls(self)
+
+    @property
+    def topology(self) -> Topology:
+        """Refuse: the communicators are gone."""
+        raise self._error("a call")
+
+    @property
+    def places(self) -> Places:
+        """Refuse: the shared memory is gone."""
+        raise self._error("a call")
+
+    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
+        """Refuse a call."""
+        raise self._error(call.text)
+
+    def refuse_if_broken(self, call: Call) -> None:
+        """Refuse a call that is to be started."""
+        raise self._error(call.text)
+
+    def forget_done(self) -> None:
+        """Keep nothing."""
+
+    def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Surround nothing: there is no call."""
+        return contextlib.nullcontext()
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Tell nobody: there is nobody left."""
+
+    def _error(self, what: str) -> CollectiveError:
+        return CollectiveError(
+            f"expected an open strategy for {what}, found one that is closed; create a "
+            "new one"
+        )

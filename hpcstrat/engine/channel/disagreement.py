@@ -1,0 +1,265 @@
+"""Errors that explain how the ranks' headers differ."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hpcstrat.engine.call_sites import is_of_program
+from hpcstrat.errors import CollectiveError, HpcstratError, ReplicaError
+
+__all__ = [
+    "FAILED",
+    "LEFT",
+    "NOTICE",
+    "Announcement",
+    "announce_error",
+    "class_names",
+    "common_class",
+    "explain",
+    "only_marks_differ",
+    "origin",
+    "same_call",
+]
+
+_Key = TypeVar("_Key")
+
+LEFT = 1
+FAILED = 2
+# In a header only: the rank has something to tell, and goes on, see `Channel.notice`.
+NOTICE = 4
+
+# Errors that are made of a message alone, as all of ours are.
+_COMBINABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError),
+    *(FloatingPointError, IndexError, KeyError, LookupError, MemoryError),
+    *(NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError),
+    *(TypeError, ValueError, ZeroDivisionError),
+)
+
+
+@dataclass(slots=True)
+class Announcement:
+    """One rank's announcement of its call."""
+
+    rank: int
+    # ``LEFT``, ``FAILED`` or 0.
+    flags: int
+    # The call, or what the rank was doing.
+    text: str
+    # The error of a rank that failed.
+    reason: str = ""
+    # Its class, and the bases of that, as of `class_names`.
+    classes: tuple[str, ...] = ()
+    # Whether the error only tells of another rank's.
+    secondary: bool = False
+    site: str = ""
+    # As `Position.steps`.
+    steps: tuple[int, int, int] = (0, 0, 0)
+    # How many of the rank's started calls have not ended.
+    pending: int = 0
+    # How many sections the rank is in.
+    depth: int = 0
+    # Of the call; with `run_mark`, of a call that waits.
+    digest: int = 0
+    # What stands for its steps, and for the copies of variables, in the record.
+    run_mark: int = 0
+    # What the rank has to tell that ends no call.
+    notice: str = ""
+
+
+def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
+    """Return what a rank that failed tells the others.
+
+    Only text and numbers: the error's class may be unknown elsewhere.
+    """
+    try:
+        reason = f"{type(error).__name__}: {error}"
+    except Exception:
+        # The class may be a program's own and faulty.
+        reason = type(error).__name__
+    return Announcement(
+        *(rank, FAILED, what, reason, class_names(error)),
+        secondary=isinstance(error, ReplicaError),
+        site=_error_site(error),
+    )
+
+
+def class_names(error: BaseException) -> tuple[str, ...]:
+    """Return the names of an error's class and its bases, the nearest first.
+
+    Module and qualified name, with a colon between them.
+    """
+    return tuple(
+        f"{c.__module__}:{c.__qualname__}"
+        for c in type(error).__mro__
+        if c not in (Exception, BaseException, object)
+    )
+
+
+def origin(announcements: Sequence[Announcement]) -> Announcement | None:
+    """Return the announcement of the first rank that failed by itself.
+
+    Else of the first that failed at all; None where no rank did.
+    """
+    failed = [a for a in announcements if a.flags & FAILED]
+    return next((a for a in failed if not a.secondary), failed[0] if failed else None)
+
+
+def same_call(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, whatever variables they have."""
+    calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
+    return len(calls) == 1 and not announcements[0].flags
+
+
+def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, but may have other variables."""
+    marks = {a.run_mark for a in announcements}
+    return len(marks) > 1 and same_call(announcements)
+
+
+def explain(announcements: Sequence[Announcement]) -> CollectiveError:
+    """Return the error that all ranks raise; its text is the same on every rank."""
+    failed = [a for a in announcements if a.flags & FAILED]
+    failed = [a for a in failed if not a.secondary] or failed
+    left = [a for a in announcements if a.flags & LEFT]
+    if failed:
+        words = "; ".join(
+            f"rank {a.rank} failed in {a.text}{_at(a)}: {a.reason}" for a in failed
+        )
+        kind: type[ReplicaError] = _replica_error_class(common_class(failed[0].classes))
+        return kind(
+            f"expected every replica to go on, found that {words}; handle the error on "
+            "that rank, or skip this step on all",
+            [a.rank for a in failed],
+        )
+    calls = _group([a for a in announcements if not a.flags & LEFT])
+    if left:
+        return CollectiveError(
+            f"expected all ranks in one call, found that {calls}, while "
+            f"{_ranks(left)} had left the program{_steps(announcements)}; make the "
+            "same calls on every rank until the end",
+            [a.rank for a in left],
+        )
+    steps = _steps(announcements)
+    if len({a.text for a in announcements}) == 1:
+        if not steps:
+            return CollectiveError(
+                "expected all ranks at the same point of the program, found that "
+                f"{calls}, but that a rank was interrupted in an earlier call, or "
+                "left it out; make the same calls on every rank"
+            )
+        return CollectiveError(
+            f"expected all ranks at the same point of the program, found that {calls}"
+            f"{steps}; a rank has left out a step, or made one too many: end the "
+            "program, restore a checkpoint or make a new strategy, on every rank"
+        )
+    return CollectiveError(
+        f"expected all ranks in one call, found that {calls}{steps}; make the same "
+        "calls with the same shapes and dtypes, in the same order, on every rank"
+    )
+
+
+def common_class(names: Sequence[str]) -> Any:
+    """Return the nearest class of an error that errors on other ranks can have, too.
+
+    ``names`` are from `class_names`. A common built-in class, or a class of the program
+    that adds no constructor to one; None where there is none.
+    """
+    for name in names:
+        module, _, path = name.partition(":")
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, type) and _replica_error_class(found) is not None:
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _combined(kind: Any) -> type[ReplicaError] | None:
+    """Return ReplicaError as a subclass of an error's class, if that can be."""
+    if issubclass(ReplicaError, kind) and issubclass(kind, RuntimeError):
+        return ReplicaError
+    for base in kind.__mro__:
+        if base in _COMBINABLE or base in (Exception, HpcstratError):
+            break
+        # What it makes of its arguments cannot be had from a message alone.
+        if {"__init__", "__new__", "__str__"} & vars(base).keys():
+            return None
+        if base.__module__ == "builtins":
+            return None
+    try:
+        return type("ReplicaError", (ReplicaError, kind), {"__doc__": kind.__doc__})
+    except TypeError:
+        return None
+
+
+def _replica_error_class(kind: Any) -> Any:
+    """Return ReplicaError as a subclass of the error that another rank raised.
+
+    One ``except ValueError`` then does the same on every rank.
+    """
+    if kind is None:
+        return ReplicaError
+    if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
+        return None
+    return _combined(kind)
+
+
+def _error_site(error: BaseException) -> str:
+    """Return file and line of the last frame of the program that it passed."""
+    site, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if is_of_program(name):
+            site = f"{os.path.basename(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return site
+
+
+def _at(announcement: Announcement) -> str:
+    return f" ({announcement.site})" if announcement.site else ""
+
+
+def _ranks(announcements: Sequence[Announcement]) -> str:
+    numbers = [a.rank for a in announcements]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 8:
+        return f"{len(numbers)} ranks ({', '.join(map(str, numbers[:8]))}, ...)"
+    return f"ranks {', '.join(map(str, numbers))}"
+
+
+def _group(announcements: Sequence[Announcement]) -> str:
+    """Name each different call once, with the ranks that made it."""
+    groups = _grouped((a.text + _at(a), a) for a in announcements)
+    return " and ".join(f"{_ranks(g)} called {text}" for text, g in groups.items())
+
+
+def _steps(announcements: Sequence[Announcement]) -> str:
+    """Tell the ranks' steps where they differ."""
+    groups = _grouped((a.steps, a) for a in announcements)
+    if len(groups) == 1:
+        return ""
+    # Backwards are of those alone who replicate a module.
+    trains = any(backwards for _, _, backwards in groups)
+    told = "; ".join(
+        f"{_ranks(group)}: {runs} of run, {nexts} of next()"
+        + f", {backwards} of backward()" * trains
+        for (runs, nexts, backwards), group in groups.items()
+    )
+    return f", not after equally many steps ({told})"
+
+
+def _grouped(
+    keyed: Iterable[tuple[_Key, Announcement]],
+) -> dict[_Key, list[Announcement]]:
+    groups: dict[_Key, list[Announcement]] = {}
+    for key, announcement in keyed:
+        groups.setdefault(key, []).append(announcement)
+    return groups

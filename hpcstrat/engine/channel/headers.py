@@ -1,0 +1,148 @@
+"""The layout of the records of a step, and their comparison.
+
+Inside one worker they lie in the shared segment, two per rank, used in turn: a rank
+writes record ``n + 2`` over record ``n`` only after it has seen the records ``n + 1``
+of all ranks, which they write after their last look at the records ``n``. A record
+carries a check word, a hash of integers and so the same in every process: one that is
+seen half-written, as weakly ordered processors allow, is not taken for complete.
+Several workers tell each other what their ranks have agreed on, see
+`hpcstrat.engine.channel.wire_headers`.
+
+Records also order memory: what a rank has stored before its record is seen by every
+rank that has seen the record, and what it has loaded before cannot change under it. On
+x86-64, whose stores become visible in program order and are not passed by earlier loads
+(Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, section 8.2.2;
+the C library ends its non-temporal copies with a fence), that takes nothing. On other
+processors, such as Arm's, a full memory barrier stands before each record is written
+and after the records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections
+12.4 and 12.5.3, gives this meaning for shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
+from hpcstrat.engine.topology.topology import RECORD_BYTES, Topology
+
+__all__ = ["SegmentHeaders"]
+
+# Stands for the start time of a process that cannot be looked up now.
+_UNKNOWN = "?"
+_RECORD = struct.Struct("=5q24x")
+assert _RECORD.size == RECORD_BYTES
+
+
+class SegmentHeaders:
+    """The headers of one worker's ranks, in its shared segment.
+
+    Collective over ``topology.worker_comm``, as is `close`.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._comm = topology.worker_comm
+        self._size = self._comm.size
+        self._replicas = topology.worker_replicas
+        # Processes of other containers cannot be looked up by their numbers.
+        self._processes = {
+            rank: identity
+            for rank, identity in enumerate(
+                self._comm.allgather(_process_identity(os.getpid()))
+            )
+            if identity[1] not in ("", _UNKNOWN)
+            and identity == _process_identity(identity[0])
+        }
+        span = RECORD_BYTES * self._size
+        buffer = topology.segment.buffer
+        self._halves = (buffer[:span], buffer[span : 2 * span])
+        own = slice(
+            self._comm.rank * RECORD_BYTES, (self._comm.rank + 1) * RECORD_BYTES
+        )
+        self._owns = (self._halves[0][own], self._halves[1][own])
+        # Much faster than a comparison of the memory itself.
+        self._reads = (self._halves[0].tobytes, self._halves[1].tobytes)
+        self._read = self._reads[0]
+        self._wanted = b""
+        self._window, self._barrier = _memory_barrier(topology.mpi)
+        self.tick = 0
+
+    def post(self, run: int, digest: int, flags: int) -> None:
+        """Announce this rank's header; does not wait."""
+        self.tick = tick = self.tick + 1
+        check = hash((tick, run, digest, flags))
+        record = _RECORD.pack(tick, run, digest, flags, check)
+        self._read = self._reads[tick & 1]
+        self._wanted = record * self._size
+        if self._barrier is not None:
+            self._barrier()
+        self._owns[tick & 1][:] = record
+
+    def agreed(self) -> bool:
+        """Whether all ranks have announced the same; False while some are missing."""
+        if self._read() != self._wanted:
+            return False
+        if self._barrier is not None:
+            self._barrier()
+        return True
+
+    def records(self, tick: int) -> Iterator[tuple[int, ...]]:
+        """Return the records of a tick, of all ranks in their order."""
+        return _RECORD.iter_unpack(self._reads[tick & 1]())
+
+    def missing(self) -> list[int]:
+        """Return the ranks whose headers have not come."""
+        late = []
+        records = enumerate(self.records(self.tick))
+        for rank, (tick, run, digest, flags, check) in records:
+            complete = check == hash((tick, run, digest, flags))
+            if tick != self.tick or not complete:
+                late.append(self._replicas[rank])
+        return late
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended without leaving.
+
+        Empty where they cannot be seen from here.
+        """
+        return [
+            self._replicas[rank]
+            for rank, (pid, start) in self._processes.items()
+            if _process_identity(pid)[1] not in (start, _UNKNOWN)
+        ]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        del self._reads, self._read
+        for view in (*self._owns, *self._halves):
+            view.release()
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
+            self._window = None
+
+
+def _memory_barrier(
+    mpi: Any, machine: str = platform.machine()
+) -> tuple[Any, Callable[[], None] | None]:
+    """Return a window, and its call that orders memory; None where nothing has to."""
+    if machine in ("x86_64", "AMD64"):
+        return None, None
+    window = mpi.Win.Allocate(8, 1, comm=mpi.COMM_SELF)
+    window.Lock_all()
+    return window, window.Sync
+
+
+def _process_identity(pid: int) -> tuple[int, str]:
+    """Return a process with its start time, which tells a reused number apart."""
+    try:
+        _, fields = process_stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return pid, ""
+    except OSError:
+        # Such as for want of a file descriptor.
+        return pid, _UNKNOWN
+    return pid, "" if fields[STATE] in "ZX" else fields[START]

@@ -1,0 +1,80 @@
+"""A rank's position in the program: counts of its steps, as headers carry them.
+
+A call left out in one step is noticed in the next, since every header says how many
+steps its rank has made.
+"""
+
+from __future__ import annotations
+
+from hpcstrat.engine.typing import CopyCheck
+
+__all__ = ["Position"]
+
+# How far next() and a backward move what headers carry: no number of runs is a multiple
+# of them.
+_NEXT = 0x1E3779B97F4A7C15
+_BACKWARD = 0x2545F4914F6CDD1D
+_MASK = (1 << 63) - 1
+
+
+class Position:
+    """The steps of one channel's rank; all calls are logically collective."""
+
+    __slots__ = (
+        "backward_index",
+        "copy_check",
+        "next_index",
+        "run_index",
+        "run_mark",
+    )
+
+    def __init__(self) -> None:
+        # How often this rank has entered run, and asked for a batch of any data set
+        # that all replicas share.
+        self.run_index = 0
+        self.next_index = 0
+        # How many backwards of replicated modules it has begun.
+        self.backward_index = 0
+        # What headers carry in their place: all, and what copy_check makes of them.
+        # Calls that are started carry step_mark alone: when their headers are compared,
+        # ranks may be at different points of the program.
+        self.run_mark = 0
+        # Looks at the copies of variables at each entry into run.
+        self.copy_check: CopyCheck | None = None
+
+    def enter_run(self) -> None:
+        """Take note that this rank enters ``run``.
+
+        Raises CollectiveError on every rank, where copies of variables are compared
+        here, and differ.
+        """
+        self.run_index = index = self.run_index + 1
+        check, mark = self.copy_check, self.run_mark
+        self.run_mark = mark + 1 & _MASK if check is None else check.mark(index, mark)
+
+    def enter_next(self) -> None:
+        """Take note that this rank asks for a batch."""
+        self.next_index += 1
+        self.run_mark = self.run_mark + _NEXT & _MASK
+
+    def enter_backward(self) -> None:
+        """Take note that this rank begins a backward of a replicated module."""
+        self.backward_index += 1
+        self.run_mark = self.run_mark + _BACKWARD & _MASK
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """How often this rank has entered ``run``, ``next()`` and a backward."""
+        return self.run_index, self.next_index, self.backward_index
+
+    @steps.setter
+    def steps(self, steps: tuple[int, int, int]) -> None:
+        """Set them, where all ranks are at the same call."""
+        self.run_index, self.next_index, self.backward_index = steps
+        self.run_mark = self.step_mark
+
+    @property
+    def step_mark(self) -> int:
+        """Stands for the steps that this rank has made."""
+        further = self.next_index * _NEXT + self.backward_index * _BACKWARD
+        return self.run_index + further & _MASK

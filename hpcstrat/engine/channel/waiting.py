@@ -1,0 +1,225 @@
+"""Waiting for other ranks.
+
+It spins for a moment, and then naps and drives MPI's progress, so that signals are
+served, and the death of a process is seen. How long that moment is, it learns: where
+cores are short, the one that spins may hold the core that the awaited one needs. The
+watchdog's thread reads what it waits for, and says who is late.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpcstrat.engine.channel.awaited import Awaited
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.headers import SegmentHeaders
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.errors import CollectiveError, RankLostError
+
+__all__ = ["Spin", "Waiter", "Waiting"]
+
+_QUICK_LOOKS = 20
+_LOOKS_BETWEEN_CLOCKS = 10
+# Of the kernel, which take some 25 ns each.
+_KERNEL_LOOKS_PER_SECOND = 4e7
+_MOST_KERNEL_LOOKS = 4000
+_MOST_SPIN_SECONDS = 0.001
+_LEAST_SPIN_SECONDS = 2e-5
+_SHORTEST_NAP_SECONDS = 2e-5
+# Of the time waited so far: by so much more at most a nap makes a wait longer.
+_NAP_SHARE = 1 / 32
+_LONGEST_NAP_SECONDS = 0.001
+# What values take that travel in a header between workers, at 1 Gbit/s; how many are
+# waited for without a nap, in which the wire might stand still.
+_WIRE_BYTES_PER_SECOND = 1.25e8
+_MOST_TRAVELING_BYTES = 256 << 10
+_LIMIT_SECONDS = 1800.0
+# When, before the end, the watchdog looks once more who is late, and how long a rank
+# waits for what it finds.
+_LEAD_SECONDS = 8.0
+_VERDICT_SECONDS = 10.0
+
+
+class Spin:
+    """The time of looking before the first nap.
+
+    As the Linux kernel's KVM polls for a halted processor
+    (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
+    looking on would have covered, shorter after one that was longer than any spin. A
+    rank whose partner computes, or waits for a core, soon spins no more; one whose
+    waits are short never naps.
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = _MOST_SPIN_SECONDS
+
+    def learn(self, waited_seconds: float) -> None:
+        """Take note of a wait that took longer than the spin, which it includes."""
+        if waited_seconds < _MOST_SPIN_SECONDS:
+            self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
+        else:
+            self.seconds = max(self.seconds / 2, _LEAST_SPIN_SECONDS)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One wait of a rank; times are of the machine's monotonic clock."""
+
+    call: Call
+    start: float
+    thread: int
+    # Whether it has come to the end of the program.
+    leaves: bool = False
+    # The call's own limit, where it has one.
+    timeout_seconds: float | None = None
+    # When the watchdog last found out who is late.
+    looked_at: float = -math.inf
+    # The ranks that it found.
+    late: Sequence[int] = ()
+    # Until when one of them at least had said that it would be slow.
+    patient_until: float = -math.inf
+    # Until when a report may be on its way, which the wait must not cut off.
+    held_until: float = -math.inf
+
+    def begin(self, slow_until: float = -math.inf) -> float:
+        """Return from when on the seconds of warning and limit count.
+
+        Not before anybody's announced time is over; ``slow_until`` is the waiting
+        rank's own.
+        """
+        return max(self.start, self.patient_until, slow_until)
+
+    def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
+        """Return when the watchdog looks once more, some seconds before the end."""
+        lead = min(_LEAD_SECONDS, limit_seconds / 2)
+        return self.begin(slow_until) + limit_seconds - lead
+
+
+class Waiter:
+    """Waits for the other ranks of a channel.
+
+    ``look`` drives MPI's progress, and raises where another rank has ended all calls;
+    ``steps`` knows the processes of this worker.
+    """
+
+    def __init__(
+        self, topology: Topology, look: Callable[[], None], steps: SegmentHeaders
+    ) -> None:
+        self._look = look
+        self._steps = steps
+        # How long this rank waits for others, where a call has no limit of its own.
+        self.limit_seconds = _LIMIT_SECONDS
+        # What it waits for, once that takes longer than a moment.
+        self.waiting: Waiting | None = None
+        # Whether a watchdog looks at it.
+        self.watched = False
+        # Until when this rank had said that it would be slow.
+        self.slow_until = -math.inf
+        # Who was missing at the last look; see hpcstrat.engine.channel.arrivals.
+        self.late: list[int] = []
+        # How often to look for dead processes. Survivors are in a hurry.
+        self._look_seconds = 0.05 if topology.survives else 1.0
+        self._spin = Spin()
+        self._on_wire = topology.num_workers > 1
+        # Where ranks share cores, one that looks keeps the awaited one from running.
+        self._shares_cores = topology.worker_comm.size > topology.num_cores
+        # How often a caller may look before it calls `wait`.
+        self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
+        # How often the compiled kernel may look before it comes back.
+        self.kernel_looks = self._looks_of_kernel()
+
+    def _looks_of_kernel(self) -> int:
+        """Return as many as a spin takes, which is short where others want the core."""
+        if self._shares_cores:
+            return self.quick_looks
+        looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)
+        return min(looks, _MOST_KERNEL_LOOKS)
+
+    def wait(
+        self, awaited: Awaited, call: Call, timeout_seconds: float | None = None
+    ) -> bool:
+        """Wait for other ranks; return whether all have announced the same.
+
+        Collective over ``topology.replica_comm``, or what is awaited of it. The job's
+        own limit stands for ``timeout_seconds``. Raises CollectiveError if a rank does
+        not come in time, or its process has died.
+        """
+        agreed, start = awaited.agreed, time.monotonic()
+        traveling = 0.0
+        if self._on_wire and call.nbytes <= _MOST_TRAVELING_BYTES:
+            traveling = call.nbytes / _WIRE_BYTES_PER_SECOND
+        while time.monotonic() < start + traveling + self._spin.seconds:
+            for _ in range(_LOOKS_BETWEEN_CLOCKS):
+                if agreed():
+                    return True
+                if self._shares_cores:
+                    os.sched_yield()
+        outer, self.waiting = self.waiting, Waiting(call, start, threading.get_ident())
+        self.waiting.timeout_seconds = timeout_seconds
+        try:
+            return self._nap(awaited, self.waiting)
+        finally:
+            self.waiting = outer
+            self._spin.learn(time.monotonic() - start - traveling)
+            self.kernel_looks = self._looks_of_kernel()
+
+    def _nap(self, awaited: Awaited, waiting: Waiting) -> bool:
+        """Wait, while others may need the processor."""
+        look_at = waiting.start + self._look_seconds
+        while True:
+            late = awaited.missing()
+            if not late:
+                return bool(awaited.agreed())
+            self.late = late
+            now = time.monotonic()
+            if now > look_at:
+                look_at = now + self._look_seconds
+                self._check_alive(waiting.call)
+            if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
+                self.check_limit(waiting)
+            self._look()
+            nap = max((now - waiting.start) * _NAP_SHARE, _SHORTEST_NAP_SECONDS)
+            time.sleep(min(nap, _LONGEST_NAP_SECONDS))
+
+    def check_limit(self, waiting: Waiting) -> None:
+        """End a wait that has taken longer than its limit, by CollectiveError.
+
+        Late ranks may have been slow in agreement: then not before that is over, too.
+        """
+        now, limit = time.monotonic(), self.limit_seconds
+        advice = "see what they do, or raise "
+        if waiting.timeout_seconds:
+            limit, advice = waiting.timeout_seconds, advice + "timeout_seconds"
+        else:
+            advice += "limit_seconds"
+            end = waiting.begin(self.slow_until) + limit
+            looked = waiting.looked_at >= waiting.last_look(limit, self.slow_until)
+            unclear = not looked or now < waiting.held_until
+            if now < end or (self.watched and unclear and now < end + _VERDICT_SECONDS):
+                return
+        late = list(waiting.late or self.late)
+        raise CollectiveError(
+            f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
+            f"{_some(late)} did not come; {advice}",
+            [rank for rank in late if rank >= 0],
+        )
+
+    def _check_alive(self, call: Call) -> None:
+        dead = self._steps.dead()
+        if dead:
+            raise RankLostError(
+                f"expected all ranks in {call.text}, found that the processes of ranks "
+                f"{dead} have died; look for their last output",
+                dead,
+            )
+
+
+def _some(late: Sequence[int]) -> str:
+    return f"ranks {list(late)}" if late and -1 not in late else "other ranks"

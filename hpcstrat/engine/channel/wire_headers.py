@@ -1,0 +1,319 @@
+"""The headers of ranks on several workers, and the few values that travel in them.
+
+The ranks of a worker compare their records in its shared segment, as those of a single
+worker do. The first rank of each then tells the other workers, by the dissemination of
+Bruck et al. (doi:10.1109/71.642949): in step ``k`` it sends what it has, which is its
+own and that of the ``2**k - 1`` workers after it, to the worker ``2**k`` before it, so
+that ``p`` workers know of all others after ``ceil(log2(p))`` messages of each, whatever
+number they are. In one more step in the segment the worker's ranks learn how it ended;
+both steps order memory, see `hpcstrat.engine.channel.headers`.
+
+A message begins with the header. The values of a small reduction follow, so that it
+costs no exchange but this one. What is more than MPI sends at once goes in messages of
+its own, which are received when the header has come, as that says how much follows. A
+rank that gets another header than its own takes none of the values, and sends from
+there on a header that is equal to no other: all learn of it in as many steps. Ranks
+that are in different calls send messages of different lengths; each is received into
+memory for the longest one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.channel.awaited import Carried
+from hpcstrat.engine.channel.headers import SegmentHeaders
+from hpcstrat.engine.channel.patient import EAGER_BYTES
+from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.topology.topology import Topology
+
+__all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
+
+_HEADER = struct.Struct("=4q")
+HEADER_BYTES = _HEADER.size
+"""Size of a header between workers; values begin behind it."""
+
+# No header that a rank announces: sequence numbers are positive.
+_DIFFERENT = b"\xff" * HEADER_BYTES
+_TAG = 17
+# What a wire carries in the time of a message: 10 Gbit/s for 13 us.
+_DELAY_BYTES = 16 << 10
+# Larger values are better sent in pieces, so that a wire is busy while ranks add.
+_MOST_DELAYS = 16
+_ALIGNMENT_BYTES = 16
+# How many bits of a header are flags; the rest of that number is what follows.
+_FLAG_BITS = 8
+
+# Of how many sizes messages are kept; a program may have ever other ones.
+_MOST_KEPT = 256
+
+# What MPI may still write to.
+_left: list[Any] = []
+
+# Where a rank is in the comparison of a header.
+_INSIDE, _ACROSS, _TOLD, _DONE = range(4)
+
+
+def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
+    """Return the most bytes of values of each worker that a header carries.
+
+    A rank gets ``p - 1`` times the values. By parts, see `collectives.exchanged`, it
+    gets ``2 (p - 1) / p`` times, in two more exchanges, each of which takes as long as
+    so many bytes: up to here the header is faster. With ``narrows``, parts, and only
+    they, travel in half as many bytes.
+    """
+    delays = float(_MOST_DELAYS)
+    if narrows:
+        delays = 2 * num_workers / max(1, num_workers - 1)
+    elif num_workers > 2:
+        delays = min(delays, 2 * num_workers / (num_workers - 2))
+    room = int(delays * _DELAY_BYTES) // max(1, num_workers - 1)
+    return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Requests of one step, which are used again: that takes half of the time."""
+
+    # Of the header, and of what goes with it.
+    first: Any
+    # Of what comes behind it.
+    sends: Sequence[Any]
+    receives: Sequence[Any]
+
+
+class WireHeaders:
+    """The headers of one rank of several workers; ``comm`` is its channel's own.
+
+    Collective over ``topology.replica_comm``.
+    """
+
+    def __init__(
+        self, topology: Topology, comm: Any, segment: SegmentHeaders, places: Places
+    ) -> None:
+        self._comm, self._segment, self._places = comm, segment, places
+        self.alone = topology.worker_comm.size == 1
+        self._leads = topology.worker_comm.rank == 0
+        # The first replica of each worker, in the order of the workers.
+        firsts = sorted(set(comm.allgather(topology.worker_replicas[0])))
+        me, size = topology.worker_id, len(firsts)
+        self.worker, self.num_workers = me, size
+        self.room_bytes = room = room_bytes(size)
+        # Of each step: to whom, from whom, and the values of how many workers.
+        self._peers, self.counts = [], list[int]()
+        distance = 1
+        while distance < size:
+            to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
+            self._peers.append((to, source))
+            self.counts.append(min(distance, size - distance))
+            distance *= 2
+        # What is sent, with the values of this worker first, and what comes.
+        largest = max(self.counts) if self._leads else 0
+        self.out = np.zeros(HEADER_BYTES + largest * room, np.uint8)
+        self.came = [
+            np.zeros(HEADER_BYTES + count * room, np.uint8)
+            for count in (self.counts if self._leads else ())
+        ]
+        # The sum of all.
+        self.total = np.zeros(room if self._leads else 0, np.uint8)
+        self._header: Any = self.out.data[:HEADER_BYTES]
+        # Much faster than a comparison of the memory itself.
+        self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
+        self._receives = [
+            comm.Recv_init(came, source, _TAG)
+            for came, (_, source) in zip(self.came, self._peers, strict=False)
+        ]
+        # By the bytes of each worker's values, for each step.
+        self._kept: dict[int, list[_Messages]] = {}
+        self._messages = self._make_messages(0)
+        # What is to travel in the next header.
+        self.carried: Carried | None = None
+        self._load: Carried | None = None
+        self._sequence = 0
+        self._own, self._flags = b"", 0
+        self._phase, self._step, self._same = _DONE, 0, True
+        self._received: Any = None
+        self._sent: Any = None
+        # Whether the header of the step has been looked at; what else the step awaits.
+        self._looked = False
+        self._behind: list[Any] = []
+
+    def _make_messages(self, nbytes: int) -> list[_Messages]:
+        """Make the messages of all steps, for so many bytes of each worker's values."""
+        found, make = list[_Messages](), self._comm
+        for step, came in enumerate(self.came):
+            to, source = self._peers[step]
+            end = HEADER_BYTES + self.counts[step] * nbytes
+            cuts = [
+                slice(start, min(start + EAGER_BYTES, end))
+                for start in range(0, end, EAGER_BYTES)
+            ]
+            first, *sends = (make.Send_init(self.out[cut], to, _TAG) for cut in cuts)
+            receives = [make.Recv_init(came[cut], source, _TAG) for cut in cuts[1:]]
+            found.append(_Messages(first, sends, receives))
+        self._kept[nbytes] = found
+        return found
+
+    def _messages_of(self, nbytes: int) -> list[_Messages]:
+        """Return them, new ones or kept; where none is under way."""
+        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
+            self._forget()
+            self._make_messages(0)
+        return self._kept.get(nbytes) or self._make_messages(nbytes)
+
+    def _forget(self) -> None:
+        """Free the messages of all sizes."""
+        for messages in itertools.chain.from_iterable(self._kept.values()):
+            for request in (messages.first, *messages.sends, *messages.receives):
+                request.Free()
+        self._kept.clear()
+
+    def post(self, run: int, digest: int, flags: int) -> None:
+        """Announce this rank's header; does not wait."""
+        self._sequence = sequence = self._sequence + 1
+        load = self.carried
+        nbytes = 0 if load is None else load.nbytes
+        self._own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
+        self._load, self._flags, self._same = load, flags, True
+        if self.alone:
+            self._begin()
+            return
+        self._phase = _INSIDE
+        # Each worker has its own rings, whose places its own ranks compare.
+        self._segment.post(run, digest ^ self._places.next, flags)
+
+    def agreed(self) -> bool:
+        """Whether all ranks have announced the same; False while some are missing."""
+        return (self._phase == _DONE or self._came()) and self._same
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` while ranks are missing: it is not known which."""
+        return [] if self._phase == _DONE or self._came() else [-1]
+
+    def close(self) -> None:
+        """Free the requests; not collective."""
+        if self._phase == _ACROSS:
+            # Left in the midst of one: a message may still come.
+            _left.append(self)
+            return
+        self._forget()
+        for request in self._receives:
+            request.Free()
+        self._receives = []
+
+    def _came(self) -> bool:
+        """Go as far as that can be without waiting; whether that is to the end."""
+        if self._phase == _INSIDE:
+            self._compare_inside()
+        if self._phase == _ACROSS:
+            self._compare_across()
+        if self._phase == _TOLD:
+            self._hear()
+        return self._phase == _DONE
+
+    def _compare_inside(self) -> None:
+        if not self._stepped():
+            return
+        if self._leads:
+            self._begin()
+        else:
+            self._segment.post(0, 0, 0)
+            self._phase = _TOLD
+
+    def _stepped(self) -> bool:
+        """Whether the worker's ranks have come; takes note where they differ."""
+        segment = self._segment
+        if not segment.agreed():
+            if segment.missing():
+                return False
+            # They may have come between the two looks.
+            self._same = self._same and segment.agreed()
+        return True
+
+    def _begin(self) -> None:
+        """Begin to tell the other workers."""
+        nbytes = 0
+        if not self._same:
+            self._own, self._load = _DIFFERENT, None
+        elif self._load is not None:
+            self._load.gather()
+            nbytes = self._load.nbytes
+        self._messages = self._messages_of(nbytes)
+        self._header[:] = self._own
+        self._phase, self._step = _ACROSS, 0
+        self._send()
+
+    def _send(self) -> None:
+        step = self._step
+        messages = self._messages[step]
+        self._sent = messages.first
+        self._sent.Start()
+        self._received = self._receives[step]
+        self._received.Start()
+        self._looked = False
+        if messages.sends:
+            _start(messages.sends, self._behind)
+
+    def _compare_across(self) -> None:
+        # What is sent next is laid out where this one is sent from.
+        while self._received.Test() and self._sent.Test():
+            step = self._step
+            if not self._looked:
+                self._look()
+            if self._behind and not self._all_came():
+                return
+            self._step = step + 1
+            if self._step == len(self._peers):
+                self._end()
+                return
+            if self._load is not None:
+                self._load.take(step)
+            self._send()
+
+    def _look(self) -> None:
+        """Look at the header that has come, and receive what follows it."""
+        self._looked, step, header = True, self._step, self._reads[self._step]()
+        messages = self._messages
+        if self._same and header != self._own:
+            self._same, self._load = False, None
+            self._header[:] = _DIFFERENT
+        if not self._same:
+            # From here on only headers are sent, but what follows another one must not
+            # be left for the next.
+            self._messages = self._kept[0]
+            nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+            messages = self._kept.get(nbytes) or self._make_messages(nbytes)
+        if messages[step].receives:
+            _start(messages[step].receives, self._behind)
+
+    def _all_came(self) -> bool:
+        behind = self._behind
+        if type(behind[0]).Testall(behind):
+            self._behind = behind = []
+        return not behind
+
+    def _end(self) -> None:
+        # A flag has all ranks agree once more, on the same values.
+        if self._load is not None and not self._flags:
+            self._load.finish()
+        if self.alone:
+            self._phase = _DONE
+        else:
+            self._segment.post(0, 0, int(not self._same))
+            self._phase = _TOLD
+
+    def _hear(self) -> None:
+        if self._stepped():
+            self._phase = _DONE
+
+
+def _start(requests: Sequence[Any], started: list[Any]) -> None:
+    for request in requests:
+        request.Start()
+    started.extend(requests)

@@ -1,0 +1,208 @@
+"""Sums over ranks that send each other messages, in the least number of bytes.
+
+Each rank sums one part of the values: it gets that part of all others, adds all of them
+in the order of the ranks, and sends the sum back to them. So it sends and receives
+``2 (p - 1) / p`` of the values, the least there is for ``p`` ranks (Patarasuk and Yuan,
+doi:10.1016/j.jpdc.2008.09.002), in two messages to each other rank (the pairwise
+exchange of Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521), and the
+result has the same bits on all of them. Several such sums under way at once, see
+`hpcstrat.engine.collectives.pipeline`, keep the wire busy while ranks add.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.halves import narrowed, widened
+from hpcstrat.engine.arrays.packing import Run
+from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.collectives.pipeline import Pipeline
+from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
+from hpcstrat.engine.typing import Array
+
+__all__ = [
+    "FEW_EXCHANGING",
+    "MOST_EXCHANGING",
+    "PART_BYTES",
+    "exchanged_sum",
+    "exchanges",
+    "reduce_by_exchange",
+    "rounded_sum",
+]
+
+PART_BYTES = 256 << 10
+"""Size of a message; large enough for Python, small enough to keep a wire busy."""
+
+MOST_EXCHANGING = 64
+"""More ranks leave it to MPI: each would send as many messages."""
+
+FEW_EXCHANGING = 4
+"""Up to this number, ranks exchange parts of any size."""
+
+# The least part by the number of ranks: MPI sends ``2 log2(p)`` messages of each rank
+# in place of ``2 (p - 1)``, but one after the other, and each of these takes as long as
+# five that are under way at once.
+_LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
+# Sums under way at once.
+_MOST_UNDER_WAY = 4
+_PARTS_TAG, _SUMS_TAG = 31, 37
+_EXPONENT_BYTES = 8
+# Scaled values lie below 2**15, and float16 ends at 65504.
+_TOP_EXPONENT = 15
+
+
+def reduce_by_exchange(work: Work, channel: Channel) -> Awaits:
+    """Sum over replicas of which each is a worker of its own.
+
+    Collective over ``topology.replica_comm``.
+    """
+    comm, pipeline = channel.patient(channel.topology.replica_comm), Pipeline()
+    under_way: deque[Awaited] = deque()
+    yield HEADER
+    for run in itertools.chain.from_iterable(work.pieces):
+        if len(under_way) == _MOST_UNDER_WAY:
+            yield under_way.popleft()
+        under_way.append(pipeline.begin(_reduce_run(run, work, comm)))
+    yield from under_way
+
+
+def _reduce_run(run: Run, work: Work, comm: PatientComm) -> Awaits:
+    index, start, stop, _ = run.spans[0]
+    source, result = work.sources[index], work.results[index]
+    if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:
+        # NumPy's C long and C long long may be equal, MPI's never are.
+        total = result[start:stop]
+        values = source[start:stop].view(total.dtype)
+        yield from exchanged_sum(values, total, comm, work.divisor)
+        return
+    room = comm.take_room(run.size * run.dtype.itemsize)
+    total = room.view(run.dtype)
+    fill(run, work.sources, total)
+    yield from exchanged_sum(total, total, comm, work.divisor)
+    drain(run, work.results, total)
+    comm.give_room(room)
+
+
+def exchanges(nbytes: int, size: int) -> bool:
+    """Whether so many ranks exchange parts of so many bytes, or leave it to MPI."""
+    if size <= FEW_EXCHANGING:
+        return True
+    least = (part for most, part in _LEAST_PART_BYTES if size <= most)
+    return nbytes >= size * next(least, math.inf)
+
+
+def exchanged_sum(
+    values: Array, total: Array, comm: PatientComm, divisor: int = 0
+) -> Awaits:
+    """Sum arrays over the ranks, and divide the sum; ``total`` may be ``values``.
+
+    Collective over ``comm``.
+    """
+    size, me = comm.size, comm.rank
+    if not exchanges(total.nbytes, size):
+        # Never in place, see hpcstrat.engine.collectives.flat.
+        if np.may_share_memory(values, total):
+            values = values.copy()
+        yield comm.Iallreduce(values, total, comm.mpi.SUM)
+        divide(total, divisor)
+        return
+    bounds = [total.size * part // size for part in range(size + 1)]
+    own = slice(bounds[me], bounds[me + 1])
+    count = own.stop - own.start
+    # Each begins with another one.
+    others = [(me + shift) % size for shift in range(1, size)]
+    room = comm.take_room((size - 1) * -(-total.size // size) * total.dtype.itemsize)
+    rows = room.view(total.dtype)
+    came = {rank: rows[i * count :][:count] for i, rank in enumerate(others)}
+    yield comm.start(
+        {rank: _bytes(values[bounds[rank] : bounds[rank + 1]]) for rank in others},
+        {rank: _bytes(row) for rank, row in came.items()},
+        _PARTS_TAG,
+    )
+    terms = [values[own] if rank == me else came[rank] for rank in range(size)]
+    # Memory of this rank alone, for the sums of the first ones.
+    add_in_order(terms, total[own], terms[1 if me == 0 else 0])
+    divide(total[own], divisor)
+    comm.give_room(room)
+    yield comm.start(
+        dict.fromkeys(others, _bytes(total[own])),
+        {rank: _bytes(total[bounds[rank] : bounds[rank + 1]]) for rank in others},
+        _SUMS_TAG,
+    )
+
+
+def _bytes(array: Array) -> Array:
+    # Types that MPI does not know are bytes, too.
+    return array.view(np.uint8)
+
+
+def rounded_sum(values: Array, comm: PatientComm, wire_dtype: np.dtype[Any]) -> Awaits:
+    """Sum arrays over the ranks in place, sending half-precision numbers.
+
+    Collective over ``comm``. The same exchange; what is sent is scaled by a power of
+    two so that the largest value of the part lies just below 2**15, and the sums are
+    made in the type of the values. A value ``x`` of a part whose largest value is ``M``
+    is then off by at most ``u |x| + 2**-39 M`` in each of the two steps, where ``u`` is
+    2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place, or half of
+    float16's smallest subnormal number.
+    """
+    size, me = comm.size, comm.rank
+    bounds = [values.size * part // size for part in range(size + 1)]
+    parts = [values[bounds[p] : bounds[p + 1]] for p in range(size)]
+    others = [(me + shift) % size for shift in range(1, size)]
+    sizes = [_EXPONENT_BYTES + part.size * wire_dtype.itemsize for part in parts]
+    sent = {rank: _encoded(parts[rank], wire_dtype) for rank in others}
+    came = {rank: np.empty(sizes[me], np.uint8) for rank in others}
+    yield comm.start(sent, came, _PARTS_TAG)
+    total = np.zeros_like(parts[me])
+    for rank in range(size):
+        # The own values stay exact, and in their place in the order.
+        term = parts[me] if rank == me else _decoded(came[rank], values, wire_dtype)
+        quietly(np.add, total, term, total)
+    own = _encoded(total, wire_dtype)
+    sums = {rank: np.empty(sizes[rank], np.uint8) for rank in others}
+    yield comm.start(dict.fromkeys(others, own), sums, _SUMS_TAG)
+    for rank, message in {**sums, me: own}.items():
+        # What the others get of this rank's, it takes itself.
+        parts[rank][:] = _decoded(message, values, wire_dtype)
+
+
+def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
+    """Return a message: the exponent of the scale, then the scaled values."""
+    message = np.empty(_EXPONENT_BYTES + values.size * wire_dtype.itemsize, np.uint8)
+    magnitudes = np.abs(values)
+    largest = magnitudes.max(initial=0)
+    fast = values.dtype == np.float32 and bool(np.isfinite(largest))
+    if not np.isfinite(largest):
+        largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
+    exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
+    # Where all are finite, who gets it need not look.
+    message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
+    out = message[_EXPONENT_BYTES:]
+    if fast:
+        bits = quietly(narrowed, magnitudes, values, exponent, wire_dtype)
+        out.view(np.uint16)[...] = bits
+    else:
+        scaled = quietly(np.ldexp, values, exponent)
+        quietly(assign, out.view(wire_dtype), ..., scaled)
+    return message
+
+
+def _decoded(message: Array, like: Array, wire_dtype: np.dtype[Any]) -> Array:
+    exponent, fast = message[:_EXPONENT_BYTES].view(np.int32).tolist()
+    scaled: Array
+    if fast:
+        bits = message[_EXPONENT_BYTES:].view(np.uint16)
+        scaled = quietly(widened, bits, exponent, wire_dtype)
+    else:
+        values = message[_EXPONENT_BYTES:].view(wire_dtype).astype(like.dtype)
+        scaled = quietly(np.ldexp, values, -exponent)
+    return scaled

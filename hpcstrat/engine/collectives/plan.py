@@ -1,0 +1,196 @@
+"""A plan of one kind of reduction, made once and executed again and again.
+
+A `Plan` reduces by an algorithm, at once or step by step. Its subclasses do the same in
+fewer steps where they can: `hpcstrat.engine.collectives.kernel_sum` inside a worker,
+and `hpcstrat.engine.collectives.header_sum` between workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.arrays.overlaps import copied_where_overwritten, overlap
+from hpcstrat.engine.arrays.packing import Piece, Signature, cut
+from hpcstrat.engine.channel.awaited import HEADER, Awaits
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.collectives.work import Algorithm, Choice, Work
+from hpcstrat.engine.typing import Array
+
+__all__ = ["Plan", "Request", "is_plain"]
+
+# Pieces of larger calls are worked out each time: it is the smallest part of the work.
+_MOST_KEPT_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arrays to reduce, and their results; the same on every rank."""
+
+    call: Call
+    signatures: tuple[Signature, ...]
+    # Shapes and types of the results.
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    # By what to divide the sums; 0 for sums.
+    divisor: int
+    # Makes the arrays for the results.
+    allocate: Callable[..., list[Array]]
+
+
+def is_plain(array: Array) -> bool:
+    """Whether an array lies in memory without gaps, so that algorithms take it.
+
+    In C order, aligned.
+    """
+    flags = array.flags
+    return flags.c_contiguous and (is_device(array) or flags.aligned)
+
+
+class Plan:
+    """A reduction of arrays of some kinds by an algorithm.
+
+    ``choice`` is None where nothing moves: of a single replica, whose ``channel`` is
+    None, and of arrays without elements. To run it is collective over
+    ``topology.replica_comm``. ``in_areas`` is the algorithm for a call that waits, if
+    that may be another one.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        choice: Choice | None,
+        channel: Channel | None,
+        in_areas: Callable[[Algorithm], Algorithm] | None = None,
+    ) -> None:
+        self.call, self.choice, self.channel = request.call, choice, channel
+        self.signatures, self.results = request.signatures, request.results
+        self.divisor = request.divisor
+        self._allocate = functools.partial(request.allocate, request.results)
+        self._in_areas = in_areas
+        self._pieces: Sequence[Piece] = ()
+
+    @property
+    def starts(self) -> bool:
+        """Whether the reduction can be started, and awaited later."""
+        return self.choice is None or self.choice.starts
+
+    def repeat(self, value: Any, out: Any, timeout_seconds: float | None) -> Any:
+        """Reduce an array, or a list of arrays, as in an earlier call.
+
+        Into new arrays, or into ``out``. Returns None, and has done nothing, where the
+        arrays are of other kinds, or the results would lie over each other.
+        """
+        listed = type(value) is list
+        arrays = value if listed else [value]
+        kinds = [(dtype, shape) for shape, dtype in self.results]
+        if not _are(arrays, self.signatures):
+            return None
+        if out is None:
+            results = self._allocate()
+        else:
+            results = out if listed else [out]
+            if not _are(results, kinds) or not all(r.flags.carray for r in results):
+                return None
+            if overlap(results, arrays) is not None:
+                return None
+            arrays = copied_where_overwritten(arrays, results)
+        self.run(arrays, results, timeout_seconds)
+        return results if listed else results[0]
+
+    def run(
+        self,
+        arrays: Sequence[Array],
+        results: Sequence[Array],
+        timeout_seconds: float | None,
+    ) -> None:
+        """Reduce arrays, in any memory order.
+
+        A result is the memory of its own array, or overlaps with none.
+        """
+        if self.channel is None:
+            for result, array in zip(results, arrays, strict=True):
+                quietly(assign, result, ..., array)
+            return
+        steps = self.steps(arrays, results, waits=True)
+        self.channel.drive(steps, self.call, timeout_seconds)
+
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
+    ) -> Awaits:
+        """Do the same step by step; see `hpcstrat.engine.channel.awaited`.
+
+        ``waits`` says whether blocking calls of MPI may be made.
+        """
+        sources = [
+            (array if is_plain(array) else array.copy("C")).reshape(-1)
+            for array in arrays
+        ]
+        flats = [
+            result.reshape(-1)
+            if is_plain(result)
+            else array_module(result).empty(result.size, result.dtype)
+            for result in results
+        ]
+        if self.channel is None or self.choice is None:
+            yield HEADER
+            for source, flat in zip(sources, flats, strict=True):
+                quietly(assign, flat, ..., source)
+        else:
+            work = Work(
+                self.call,
+                pieces=self._cut(self.choice),
+                sources=sources,
+                results=flats,
+                piece_bytes=self.choice.piece_bytes,
+                divisor=self.divisor,
+                waits=waits,
+            )
+            algorithm = self.choice.algorithm
+            if waits and self._in_areas is not None:
+                algorithm = self._in_areas(algorithm)
+            yield from algorithm(work, self.channel)
+        for result, flat in zip(results, flats, strict=True):
+            if not is_plain(result):
+                result[...] = flat.reshape(result.shape)
+
+    def with_options(self, **options: Any) -> Plan:
+        """Return the same plan, whose algorithm gets more arguments."""
+        assert self.choice is not None
+        plan = copy.copy(self)
+        plan.choice = self.choice.with_options(**options)
+        return plan
+
+    def _cut(self, choice: Choice) -> Iterable[Piece]:
+        """Return what to reduce, in order."""
+        if self._pieces:
+            return self._pieces
+        pieces = functools.partial(
+            cut, self.signatures, bool(self.divisor), choice.piece_bytes
+        )
+        some = tuple(itertools.islice(pieces(), _MOST_KEPT_PIECES + 1))
+        if len(some) <= _MOST_KEPT_PIECES:
+            self._pieces = some
+            return some
+        # Of huge arrays they are cut anew in each call, which costs little then.
+        return pieces()
+
+
+def _are(arrays: Sequence[Any], kinds: Sequence[Signature]) -> bool:
+    """Whether values are plain arrays of NumPy of some kinds."""
+    if len(arrays) != len(kinds):
+        return False
+    for array, (dtype, shape) in zip(arrays, kinds, strict=True):
+        if type(array) is not np.ndarray:
+            return False
+        if array.dtype != dtype or array.shape != shape:
+            return False
+    return True

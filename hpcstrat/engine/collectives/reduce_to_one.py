@@ -1,0 +1,106 @@
+"""Reduction on one replica, which sends the result to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.patient import PIECE_BYTES, PatientComm
+from hpcstrat.engine.collectives.work import Work, divide, drain, fill
+from hpcstrat.engine.typing import Array
+
+__all__ = ["reduce_to_one"]
+
+_TAG = 7
+
+
+def reduce_to_one(
+    work: Work,
+    channel: Channel,
+    root: int = 0,
+    accumulate: Callable[[list[Array]], Any] | None = None,
+) -> Awaits:
+    """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
+
+    Collective over ``topology.replica_comm``. The work is one piece, so that
+    ``accumulate`` sees each type's values whole: it takes the list of all buffers, in
+    replica order, and returns their element-wise combination, of shape (n,); default:
+    their sum. The root holds one more buffer at a time, or all of them for
+    ``accumulate``. Raises ValueError on every rank, if that raises or returns another
+    shape.
+    """
+    (piece,) = work.pieces
+    flats = [np.empty(run.size, run.dtype) for run in piece]
+    for run, flat in zip(piece, flats, strict=True):
+        fill(run, work.sources, flat)
+    yield HEADER
+    for run, flat in zip(piece, flats, strict=True):
+        comm = channel.patient(channel.topology.replica_comm)
+        _reduce(flat, comm, root, accumulate)
+        divide(flat, work.divisor)
+        drain(run, work.results, flat)
+
+
+def _reduce(
+    flat: Array,
+    comm: PatientComm,
+    root: int,
+    accumulate: Callable[[list[Array]], Any] | None,
+) -> None:
+    error = None
+    if comm.rank != root:
+        for piece in _pieces(flat):
+            comm.Send(piece, dest=root, tag=_TAG)
+    else:
+        parts = _received(flat, comm, root)
+        if accumulate is None:
+            total = next(parts).copy()
+            for part in parts:
+                quietly(np.add, total, part, total)
+            flat[:] = total
+        else:
+            # The list is complete before user code runs, so that its error leaves no
+            # message behind.
+            held = [part.copy() for part in parts]
+            try:
+                flat[:] = _checked(accumulate(held), flat)
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+    if accumulate is not None:
+        error = comm.bcast(error, root=root)
+        if error is not None:
+            raise EveryRankError(
+                f"expected accumulation_fn to combine {comm.size} arrays "
+                f"of shape {flat.shape}, found {error}; see replica {root}"
+            )
+    comm.cast_array(flat, root)
+
+
+def _received(flat: Array, comm: PatientComm, root: int) -> Any:
+    """Yield every replica's buffer in order; each is valid until the next."""
+    own, buffer = flat.copy(), np.empty_like(flat)
+    for source in range(comm.size):
+        if source == root:
+            yield own
+            continue
+        for piece in _pieces(buffer):
+            comm.Recv(piece, source=source, tag=_TAG)
+        yield buffer
+
+
+def _pieces(flat: Array) -> Any:
+    data = flat.view(np.uint8)
+    for start in range(0, data.size, PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
+def _checked(result: Any, flat: Array) -> Array:
+    array = np.asarray(result)
+    if array.shape != flat.shape:
+        raise ValueError(f"a result of shape {array.shape}")
+    return array

@@ -1,0 +1,214 @@
+"""Chooses the algorithm and the pieces; the only module that knows them all.
+
+The choice depends on the size of the call, the options and the topology, which are the
+same on all ranks, and on nothing else. The thresholds were measured: see
+`benchmarks/bench_allreduce.py` and `benchmarks/bench_hosts.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.channel.patient import PIECE_BYTES
+from hpcstrat.engine.channel.wire_headers import room_bytes
+from hpcstrat.engine.collectives.exchanged import (
+    FEW_EXCHANGING,
+    PART_BYTES,
+    exchanges,
+    reduce_by_exchange,
+)
+from hpcstrat.engine.collectives.flat import reduce_by_mpi
+from hpcstrat.engine.collectives.header_sum import IN_HEADER
+from hpcstrat.engine.collectives.hierarchical import reduce_hierarchically
+from hpcstrat.engine.collectives.shared_memory import reduce_in_memory
+from hpcstrat.engine.collectives.work import Choice
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.topology.topology import Topology, slot_bytes
+
+__all__ = [
+    "Choice",
+    "by_mpi",
+    "hierarchical",
+    "imagined",
+    "schedule",
+    "select",
+    "shared_memory",
+    "wire_type",
+]
+
+DIRECT_PIECE_BYTES = 512 << 10
+"""Size of a piece of two ranks: large enough for Python, small enough for a cache."""
+
+SCATTERED_PIECE_BYTES = 256 << 10
+"""Size of a piece of three and more ranks."""
+
+SMALL_BYTES = 128 << 10
+"""Three and more ranks add all slots themselves up to this size by their number."""
+
+MOST_DIRECT_RANKS = 8
+"""Up to this number of ranks small messages are added by all of them."""
+
+FROM_BYTES_PER_RANK = 1 << 10
+"""With more ranks, the size from which shared memory serves, for each rank."""
+
+GATHERED_BYTES = 256 << 10
+"""Most bytes of all replicas of a worker that one adds, for the header."""
+
+HIERARCHICAL_FROM_BYTES = 16 << 10
+"""Size from which several workers reduce inside each worker first."""
+
+_MOST_EXCHANGED_BYTES = 8 << 20
+# Pieces of a call, and size of a part of one, if there are so many bytes.
+_LEAST_EXCHANGED = 4
+_LEAST_PART_BYTES = 16 << 10
+_MEMORY = "shared memory"
+# Sizes that `schedule` looks at.
+_MOST_SHOWN_BYTES = 1 << 30
+
+
+def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
+    """Choose how to reduce over the replicas; the same on every rank.
+
+    ``nbytes`` is the size of all arrays, in the types in which they are added.
+    """
+    if topology.num_workers > 1:
+        choice = _between_workers(nbytes, topology, options)
+        each = -(-topology.num_replicas // topology.num_workers)
+        narrows = options.wire_dtype is not None
+        room = room_bytes(topology.num_workers, narrows=narrows)
+        most = min(room, GATHERED_BYTES // each)
+        return replace(choice, small=nbytes <= most)
+    choice = shared_memory(nbytes, topology, options)
+    # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
+    if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
+        return choice
+    return by_mpi(nbytes, topology, options)
+
+
+def _between_workers(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    if options.wire_dtype is not None:
+        return hierarchical(nbytes, topology, options)
+    # So up to FEW_EXCHANGING it is in the order of the workers in any case.
+    workers = topology.num_workers
+    if workers < topology.num_replicas:
+        if workers <= FEW_EXCHANGING or nbytes >= HIERARCHICAL_FROM_BYTES:
+            return hierarchical(nbytes, topology, options)
+    elif exchanges(nbytes, workers):
+        return by_exchange(nbytes, topology, options)
+    return by_mpi(nbytes, topology, options)
+
+
+def by_exchange(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the exchange of messages, for workers of one replica."""
+    workers = topology.num_workers
+    default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
+    if nbytes > room_bytes(workers):
+        # Not in one piece, of which the sums would wait for all parts, and the wire for
+        # the sums.
+        several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
+        default = min(default, several // 64 * 64)
+    piece = max(64, options.bytes_per_pack or default)
+    return Choice(reduce_by_exchange, piece, how="parts between workers")
+
+
+def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
+    """Return the all-reduce of the MPI library."""
+    del nbytes, topology
+    piece = max(64, options.bytes_per_pack or PIECE_BYTES)
+    return Choice(reduce_by_mpi, piece, how="all-reduce of MPI")
+
+
+def shared_memory(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the best reduction through shared memory, for replicas of one worker."""
+    ranks = topology.worker_comm.size
+    default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
+    if ranks > topology.num_cores:
+        # A step costs a turn of each.
+        default = topology.slot_bytes
+    piece = _fitting(options.bytes_per_pack or default, topology)
+    most = piece // 2 if ranks == 2 else min(SMALL_BYTES // ranks, piece // 2)
+    small = ranks <= MOST_DIRECT_RANKS and nbytes <= most
+    return Choice(reduce_in_memory, piece, small, in_worker=True, how=_MEMORY)
+
+
+def hierarchical(
+    nbytes: int, topology: Topology, options: CommunicationOptions
+) -> Choice:
+    """Return the reduction inside each worker, then across."""
+    if topology.num_workers == 1:
+        return shared_memory(nbytes, topology, options)
+    # Large pieces: what workers exchange are parts of a rank's segment of one. Half of
+    # the largest, of which more are in use at once.
+    most = topology.slot_bytes // 2
+    piece = _fitting(min(options.bytes_per_pack or most, most), topology)
+    wire = options.wire_dtype
+    dtype = None if wire is None else wire_type(wire)
+    algorithm = functools.partial(reduce_hierarchically, wire_dtype=dtype)
+    # What a rank sums over the workers.
+    segment = min(nbytes, piece) // topology.worker_comm.size
+    parts = dtype is not None or exchanges(segment, topology.num_workers)
+    across = "parts" if parts else "all-reduce of MPI"
+    return Choice(algorithm, piece, how=f"inside workers, then {across} between them")
+
+
+def wire_type(name: str) -> np.dtype[Any]:
+    """Return the type in which values travel between workers; may be ml_dtypes'."""
+    if name == "bfloat16":
+        # Registers the type with NumPy.
+        import ml_dtypes  # noqa: F401
+    return np.dtype(name)
+
+
+def imagined(num_workers: int, replicas_per_worker: int) -> Any:
+    """Return what `select` looks at of a topology, where each replica has a core."""
+    each = replicas_per_worker
+    return SimpleNamespace(
+        num_workers=num_workers,
+        num_replicas=num_workers * each,
+        worker_comm=SimpleNamespace(size=each),
+        num_cores=each,
+        slot_bytes=slot_bytes(each, num_workers),
+    )
+
+
+def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
+    """Return from which size on what reduces, in words: the first from 1 byte on.
+
+    Not collective. It is of calls with one array, where each replica has a core.
+    """
+    options = CommunicationOptions()
+    topology = imagined(num_workers, replicas_per_worker)
+
+    def how(nbytes: int) -> str:
+        choice = select(nbytes, topology, options)
+        inline = choice.small and topology.num_workers > 1
+        return IN_HEADER if inline else choice.how
+
+    found, low = [(1, how(1))], 1
+    while low < _MOST_SHOWN_BYTES:
+        high = 2 * low
+        if how(high) != found[-1][1]:
+            first = bisect.bisect_left(
+                range(low, high), True, key=lambda n: how(n) != found[-1][1]
+            )
+            found.append((low + first, how(low + first)))
+            low += first
+        else:
+            low = high
+    return found
+
+
+def _fitting(piece_bytes: int, topology: Topology) -> int:
+    return max(64, min(piece_bytes, topology.slot_bytes) // 64 * 64)

@@ -1,0 +1,116 @@
+"""Reduction of replicas through the memory that a worker's ranks share, in pieces.
+
+Each rank copies a piece of its values into its place, sums one segment of the piece
+over all places in the order of the ranks, and copies the sums of all segments out: the
+bits are the same on every rank, whatever the sizes of the pieces. While the ranks add
+one piece, the next lies in its place already. `hpcstrat.engine.channel.places` says
+when a place may be written, and `hpcstrat.engine.channel.headers` what orders the
+memory.
+
+The compiled kernel does the same faster, where it is there: this is what it is compared
+with. Between workers, and for types that the kernel does not know, it is the only form.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.packing import Piece, Run
+from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.collectives.pipeline import Pipeline
+from hpcstrat.engine.collectives.work import Work, add_in_order, divide, fill
+from hpcstrat.engine.typing import Array
+
+__all__ = ["reduce_in_memory"]
+
+_CACHE_LINE_BYTES = 64
+
+
+def _lay_out(piece: Piece, place: int, work: Work, places: Places, me: int) -> None:
+    """Copy a piece of this rank's values into a place of its ring."""
+    for run in piece:
+        fill(run, work.sources, places.rows(run, place)[me])
+
+
+# A piece, its place, this rank's segments of it, and what says that these are summed.
+_Behind = tuple[Piece, int, list[Array], list[Awaited]]
+
+
+def reduce_in_memory(
+    work: Work,
+    channel: Channel,
+    cross: Callable[[Run, Array], Awaits] | None = None,
+) -> Awaits:
+    """Sum by segments: each rank sums one segment of a piece over all places.
+
+    Collective over ``topology.replica_comm``. ``cross`` sums a segment of this rank's
+    over the workers, in place, where there are several: as many ranks of each worker
+    have segments as the smallest one has. Pieces then fill half of the largest place:
+    four of them are in use at once, one of which others may still copy out.
+    """
+    topology, places = channel.topology, channel.places
+    me, movers = topology.worker_comm.rank, topology.smallest_worker
+    place_bytes = places.place_bytes(work.piece_bytes)
+    pieces = iter(work.pieces)
+    piece, place = next(pieces), places.take(place_bytes)
+    _lay_out(piece, place, work, places, me)
+    yield HEADER
+    pipeline = Pipeline()
+    # Whose sums are on their way.
+    behind: deque[_Behind] = deque()
+    while piece:
+        following, after = next(pieces, ()), 0
+        if following:
+            after = places.take(place_bytes)
+            _lay_out(following, after, work, places, me)
+        own, flows = [], []
+        for run in piece if me < movers else ():
+            low, high = _segment(run, me, movers)
+            if low < high:
+                terms = [row[low:high] for row in places.rows(run, place)]
+                add_in_order(terms, terms[me], places.scratch(run.dtype))
+                own.append(terms[me])
+                if cross is not None:
+                    flows.append(pipeline.begin(cross(run, terms[me])))
+        behind.append((piece, place, own, flows))
+        # Over a wire, one stays behind the next; else it is still in the cache.
+        num_stay = int(cross is not None and bool(following))
+        ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
+        yield from _come(ended, work.divisor)
+        yield channel.step(work.call)
+        for done, its_place, _, _ in ended:
+            for run in done:
+                _copy_out(run, work, places.rows(run, its_place), movers)
+        piece, place = following, after
+
+
+def _come(behind: Sequence[_Behind], divisor: int) -> Awaits:
+    """Wait for the sums of this rank's segments, and divide them."""
+    for _, _, segments, flows in behind:
+        yield from flows
+        for segment in segments:
+            divide(segment, divisor)
+
+
+def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:
+    """Return where a rank's segment of a run begins and ends, in whole cache lines."""
+    line = _CACHE_LINE_BYTES // run.dtype.itemsize
+    length = -(-run.size // (movers * line)) * line
+    return min(number * length, run.size), min((number + 1) * length, run.size)
+
+
+def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
+    """Copy the sums from the places of the ranks that made them."""
+    segments = [_segment(run, number, movers) for number in range(movers)]
+    for index, start, stop, at in run.spans:
+        result, begin = work.results[index], at - run.start
+        end, shift = begin + stop - start, start - begin
+        for (low, high), row in zip(segments, rows, strict=False):
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                part = result[first + shift : last + shift]
+                quietly(assign, part, ..., row[first:last])

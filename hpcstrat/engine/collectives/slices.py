@@ -1,0 +1,199 @@
+"""Arrays that lie once in each worker, of which each of its ranks writes a slice.
+
+Each is a generator, see `hpcstrat.engine.channel.awaited`. What is written lies in
+memory that the ranks of a worker share: nobody writes before all have come, and all see
+what was written before anybody goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.packing import Piece, Run
+from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.collectives.exchanged import exchanged_sum
+from hpcstrat.engine.collectives.pipeline import Pipeline
+from hpcstrat.engine.collectives.work import add_in_order, divide, fill
+from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.typing import Array
+
+__all__ = [
+    "Pool",
+    "SlicedPiece",
+    "lay_out",
+    "reduce_slices",
+    "slice_of",
+    "write_between",
+]
+
+_LINE_BYTES = 64
+_POOL_BYTES = 4 << 20
+_POOLED_BYTES = 256 << 10
+# Sums between workers under way at once.
+_MOST_UNDER_WAY = 4
+
+SlicedPiece = tuple[Piece, Array | None]
+"""A run for each rank that has a slice, and where the sum of this rank's goes."""
+
+
+def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Awaits:
+    """Write while no rank of the worker reads: after all have come, before any goes on.
+
+    Collective over ``topology.replica_comm``; ``write`` cannot fail.
+    """
+    yield HEADER
+    write()
+    yield channel.step(call)
+
+
+class Pool:
+    """Memory of a worker's ranks, given out in the same order on all of them.
+
+    It goes with the last array that shows it. A segment of its own costs a file
+    descriptor, which is too much for small arrays: these share some.
+    """
+
+    def __init__(self) -> None:
+        self._shared = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, like: Array, comm: Any) -> Array:
+        """Return a flat array of a type and size; collective over ``comm``."""
+        nbytes = like.nbytes
+        if nbytes > _POOLED_BYTES:
+            octets = _segment(comm, nbytes)
+        else:
+            span = nbytes + -nbytes % _LINE_BYTES
+            if self._used + span > self._shared.size:
+                self._shared, self._used = _segment(comm, _POOL_BYTES), 0
+            octets = self._shared[self._used :][:nbytes]
+            self._used += span
+        array: Array = octets.view(like.dtype)
+        return array
+
+
+def _segment(comm: Any, nbytes: int) -> Array:
+    octets: Array = np.frombuffer(Segment(comm, nbytes).buffer, np.uint8, nbytes)
+    return octets
+
+
+def lay_out(
+    value: Array,
+    pool: Pool,
+    made: list[Array],
+    call: Call,
+    channel: Channel,
+    *,
+    sends: bool,
+) -> Awaits:
+    """Take memory that each worker shares, and write a value there.
+
+    Collective over ``topology.replica_comm``. The memory, of the value's shape, is
+    added to ``made``. The value is that of replica 0; unless ``sends``, it is the same
+    on every replica.
+    """
+    topology = channel.topology
+    yield HEADER
+    comm = channel.patient(topology.worker_comm)
+    target = pool.take(value, comm)
+    made.append(target.reshape(value.shape))
+    own = slice_of(target.size, comm.rank, comm.size)
+    if not sends:
+        quietly(assign, target[own], ..., value.reshape(-1)[own])
+    elif topology.replica_id == 0:
+        quietly(assign, made[-1], ..., value)
+    yield channel.step(call)
+    if sends and topology.num_workers > 1:
+        # The worker of replica 0 is the first.
+        if comm.rank < topology.smallest_worker:
+            own = slice_of(target.size, comm.rank, topology.smallest_worker)
+            channel.patient(topology.cross_worker_comm).cast_array(target[own], 0)
+        yield channel.step(call)
+
+
+def slice_of(count: int, number: int, of: int) -> slice:
+    """Return one of several parts of nearly equal lengths."""
+    return slice(count * number // of, count * (number + 1) // of)
+
+
+def reduce_slices(
+    pieces: Sequence[SlicedPiece],
+    sources: Sequence[Array],
+    call: Call,
+    channel: Channel,
+    *,
+    place_bytes: int,
+    divisor: int = 0,
+) -> Awaits:
+    """Sum each rank's runs of all pieces over the replicas, on that rank alone.
+
+    Collective over ``topology.replica_comm``; run ``r`` of a piece is for rank ``r`` of
+    each worker. Inside a worker the sums are made in the order of its ranks, as in
+    `hpcstrat.engine.collectives.shared_memory`, then over the workers in theirs.
+    ``divisor`` divides them.
+    """
+    topology, places = channel.topology, channel.places
+    me = topology.worker_comm.rank
+    cross = _Cross(channel, divisor)
+
+    def put(piece: Piece) -> int:
+        place = places.take(place_bytes)
+        for rank, run in enumerate(piece):
+            if rank != me or _near(run, sources) is None:
+                fill(run, sources, places.rows(run, place)[me])
+        return place
+
+    place = put(pieces[0][0]) if pieces else 0
+    yield HEADER
+    for number, (piece, total) in enumerate(pieces):
+        after, step = 0, None
+        if number + 1 < len(pieces):
+            after = put(pieces[number + 1][0])
+            step = channel.step(call)
+        if total is not None:
+            own, terms = _near(piece[me], sources), places.rows(piece[me], place)
+            if own is not None:
+                terms = [*terms[:me], own, *terms[me + 1 :]]
+            add_in_order(terms, total)
+            yield from cross.add(total)
+        if step is not None:
+            yield step
+        place = after
+    yield from cross.under_way
+
+
+def _near(run: Run, sources: Sequence[Array]) -> Array | None:
+    """Return this rank's values of a run where they are; None unless side by side."""
+    if len(run.spans) != 1:
+        return None
+    index, start, stop, _ = run.spans[0]
+    values = sources[index][start:stop]
+    return values if values.dtype == run.dtype else None
+
+
+class _Cross:
+    """Sums of slices over the workers, in place, several under way at once."""
+
+    def __init__(self, channel: Channel, divisor: int) -> None:
+        topology = channel.topology
+        self._comm = channel.patient(topology.cross_worker_comm)
+        self._several, self._divisor = topology.num_workers > 1, divisor
+        self._pipeline = Pipeline()
+        self.under_way: deque[Awaited] = deque()
+
+    def add(self, total: Array) -> Awaits:
+        """Begin one; where there are no other workers, divide alone."""
+        if self._several:
+            if len(self.under_way) == _MOST_UNDER_WAY:
+                yield self.under_way.popleft()
+            steps = exchanged_sum(total, total, self._comm, self._divisor)
+            self.under_way.append(self._pipeline.begin(steps))
+        else:
+            divide(total, self._divisor)

@@ -1,0 +1,136 @@
+"""The work of one reduction, with the copies and sums that all algorithms share.
+
+An algorithm is a generator, see `hpcstrat.engine.channel.awaited`. It finds the sum of
+every element over the replicas, divides it where a mean is wanted, and leaves it in the
+results, which may be the sources themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.packing import Piece, Run
+from hpcstrat.engine.channel.awaited import Awaits
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.typing import Array
+
+__all__ = [
+    "Algorithm",
+    "Choice",
+    "Work",
+    "add_in_order",
+    "divide",
+    "drain",
+    "fill",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One reduction."""
+
+    call: Call
+    # What to reduce, in order; at least one.
+    pieces: Iterable[Piece]
+    # This replica's values, flat and contiguous; of different lengths.
+    sources: Sequence[Array]
+    # Where the results go: contiguous, of the types of the results; each is the memory
+    # of its source, or overlaps with none.
+    results: Sequence[Array]
+    piece_bytes: int
+    # By what to divide the sums; 0 for sums.
+    divisor: int = 0
+    # Whether blocking calls of MPI may be made.
+    waits: bool = True
+
+
+Algorithm = Callable[[Work, Channel], Awaits]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm, with the size of its pieces."""
+
+    algorithm: Algorithm
+    piece_bytes: int
+    # Whether all values are few: each rank adds them all itself, or they travel in the
+    # header between workers, where they fit.
+    small: bool = False
+    # Whether it can be started, and awaited later.
+    starts: bool = True
+    # Whether it moves all in one worker's memory, so that the kernel, or
+    # `reduce_in_areas`, may take its place.
+    in_worker: bool = False
+    # In words, for timelines and `hpcstrat info`.
+    how: str = ""
+
+    def replaced(self, algorithm: Algorithm) -> Choice:
+        """Return the same choice with another algorithm."""
+        return replace(self, algorithm=algorithm)
+
+    def with_options(self, **options: Any) -> Choice:
+        """Return the same choice, whose algorithm gets more arguments."""
+        return self.replaced(functools.partial(self.algorithm, **options))
+
+
+def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
+    """Copy a run of all sources of a work into a buffer of the run's size and type."""
+    if len(run.spans) == 1:
+        index, start, stop, _ = run.spans[0]
+        quietly(assign, buffer, ..., sources[index][start:stop])
+        return
+    for index, start, stop, at in run.spans:
+        low = at - run.start
+        part = buffer[low : low + stop - start]
+        quietly(assign, part, ..., sources[index][start:stop])
+
+
+def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
+    """Copy a buffer of a run's size and type into all results of a work."""
+    for index, start, stop, at in run.spans:
+        low = at - run.start
+        part = buffer[low : low + stop - start]
+        quietly(assign, results[index][start:stop], ..., part)
+
+
+def add_in_order(
+    terms: Sequence[Array], total: Array, scratch: Array | None = None
+) -> None:
+    """Add arrays in their order into ``total``.
+
+    That may be one of the first two terms, or any other where there is a ``scratch``,
+    at least as long, for the sums of the first terms.
+    """
+    if len(terms) == 1:
+        if terms[0] is not total:
+            quietly(assign, total, ..., terms[0])
+        return
+    if len(terms) == 2:
+        quietly(np.add, terms[0], terms[1], total)
+        return
+    if scratch is not None:
+        scratch = scratch[: len(total)]
+    last = len(terms) - 1
+    partial = terms[0]
+    for number in range(1, len(terms)):
+        out = total if scratch is None or number == last else scratch
+        quietly(np.add, partial, terms[number], out)
+        partial = out
+
+
+def divide(sums: Array, divisor: int) -> None:
+    """Divide sums in their place; where they are no means, ``divisor`` is 0."""
+    if not divisor:
+        return
+    if divisor & (divisor - 1) or sums.dtype.kind != "f":
+        quietly(np.divide, sums, divisor, sums)
+    else:
+        # By a power of two: the same bits in less time.
+        quietly(np.multiply, sums, 1 / divisor, sums)

@@ -1,0 +1,5 @@
+"""GPUs: which one a rank has, what may touch its memory, streams, memory and kernels.
+
+Beside `hpcstrat.engine.arrays.kinds` the only modules that know CuPy, which they load
+when they are called, never when they are imported.
+"""

@@ -1,0 +1,320 @@
+"""Binds each rank to a GPU, and finds what is wrong with that.
+
+The rules are functions of what the ranks of a host see, so that every rank finds the
+same by itself, once these are exchanged. A GPU is known by its place in the machine,
+never by its number: each rank may have its own ``CUDA_VISIBLE_DEVICES``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.library import Gpu
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.errors import TopologyError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcstrat.engine.topology.topology import Topology
+
+__all__ = ["Binding", "View", "bind", "choose", "foresee", "problem", "worker_gpus"]
+
+_SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The GPUs that a rank sees, and its choice; in the order of their numbers."""
+
+    rank: int
+    gpus: tuple[Gpu, ...] = ()
+    # The number that the program has chosen by CUDA; which of the host's GPUs, as
+    # `worker_gpus` counts, it has named to the strategy.
+    chosen: int | None = None
+    wanted: int | None = None
+    # Why there are none, or what else went wrong.
+    reason: str = ""
+    # The number that an earlier strategy gave to it, or that was foreseen.
+    earlier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The device of a rank."""
+
+    gpu: Gpu | None = None
+    # Which of the host's GPUs it is, as `worker_gpus` counts them.
+    number: int = 0
+    # Whether another rank of the host has the same GPU, or another part of it (MIG).
+    shared: bool = False
+
+
+class _Taken:
+    """The device that this process uses already."""
+
+    index: int | None = None
+    foreseen = False
+    told = False
+
+
+def worker_gpus(views: Sequence[View]) -> list[Gpu]:
+    """Return the GPUs that the ranks of a host, in order, see: each once.
+
+    Each is numbered as the first rank that sees it does.
+    """
+    found = {gpu.identity: gpu for view in reversed(views) for gpu in view.gpus}
+    order = dict.fromkeys(gpu.identity for view in views for gpu in view.gpus)
+    return [found[identity] for identity in order]
+
+
+def choose(views: Sequence[View]) -> list[Gpu | None]:
+    """Choose a GPU for each rank of a host, numbered as that rank does.
+
+    A GPU that the program has named or chosen is taken, then the one that a rank had
+    earlier, if it is left. Of the other ranks, those that see the same list take its
+    GPUs in turn, first those that no rank has; a rank that sees one has that one. None
+    for a rank that sees none, or not the one that was named.
+    """
+    everything = worker_gpus(views)
+    result: list[Gpu | None] = [_fixed(view, everything) for view in views]
+    taken = {gpu.identity for gpu in result if gpu is not None}
+    for place, view in enumerate(views):
+        had = view.earlier if result[place] is None and view.wanted is None else None
+        if had is not None and had < len(view.gpus):
+            gpu = view.gpus[had]
+            if gpu.identity not in taken:
+                result[place] = gpu
+                taken.add(gpu.identity)
+    turns: dict[tuple[Any, ...], list[int]] = {}
+    for place, view in enumerate(views):
+        if result[place] is None and view.gpus and view.wanted is None:
+            turns.setdefault(tuple(g.identity for g in view.gpus), []).append(place)
+    for places in turns.values():
+        gpus = views[places[0]].gpus
+        free = [n for n, gpu in enumerate(gpus) if gpu.identity not in taken]
+        order = free + [n for n in range(len(gpus)) if n not in free]
+        for turn, place in enumerate(places):
+            result[place] = views[place].gpus[order[turn % len(order)]]
+    return result
+
+
+def _fixed(view: View, everything: Sequence[Gpu]) -> Gpu | None:
+    """Return the GPU that the program has named or chosen for a rank, if any."""
+    if view.wanted is not None:
+        if view.wanted >= len(everything):
+            return None
+        identity = everything[view.wanted].identity
+        return next((gpu for gpu in view.gpus if gpu.identity == identity), None)
+    if view.chosen is not None and view.chosen < len(view.gpus):
+        return view.gpus[view.chosen]
+    return None
+
+
+def problem(
+    views: Sequence[View], gpus: Sequence[Gpu | None], host: str, *, share: bool = False
+) -> str:
+    """Say what is wrong with the GPUs of the ranks of a host; empty if all is well.
+
+    That is also so where no rank has a GPU. The message names ranks, host and GPU.
+    """
+    if all(gpu is None for gpu in gpus):
+        named = next((v for v in views if v.wanted is not None and v.gpus), None)
+        return "" if named is None else _without(named, views, host)
+    for view, gpu in zip(views, gpus, strict=True):
+        if gpu is None:
+            return _without(view, views, host)
+    return "" if share else _twice(views, gpus, host)
+
+
+def _without(view: View, views: Sequence[View], host: str) -> str:
+    """Return the message for a rank that has no GPU."""
+    if view.wanted is not None and view.gpus:
+        there = worker_gpus(views)
+        named = f"GPU:{view.wanted}"
+        if view.wanted >= len(there):
+            return (
+                f"expected {named} on host {host} for rank {view.rank}, found that its "
+                f"ranks see {_count(len(there), 'GPU')}; name GPU:0 to "
+                f"GPU:{len(there) - 1}"
+            )
+        return (
+            f"expected rank {view.rank} on host {host} to see {named}, which is "
+            f"{there[view.wanted]}, found that it sees {_listed(view.gpus)}; let every "
+            "rank see all GPUs of its host (srun --gpu-bind=none), or name the devices "
+            "in the order of the ranks"
+        )
+    return _NO_GPU.format(rank=view.rank, host=host, reason=view.reason)
+
+
+_NO_GPU = (
+    "expected a GPU for every rank, because others have one, found none for rank "
+    "{rank} on host {host}: {reason}; ask the launcher for as many GPUs as ranks "
+    "(sbatch --gpus-per-node), or keep all on the CPU with HPCSTRAT_DEVICE=cpu"
+)
+
+
+def _twice(views: Sequence[View], gpus: Sequence[Gpu | None], host: str) -> str:
+    """Return the message for a GPU that several ranks have."""
+    count = Counter(gpu.identity for gpu in gpus if gpu is not None)
+    if max(count.values()) == 1:
+        return ""
+    identity = next(key for key, times in count.items() if times > 1)
+    pairs = zip(views, gpus, strict=True)
+    ranks = [v.rank for v, g in pairs if g is not None and g.identity == identity]
+    gpu = next(g for g in gpus if g is not None and g.identity == identity)
+    there = worker_gpus(views)
+    if len(there) >= len(views):
+        # Slurm's --gpu-bind, or the program's own choice.
+        advice = (
+            "let every rank see all GPUs of its host (srun --gpus-per-node="
+            f"{len(there)} --gpu-bind=none), or exactly its own (--gpus-per-task=1), "
+            "and leave the choice to the strategy"
+        )
+    else:
+        advice = (
+            f"start {_count(len(there), 'rank')} on this host (srun --ntasks-per-node="
+            f"{len(there)}), or ask for {len(views)} GPUs (--gpus-per-node={len(views)}"
+            ")"
+        )
+    return (
+        f"expected a GPU for each rank, found ranks {_words(ranks)} on host {host} "
+        f"with one, {gpu}: {_count(len(views), 'rank')} of this host see "
+        f"{_count(len(there), 'GPU')}; {advice}, or share it on purpose with {_SHARE}, "
+        "or leave GPUs alone with HPCSTRAT_DEVICE=cpu"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _words(numbers: Sequence[int]) -> str:
+    texts = [str(number) for number in numbers]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _listed(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(gpu.pci_bus_id for gpu in gpus)
+
+
+def _look(rank: int, wanted: int | None) -> View:
+    """Return what this rank sees."""
+    try:
+        reason = library.why_no_gpu()
+        gpus = () if reason else tuple(library.visible_gpus())
+        # 0 is also what a program has that did not choose.
+        chosen = None if reason else library.current_gpu() or None
+    except Exception as error:
+        # Any error of this rank is to be one of all: they wait for its view.
+        return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
+    if _Taken.foreseen and chosen == _Taken.index:
+        chosen = None
+    return View(rank, gpus, chosen, wanted, reason, _Taken.index)
+
+
+def foresee(place: int) -> None:
+    """Compute on the GPU that this rank is likely to get, before MPI starts.
+
+    ``place`` is the number that was named, or this rank's among those of its host.
+    Nothing where the program or a strategy has chosen.
+    """
+    # Libraries of MPI may look for a context of CUDA once, when they start, and copy by
+    # way of the host where there was none (Open MPI 5:
+    # github.com/open-mpi/ompi/issues/13354).
+    if _Taken.index is None and not library.current_gpu():
+        gpus = library.visible_gpus()
+        own = gpus[place % len(gpus)]
+        library.use(own.index)
+        _Taken.index, _Taken.foreseen = own.index, True
+
+
+def _lowest(topology: Topology, here: bool) -> int:
+    """Return the lowest replica at which something is so, or their number."""
+    comm = topology.replica_comm
+    rank = comm.rank if here else comm.size
+    return int(comm.allreduce(rank, op=topology.mpi.MIN))
+
+
+def bind(
+    topology: Topology,
+    node: MPI.Intracomm,
+    *,
+    device: str = "auto",
+    share: bool = False,
+    wanted: int | None = None,
+) -> Binding:
+    """Give this rank its GPU, and make the calling thread compute on it.
+
+    Collective over ``topology.replica_comm``; ``node`` has those of this host in the
+    same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on every
+    rank, and ``wanted`` is given on every rank or none. Without a GPU where all ranks
+    compute on the CPU. Raises TopologyError on every rank, if ranks have the same GPU,
+    or some have none.
+    """
+    if device == "cpu" or (device == "auto" and not _any_wants(topology)):
+        return Binding()
+    view = _look(topology.replica_id, wanted)
+    views: list[View] = node.allgather(view)
+    gpus = choose(views)
+    own = gpus[node.rank]
+    trouble = problem(views, gpus, platform.node(), share=share)
+    trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
+    # All ranks come here, whatever their hosts have found, and raise the same message.
+    first = _lowest(topology, bool(trouble))
+    if first < topology.num_replicas:
+        raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
+    assert own is not None
+    _Taken.index, _Taken.foreseen = own.index, False
+    # NCCL, too, knows a GPU by this, and takes parts of one for the same.
+    places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
+    return Binding(
+        own,
+        [gpu.identity for gpu in worker_gpus(views)].index(own.identity),
+        shared=places.count(own.pci_bus_id.lower()) > 1,
+    )
+
+
+def _any_wants(topology: Topology) -> bool:
+    """Whether a rank has loaded CuPy, and has a GPU: then all ranks take theirs."""
+    loaded = library.is_loaded()
+    reason = library.why_no_gpu() if loaded else ""
+    found = _lowest(topology, loaded and not reason) < topology.num_replicas
+    if not found and loaded and not _Taken.told:
+        _Taken.told = True
+        get_logger("device").info(
+            "CuPy is loaded, but there is no GPU (%s): computing on the CPU", reason
+        )
+    return found
+
+
+def _alone(view: View, device: str) -> str:
+    """Return the message for a rank of a host without GPUs."""
+    host = platform.node()
+    if device == "auto":
+        return _NO_GPU.format(rank=view.rank, host=host, reason=view.reason)
+    return (
+        f"expected a GPU for every rank, because GPUs were asked for, found none for "
+        f"rank {view.rank} on host {host}: {view.reason}; ask the launcher for GPUs "
+        "(sbatch --gpus-per-node), install CuPy (hpcstrat's extra "
+        "cuda12 or cuda13), or compute on the CPU with HPCSTRAT_DEVICE=cpu"
+    )
+
+
+def _take(gpu: Gpu, rank: int) -> str:
+    """Compute on a GPU from here on; return what went wrong."""
+    try:
+        library.use(gpu.index)
+    except Exception as error:
+        # In exclusive mode, and another process has it; or it has failed.
+        return (
+            f"expected rank {rank} on host {platform.node()} to compute on GPU {gpu}, "
+            f"found {error}; look at nvidia-smi there, or leave the host out (sbatch "
+            "--exclude)"
+        )
+    return ""

@@ -1,0 +1,184 @@
+"""Batches onto the GPU: copied while the GPU still computes with those before.
+
+A batch lies in one piece of the GPU's memory, which is used again when the program has
+let go of all of its arrays. CuPy's pool would hand out such memory at once, in the
+order of one stream; here, the copy waits for what the program's stream was given
+before, and for no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.kinds import is_half
+from hpcstrat.engine.gpu.device_memory import pinned_memory, plain_memory, rounded
+from hpcstrat.engine.gpu.streams import Lane
+from hpcstrat.engine.gpu.transfers import address_of
+from hpcstrat.engine.typing import Array
+
+__all__ = ["Feeder", "fits_device"]
+
+# As CuPy's own memory is aligned.
+_ALIGNED_BYTES = 512
+# How many copies may be waiting in page-locked memory before `put` waits for one.
+_MOST_STAGED = 4
+# How many pieces of memory are kept that no batch is in.
+_MOST_READY = 4
+
+
+def fits_device(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a type can lie in the memory of a GPU.
+
+    Bools, integers, floats and complex numbers, but not those of more than 64 bits a
+    part, of which GPUs know nothing.
+    """
+    return is_half(dtype) or (dtype.kind in "biufc" and dtype.char not in "gG")
+
+
+@dataclass(slots=True)
+class _BatchMemory:
+    """Memory of the GPU for a batch; nothing uses it after the event ``idle``."""
+
+    memory: Array
+    idle: Any = None
+
+
+@dataclass(slots=True)
+class _Staged:
+    """Page-locked memory for a batch; nothing reads it after the event ``copied``."""
+
+    memory: Array
+    copied: Any = None
+
+
+@dataclass(slots=True)
+class _BatchLoan:
+    """An object held by the arrays of a batch: at its end, their memory comes back."""
+
+    piece: _BatchMemory
+    returned: deque[_BatchMemory] = field(repr=False)
+
+    def __del__(self) -> None:
+        """Note that no array is left; any thread may be the one that collects them."""
+        self.returned.append(self.piece)
+
+
+class Feeder:
+    """Copies batches to this thread's current GPU, on a stream of their own.
+
+    Arrays are for the program's current stream, as those from CuPy's pool are: who uses
+    one on another stream must not let go of it before that stream has done so.
+    """
+
+    def __init__(self) -> None:
+        self._lane = Lane()
+        self._staged: deque[_Staged] = deque()
+        self._ready: list[_BatchMemory] = []
+        # Filled by whichever thread lets go of the last array.
+        self._returned: deque[_BatchMemory] = deque()
+
+    def __del__(self) -> None:
+        """Wait for the copies under way: others may get the page-locked memory then."""
+        # Of what a GPU has done wrong, the program learns elsewhere.
+        with contextlib.suppress(Exception):
+            for staged in self._staged:
+                staged.copied.synchronize()
+
+    def put(self, arrays: Sequence[Array]) -> list[Array]:
+        """Copy arrays of the host, of types that fit; they may change on return.
+
+        The program's current stream waits for the copy, nobody else. Returns contiguous
+        arrays of the same shapes and types, in native byte order.
+        """
+        import cupy
+
+        starts, nbytes = _layout(arrays)
+        dtypes = [array.dtype.newbyteorder("=") for array in arrays]
+        if not nbytes:
+            kinds = zip(arrays, dtypes, strict=True)
+            return [cupy.empty(array.shape, dtype) for array, dtype in kinds]
+        staged = self._stage(nbytes)
+        for start, array, dtype in zip(starts, arrays, dtypes, strict=True):
+            place = staged.memory[start : start + array.nbytes]
+            np.copyto(place.view(dtype).reshape(array.shape), array)
+        piece = self._take(nbytes)
+        cupy.cuda.runtime.memcpyAsync(
+            address_of(piece.memory),
+            address_of(staged.memory),
+            nbytes,
+            cupy.cuda.runtime.memcpyHostToDevice,
+            self._lane.stream.ptr,
+        )
+        staged.copied.record(self._lane.stream)
+        self._lane.leave()
+        self._staged.append(staged)
+        base = address_of(piece.memory)
+        memory = cupy.cuda.UnownedMemory(
+            base,
+            piece.memory.size,
+            _BatchLoan(piece, self._returned),
+            cupy.cuda.runtime.getDevice(),
+        )
+        return [
+            cupy.ndarray(
+                array.shape,
+                dtype,
+                memptr=cupy.cuda.MemoryPointer(memory, start if array.size else 0),
+            )
+            for start, array, dtype in zip(starts, arrays, dtypes, strict=True)
+        ]
+
+    def _stage(self, nbytes: int) -> _Staged:
+        """Return page-locked memory that nothing is copied from any more."""
+        import cupy
+
+        full = len(self._staged) >= _MOST_STAGED
+        if full:
+            # So far ahead, the program can wait.
+            self._staged[0].copied.synchronize()
+        if self._staged and (full or self._staged[0].copied.done):
+            staged = self._staged.popleft()
+            if staged.memory.size >= nbytes:
+                return staged
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        return _Staged(pinned_memory(nbytes), event)
+
+    def _take(self, nbytes: int) -> _BatchMemory:
+        """Return memory of the GPU, for whose idleness the lane waits."""
+        import cupy
+
+        fitting = [piece for piece in self._ready if piece.memory.size >= nbytes]
+        while self._ready and (not fitting or len(self._ready) > _MOST_READY):
+            # Too small, or from a time when the program kept more batches.
+            self._ready.pop().idle.synchronize()
+        if self._returned:
+            # What has come back may be in use by what the program has given to the
+            # GPU so far. It is for the next batch but one, whose copy then runs beside
+            # what is given to the GPU from here on.
+            event = cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(cupy.cuda.get_current_stream())
+            while self._returned:
+                piece = self._returned.popleft()
+                piece.idle = event
+                self._ready.append(piece)
+        if not fitting:
+            return _BatchMemory(plain_memory(rounded(nbytes)))
+        piece = fitting[0]
+        self._ready = [each for each in self._ready if each is not piece]
+        self._lane.stream.wait_event(piece.idle)
+        return piece
+
+
+def _layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
+    """Return where each array begins in the memory of a batch, and its size."""
+    starts, nbytes = [], 0
+    for array in arrays:
+        starts.append(nbytes)
+        nbytes += -(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return starts, nbytes

@@ -1,0 +1,193 @@
+"""Start processes that must not take themselves for ranks of the job around them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcstrat.engine.gpu.probe.outcome import Ended
+
+__all__ = ["find_launcher", "kept_settings", "launch", "scrubbed"]
+
+# What launchers and schedulers tell their processes. Without the schedulers' variables
+# mpirun starts on this host alone, not by the scheduler on all of the allocation.
+_JOB = (
+    *("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "HYDI_", "HYDRA_"),
+    *("MPI_LOCAL", "MV2_COMM_WORLD_", "I_MPI_PMI", "I_MPI_HYDRA", "I_MPI_MPIRUN"),
+)
+_SCHEDULER = (
+    *("SLURM_", "SLURMD_", "SRUN_", "PALS_", "FLUX_", "PBS_", "LSB_", "PE_HOSTFILE"),
+)
+_KEPT = ("OPAL_PREFIX",)
+# What the user has set about moving data, which ranks inherit, too.
+_SETTINGS = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_osc"),
+    *("OMPI_MCA_opal_cuda", "OMPI_MCA_opal_common_ucx", "OMPI_MCA_mpi_common_cuda"),
+    *("OMPI_MCA_accelerator", "OMPI_MCA_smsc", "UCX_", "MPICH_GPU", "MPICH_RDMA"),
+    *("MPIR_CVAR_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_USE_CUDA", "MV2_CUDA"),
+    *("FI_", "PSM2_CUDA", "PSM3_GPU", "LD_PRELOAD"),
+)
+# Set by hpcstrat itself, see hpcstrat.engine.topology.starting.
+_OURS = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
+_PATHS = "LD_LIBRARY_PATH"
+_OPEN_MPI, _HYDRA = "Open MPI", "Hydra"
+_GRACE_SECONDS = 3.0
+
+
+def scrubbed(
+    environment: Mapping[str, str], *, allocation: bool = False
+) -> dict[str, str]:
+    """Return an environment without the traces of a job, but with settings of MPI.
+
+    With ``allocation`` what the scheduler says is kept, which its own launcher needs.
+    """
+    dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or name.startswith(_SETTINGS) or not name.startswith(dropped)
+    }
+
+
+def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a user has set that bears upon memory of GPUs in messages.
+
+    The same in a rank and outside of the job.
+    """
+    found = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_SETTINGS) and not name.startswith(_OURS)
+    }
+    # mpirun puts the folder of its own libraries first.
+    own = {str(path) for path in _library_folders()}
+    folders = environment.get(_PATHS, "").split(os.pathsep)
+    others = [name for name in folders if name and os.path.realpath(name) not in own]
+    if others:
+        found[_PATHS] = os.pathsep.join(dict.fromkeys(others))
+    return found
+
+
+def _library_folders() -> list[Path]:
+    """Return the folders of the MPI libraries that this process has loaded."""
+    try:
+        text = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = {line.split(None, 5)[-1] for line in text.splitlines() if "/libmpi" in line}
+    return [Path(os.path.realpath(path)).parent for path in sorted(paths)]
+
+
+@functools.cache
+def _version(path: str, environment: tuple[tuple[str, str], ...]) -> str:
+    """Return what a launcher says of itself."""
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=dict(environment),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path}: {error}"
+    return done.stdout + done.stderr
+
+
+def _family(text: str) -> str:
+    """Return which launcher, or library, goes with which."""
+    if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
+        return _OPEN_MPI
+    if any(word in text for word in ("HYDRA", "MPICH", "Intel", "MVAPICH")):
+        return _HYDRA
+    return ""
+
+
+def find_launcher(
+    library_version: str, environment: Mapping[str, str]
+) -> tuple[list[str], str]:
+    """Return the command that starts two ranks of an MPI library on this host.
+
+    It is to be followed by the program. Empty if there is none; then the reason
+    follows.
+    """
+    folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
+    # Not resolved: a virtual environment's python is a link to the system's.
+    places = [*map(str, folders), str(Path(sys.executable).parent), None]
+    family, others = _family(library_version), []
+    for place in places:
+        for name in ("mpirun", "mpiexec"):
+            path = shutil.which(name, path=place or environment.get("PATH"))
+            if path is None or path in others:
+                continue
+            found = _family(_version(path, tuple(sorted(environment.items()))))
+            if found and found == family:
+                return [path, *_options(family), "-n", "2"], ""
+            others.append(path)
+    library = library_version.strip("\0 ").split(",")[0].split("\n")[0]
+    if others:
+        return [], f"{', '.join(others)}: not the launcher of {library}"
+    return [], f"no mpirun of {library} beside the library, Python, or on the PATH"
+
+
+def _options(family: str) -> list[str]:
+    if family != _OPEN_MPI:
+        return []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*as_root, "--oversubscribe", "--bind-to", "none"]
+
+
+def launch(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    *,
+    limit_seconds: float,
+    num_ranks: int,
+) -> Ended:
+    """Run a command in a process group of its own, and end what it leaves.
+
+    Its output is kept in the folder meanwhile.
+    """
+    path = Path(folder) / "output"
+    # A file, not a pipe: a process that outlives the launcher would keep a pipe open.
+    with path.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Ended(127, str(error), num_ranks)
+    status: int | None = None
+    try:
+        status = process.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        # A launcher that is asked to end takes its processes along.
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        process.wait()
+    return Ended(status, path.read_text(errors="replace"), num_ranks)
+
+
+def _signal(group: int, number: int) -> None:
+    """Send a signal to all processes of a group, some of which may be left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

@@ -1,0 +1,292 @@
+"""Tries whether the MPI library reads and writes memory of GPUs; keeps the result.
+
+What a library says of itself does not tell: builds with and without support have the
+same name, support may be missing for some operations only, and a wrong guess is a
+segmentation fault. So another process really moves buffers, and is allowed to fail.
+Its launcher's variables are removed: a child that takes itself for a rank of the job
+hangs all ranks. Run by ``hpcstrat doctor``, and before MPI starts by the first rank of
+a job with GPUs, where nothing is cached for its kind of node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.probe.launching import (
+    find_launcher,
+    kept_settings,
+    launch,
+    scrubbed,
+)
+from hpcstrat.engine.gpu.probe.outcome import (
+    OPERATIONS,
+    Answer,
+    TrialOutcome,
+    read_outcome,
+)
+from hpcstrat.engine.logs import get_logger
+
+__all__ = [
+    "ABILITIES",
+    "ProbeReport",
+    "cache_path",
+    "known",
+    "node_kind",
+    "probe",
+    "save",
+]
+
+# The operations that must all work for each ability.
+ABILITIES = {
+    "mpi_sendrecv": ("send", "receive", "sendrecv", "exchange"),
+    "mpi_broadcast": ("broadcast",),
+    "mpi_allreduce": ("allreduce",),
+}
+
+_PROGRAM = ("-m", "hpcstrat.engine.gpu.probe.probe_program")
+_FORMAT = 1
+_OUTPUT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """The result of a trial."""
+
+    # See `node_kind`.
+    kind: dict[str, str]
+    # In UTC; with which processes and GPUs.
+    date: str
+    how: str
+    # By operation; empty if the trial could not be made.
+    answers: dict[str, Answer] = field(default_factory=dict)
+    # One process sent to itself only: that proves a "no", but no "yes".
+    weak: bool = False
+    output: str = ""
+
+    def answer(self, operations: Sequence[str]) -> tuple[bool, str]:
+        """Return whether all of some operations work between two processes, and why."""
+        tried = {
+            name: self.answers[name] for name in operations if name in self.answers
+        }
+        for name, found in tried.items():
+            if not found.ok:
+                return False, f"{name} of GPU memory: {found.reason}"
+        if self.weak or len(tried) < len(operations):
+            return False, f"not proven, because it was tried with {self.how}"
+        return True, f"tried on {self.date} with {self.how}"
+
+
+# The kind of node, and the cache.
+
+
+def node_kind(library_version: str) -> dict[str, str]:
+    """Return what a trial depends on: nodes with the same have the same answers.
+
+    Versions, GPUs, and the settings of MPI libraries in the environment. Loads CuPy.
+    """
+    found = library.versions()
+    names = sorted({gpu.name for gpu in library.visible_gpus()})
+    return {
+        "mpi": library_version.strip("\0 \n"),
+        "cupy": found.cupy,
+        "driver": found.driver,
+        "runtime": found.runtime,
+        "gpus": ", ".join(names),
+        "machine": platform.machine(),
+        **kept_settings(os.environ),
+    }
+
+
+def cache_path(kind: Mapping[str, str]) -> Path:
+    """Return the file in ``$XDG_CACHE_HOME/hpcstrat`` for a kind of node."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    text = json.dumps([_FORMAT, sorted(kind.items())])
+    name = hashlib.sha256(text.encode()).hexdigest()[:20]
+    return Path(base) / "hpcstrat" / f"mpi-{name}.json"
+
+
+def known(library_version: str) -> ProbeReport | None:
+    """Return the report on this kind of node, if there is one. Loads CuPy.
+
+    None also where the file is damaged: the next trial replaces it.
+    """
+    kind = node_kind(library_version)
+    try:
+        return _parsed(json.loads(cache_path(kind).read_text()), kind)
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
+    """Return a report, if it is whole, and of this kind."""
+    if content["format"] != _FORMAT or content["kind"] != kind:
+        raise ValueError("expected a report on this kind of node")
+    answers = {
+        str(name): Answer(ok=answer["ok"] is True, reason=str(answer["reason"]))
+        for name, answer in content["answers"].items()
+    }
+    if not answers or set(answers) - set(OPERATIONS):
+        raise ValueError("expected answers")
+    return ProbeReport(
+        kind,
+        str(content["date"]),
+        str(content["how"]),
+        answers,
+        weak=content["weak"] is not False,
+        output=str(content["output"]),
+    )
+
+
+def save(report: ProbeReport) -> str:
+    """Keep a report that has answers for other programs; return why it cannot."""
+    if not report.answers:
+        return ""
+    path = cache_path(report.kind)
+    partial = path.with_suffix(f".{platform.node()}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": _FORMAT, **asdict(report)}, indent=1)
+        partial.write_text(text + "\n")
+        # All at once: ranks of other jobs may be reading it.
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        return str(error)
+    return ""
+
+
+# The trial.
+
+
+def probe(
+    library_version: str,
+    *,
+    launcher: Sequence[str] | None = None,
+    program: Sequence[str] = _PROGRAM,
+    limit_seconds: float = 90.0,
+) -> ProbeReport:
+    """Try what MPI can do with the memory of GPUs, in other processes.
+
+    Not in a process that is a rank of a running job, whose network and GPU the trial
+    would share. ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by
+    default the mpirun of this MPI library does, or else none, which is a weaker trial.
+    ``program`` are arguments of Python, and the limit is that of each start of it. The
+    report is without answers, and its ``how`` is the reason, if the trial could not be
+    made.
+    """
+    kind = node_kind(library_version)
+    python = [sys.executable, *program]
+    environment = scrubbed(os.environ, allocation=launcher is not None)
+    how = ""
+    if launcher is None:
+        launcher, how = find_launcher(library_version, environment)
+    if launcher:
+        command = [*launcher, *python]
+        report = _tried(kind, command, environment, limit_seconds, num_ranks=2)
+        if report.answers:
+            return report
+        how = report.how
+    alone = _tried(kind, python, scrubbed(os.environ), limit_seconds, num_ranks=1)
+    if not alone.answers:
+        return dataclasses.replace(alone, how=how or alone.how)
+    words = f"one process that sent to itself, because two could not be tried: {how}"
+    return dataclasses.replace(alone, how=words, weak=True)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _tried(
+    kind: dict[str, str],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    limit_seconds: float,
+    *,
+    num_ranks: int,
+) -> ProbeReport:
+    """Start the program until all operations have an answer."""
+    answers: dict[str, Answer] = {}
+    how, output = "", ""
+    while len(answers) < len(OPERATIONS):
+        words = [*command, "--skip", ",".join(answers)]
+        outcome = _started(words, environment, limit_seconds, num_ranks)
+        output = outcome.output[-_OUTPUT_CHARACTERS:]
+        used = outcome.library
+        if outcome.answers and used != kind["mpi"]:
+            how = f"the trial used another MPI library, {used.splitlines()[0]}"
+            break
+        how = outcome.how if outcome.answers else how or outcome.how
+        answers |= outcome.answers
+        # An operation that ended the program is left out the next time.
+        _leave_out(answers)
+        # Without anything new, it does not start, or all that it does is answered.
+        if outcome.complete or not outcome.answers:
+            break
+    return ProbeReport(kind, _now(), how, answers, output=output)
+
+
+def _leave_out(answers: dict[str, Answer]) -> None:
+    """Answer what needs no trial: an ability needs all of its operations."""
+    for names in ABILITIES.values():
+        failed = [name for name in names if name in answers and not answers[name].ok]
+        for name in names if failed else ():
+            text = f"not tried, because {failed[0]} failed"
+            answers.setdefault(name, Answer(False, text))
+
+
+def _started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    limit_seconds: float,
+    num_ranks: int,
+) -> TrialOutcome:
+    """Run the program once."""
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-probe-") as folder:
+        # Open MPI's session directories are named by process numbers, and one that a
+        # killed launcher has left would stop the next: see hpcstrat.testing.job.
+        places = {
+            "PRTE_MCA_prte_tmpdir_base": folder,
+            "OMPI_MCA_orte_tmpdir_base": folder,
+        }
+        ended = launch(
+            [*command, folder],
+            {**environment, **places},
+            folder,
+            limit_seconds=limit_seconds,
+            num_ranks=num_ranks,
+        )
+        return read_outcome(Path(folder), ended)
+
+
+def main() -> int:
+    """Probe this node: ``python -m hpcstrat.engine.gpu.probe.probe``."""
+    from hpcstrat.engine.gpu.probe.probe_program import library_version
+
+    report = probe(library_version())
+    trouble = save(report)
+    for name, answer in report.answers.items():
+        word = "yes" if answer.ok else "no"
+        sys.stdout.write(f"{name:10} {word:4}{answer.reason}\n")
+    sys.stdout.write(f"{report.how}\n")
+    if trouble:
+        get_logger("device").warning("the report could not be kept: %s", trouble)
+    return 0 if report.answers else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The transports between the GPUs of a topology, made at the first such call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from hpcstrat.engine.arrays.kinds import place_of
+from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.gpu.capabilities import Ability, Capabilities, gather
+from hpcstrat.engine.gpu.streams import Lane
+from hpcstrat.engine.gpu.transports.byte_movers import Mover
+from hpcstrat.engine.gpu.transports.device_reduction import Transport
+from hpcstrat.engine.gpu.transports.nccl_transport import NcclTransport
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Array
+
+__all__ = ["DeviceGroup", "device_group"]
+
+
+_UNBOUND = "was given no GPU when the strategy was made"
+
+
+class DeviceGroup:
+    """The transports of a topology of at least two replicas, and what they share.
+
+    Collective over ``topology.replica_comm``. Raises EveryRankError on every rank, if
+    one cannot use its GPU. All transports work on one lane, so that never two are in
+    flight.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        problem = ""
+        if topology.gpu is None:
+            problem = _UNBOUND
+        else:
+            try:
+                self.lane = Lane()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        problems = topology.replica_comm.allgather(problem)
+        if any(problems):
+            found = "; ".join(
+                f"rank {rank}: {text}" for rank, text in enumerate(problems) if text
+            )
+            raise EveryRankError(
+                f"expected every rank to have its GPU, found {found}; import cupy "
+                "before the strategy is made, or set HPCSTRAT_DEVICE=gpu; hpcstrat "
+                "doctor shows what there is"
+            )
+        self.capabilities: Capabilities = gather(topology)
+        # Why the transport of the last choice was taken, as it was told.
+        self.reason = ""
+        self._transports: dict[Hashable, Transport] = {}
+        self._mover: Mover | None = None
+
+    def try_nccl(self) -> Awaits:
+        """Make NCCL's communicator; where that fails, all ranks do without NCCL.
+
+        Collective over ``topology.replica_comm``. Does nothing where it is not wanted.
+        """
+        able = self.capabilities
+        if not able.nccl or not able.one_gpu_per_rank:
+            return
+        made = NcclTransport(self.topology, self.lane)
+        try:
+            # What NCCL needs is known to it alone: shared memory, network interfaces,
+            # drivers.
+            yield from made.group.connect()
+        except EveryRankError as error:
+            self.capabilities = replace(able, nccl=Ability(False, str(error)))
+            if self.topology.replica_id == 0:
+                get_logger("device").warning("NCCL is left out: %s", error)
+            return
+        self._transports["nccl"] = made
+
+    def require_own(self, array: Array) -> None:
+        """Demand an array on this rank's GPU, by a ValueError."""
+        gpu = self.topology.gpu
+        # An array without elements is nowhere.
+        if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
+            raise ValueError(
+                f"expected an array on this rank's GPU:{gpu.index}, found one on "
+                f"{place_of(array)}; make the strategy before the first array, or "
+                f"choose cupy.cuda.Device({gpu.index})"
+            )
+
+    def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
+        """Return a transport, made at its first use.
+
+        What ranks must do together comes in its ``connect``.
+        """
+        found = self._transports.get(name)
+        if found is None:
+            found = self._transports[name] = make()
+        return found
+
+    def mover(self, make: Callable[[], Mover]) -> Mover:
+        """Return what gives arrays to other replicas, made at its first use."""
+        if self._mover is None:
+            self._mover = make()
+        return self._mover
+
+    def explain(self, name: str, reason: str) -> None:
+        """Say once which transport serves, and why; replica 0 does."""
+        text = f"{name}: {reason}"
+        if text != self.reason:
+            self.reason = text
+            if self.topology.replica_id == 0:
+                get_logger("device").info("arrays on GPUs are reduced by %s", text)
+
+    def abandon(self) -> None:
+        """Let go of everything on this rank: others have died."""
+        if self._mover is not None:
+            self._mover.abandon()
+        for transport in self._transports.values():
+            transport.abandon()
+        self._transports.clear()
+
+    def close(self) -> None:
+        """Free what the transports hold; every rank must do it."""
+        # Memory that goes back to CUDA, or to CuPy's pool, must not be written any
+        # more.
+        self.lane.synchronize()
+        if self._mover is not None:
+            self._mover.close()
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
+
+def device_group(
+    channel: Channel, what: str, timeout_seconds: float | None
+) -> DeviceGroup:
+    """Return the group of a channel, which its ranks make together at its first use.
+
+    Collective over ``topology.replica_comm`` at the first use, then not collective.
+    Raises ValueError on every rank, if one cannot use its GPU.
+    """
+    group: DeviceGroup | None = channel.device_group
+    if group is None:
+        call = describe_call(f"{what}: first use of arrays on a GPU")
+        channel.drive(_make(channel), call, timeout_seconds)
+        group = channel.device_group
+    assert group is not None
+    return group
+
+
+def _make(channel: Channel) -> Awaits:
+    yield HEADER
+    group = channel.device_group = DeviceGroup(channel.topology)
+    yield from group.try_nccl()

@@ -1,0 +1,289 @@
+"""Sums and copies of device memory by NCCL, one GPU for each rank.
+
+Calls go to a lane's stream and return at once; the host waits for nothing but the
+making of a communicator, which is NCCL's own and needs every rank: all agree first that
+they can, and afterwards that it is made. NCCL makes it in a thread, since it may not
+return before all have come: a rank that cannot must not keep the others waiting.
+
+Kernels of NCCL wait on the device for those of the other ranks. So they never are in
+flight together with device memory in MPI, whose copies may wait for the device on one
+rank and for a message on another. That is seen to by who owns them: all device calls of
+a channel share one lane, one generator after the other takes it, and whoever gives
+device memory to MPI awaits the lane first (`hpcstrat.engine.gpu.transports.mpi_sums`).
+The messages in turn have ended when their generator goes on to its next kernel.
+
+When a rank dies, the kernels of the others wait for its ones for ever, and so does
+whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
+rank is to be survived, a call therefore does not end before its kernels have: the wait
+for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere the program
+may be inside of CUDA when the network fails, and never come out: `nccl_failure` tells
+the watchdog.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.channel.agreed_problem import agreed_problem
+from hpcstrat.engine.channel.awaited import Awaits, EveryRankError, Message
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.transports.nccl_waiting import (
+    Joining,
+    NcclEnding,
+    abort_quietly,
+    described,
+)
+from hpcstrat.engine.topology.survival import TransportError
+from hpcstrat.errors import CollectiveError
+
+__all__ = ["NcclGroup", "nccl_failure"]
+
+_ADVICE = "set NCCL_DEBUG=INFO to see why"
+# NCCL has no complex numbers: each is a pair of floats.
+_TYPES = {
+    "i4": ("NCCL_INT32", 1),
+    "u4": ("NCCL_UINT32", 1),
+    "i8": ("NCCL_INT64", 1),
+    "u8": ("NCCL_UINT64", 1),
+    "f4": ("NCCL_FLOAT32", 1),
+    "f8": ("NCCL_FLOAT64", 1),
+    "c8": ("NCCL_FLOAT32", 2),
+    "c16": ("NCCL_FLOAT64", 2),
+    "u1": ("NCCL_UINT8", 1),
+}
+_ID_NUMBERS = 128
+
+# The groups of this process whose communicators were made.
+_connected: set[weakref.ref[NcclGroup]] = set()
+
+
+class NcclGroup:
+    """The ranks of a communicator, in NCCL; with None for a single rank.
+
+    ``comm`` is used in `connect` only. Everything runs on the lane, in the order of the
+    calls. ``survives`` says that the loss of a rank is to be survived.
+    """
+
+    def __init__(
+        self, mpi: Any, comm: Any, lane: Any, *, survives: bool = False
+    ) -> None:
+        self._mpi = mpi
+        self._mpi_comm = comm
+        self._lane = lane
+        self.survives = survives
+        self._nccl: Any = None
+        self._comm: Any = None
+        # NCCL's communicator is not freed while another thread asks about it.
+        self._lock = threading.Lock()
+        # Whether the program knows that it has failed.
+        self._told = False
+        self.rank: int = 0 if comm is None else comm.rank
+        self.size: int = 1 if comm is None else comm.size
+
+    def connect(self) -> Awaits:
+        """Make the communicator, the first time.
+
+        Collective over ``comm``. Raises EveryRankError on every rank, if one cannot.
+        """
+        if self.connected:
+            return
+        unique, problem = np.zeros(_ID_NUMBERS + 1, np.int16), ""
+        try:
+            self._nccl = _library()
+            if self.rank == 0:
+                identity = self._nccl.get_unique_id()
+                unique[:] = *identity, isinstance(identity, bytes)
+        except Exception as error:
+            problem = described(error)
+        # Agreed before any rank is inside of NCCL, where it might wait for ever.
+        yield from self._raise_on_all(problem)
+        if self.size > 1:
+            yield Message(self._mpi_comm.Ibcast(unique, 0))
+        # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
+        *numbers, plain = unique.tolist()
+        identity = bytes(numbers) if plain else tuple(numbers)
+        make = self._nccl.NcclCommunicator
+        joining = Joining(lambda: make(self.size, identity, self.rank))
+        try:
+            yield joining
+            made, problem = joining.take()
+            yield from self._raise_on_all(problem)
+        except BaseException:
+            # A rank may have died meanwhile; nobody else knows the communicator yet.
+            joining.give_up()
+            raise
+        self._comm = made
+        _connected.add(weakref.ref(self, _connected.discard))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the communicator has been made; the same on all ranks."""
+        return self._comm is not None
+
+    def _raise_on_all(self, problem: str) -> Awaits:
+        if self.size > 1:
+            problem = yield from agreed_problem(self._mpi, self._mpi_comm, problem)
+        if problem:
+            raise EveryRankError(
+                f"expected NCCL to join {self.size} ranks, found on one of them: "
+                f"{problem}; {_ADVICE}"
+            )
+
+    def all_reduce(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Sum contiguous arrays over the ranks, each into the second of its pair.
+
+        Collective over ``comm``; waits for nobody. The two may be the same memory; of
+        types in which values are added (`hpcstrat.engine.arrays.packing.wire_dtype`).
+        Raises CollectiveError on this rank, if NCCL says so, as all calls here do.
+        """
+
+        def _call() -> None:
+            for values, sums in pairs:
+                kind, count = self._kind(values)
+                self._comm.allReduce(
+                    values.data.ptr,
+                    sums.data.ptr,
+                    count,
+                    kind,
+                    self._nccl.NCCL_SUM,
+                    self._lane.stream.ptr,
+                )
+
+        self._grouped(_call)
+
+    def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
+        """Give every rank the parts of arrays that one rank each has, in place.
+
+        Collective over ``comm``; waits for nobody. The parts of an array lie one behind
+        the other; rank ``r`` has part ``r``. They may differ in length, or be empty,
+        and there may be fewer than ranks.
+        """
+        stream = self._lane.stream.ptr
+
+        def _call() -> None:
+            for array in parts:
+                if self._even(array):
+                    kind, count = self._kind(array[0])
+                    own = array[self.rank].data.ptr
+                    self._comm.allGather(own, array[0].data.ptr, count, kind, stream)
+                    continue
+                for root, part in enumerate(array):
+                    self._send(part, root)
+
+        self._grouped(_call)
+
+    def broadcast(self, arrays: Sequence[Any], root: int) -> None:
+        """Give every rank the contiguous arrays of ``root``, in place.
+
+        Collective over ``comm``; waits for nobody.
+        """
+
+        def _call() -> None:
+            for array in arrays:
+                self._send(array, root)
+
+        self._grouped(_call)
+
+    def _send(self, array: Any, root: int) -> None:
+        kind, count = self._kind(array)
+        if count:
+            address = array.data.ptr
+            self._comm.broadcast(
+                address, address, count, kind, root, self._lane.stream.ptr
+            )
+
+    def _even(self, parts: Sequence[Any]) -> bool:
+        """Whether each rank has one part, all of one length."""
+        return len(parts) == self.size and len({part.size for part in parts}) == 1
+
+    def _kind(self, array: Any) -> tuple[int, int]:
+        """Return NCCL's type of an array's elements, and how many of it there are."""
+        name, factor = _TYPES[array.dtype.str[1:]]
+        return getattr(self._nccl, name), array.size * factor
+
+    def _grouped(self, call: Callable[[], None]) -> None:
+        """Make calls, which NCCL joins."""
+        self._check()
+        try:
+            self._nccl.groupStart()
+            try:
+                call()
+            finally:
+                # Also after an error: a group left open would swallow all later calls.
+                self._nccl.groupEnd()
+        except Exception as error:
+            self._told = True
+            raise TransportError(
+                f"expected NCCL to take a call, found {described(error)}; {_ADVICE}"
+            ) from error
+
+    def _check(self) -> None:
+        """Raise what has failed since calls were taken."""
+        problem = self.failure()
+        if problem:
+            self._told = True
+            raise TransportError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
+
+    def failure(self) -> str:
+        """Say what has failed since calls were taken; never blocks. For any thread."""
+        # Another thread frees it, or asks already: there is nothing to wait for.
+        if not self._lock.acquire(blocking=False):
+            return ""
+        try:
+            if self._comm is not None:
+                self._comm.check_async_error()
+        except Exception as error:
+            return described(error)
+        finally:
+            self._lock.release()
+        return ""
+
+    def ended(self) -> Awaits:
+        """Wait for the end of the calls so far, where ranks may be lost.
+
+        Does nothing elsewhere: streams wait, not hosts.
+        """
+        if self.survives:
+            yield NcclEnding(self._lane.done(), self._check)
+
+    def abandon(self) -> None:
+        """Give up what is in flight, and the communicator: ranks have died."""
+        with self._lock:
+            abort_quietly(self._comm)
+            self._comm = None
+
+    def close(self) -> None:
+        """Free the communicator; the lane's work must have ended.
+
+        Collective over ``comm``, since NCCL may wait for the other ranks.
+        """
+        with self._lock:
+            if self._comm is not None:
+                self._comm.destroy()
+                self._comm = None
+
+
+def nccl_failure() -> str:
+    """Say what has failed in a communicator of this process, whose kernels never end.
+
+    Never blocks; for any thread. Empty where nothing has, or the program has been told;
+    groups that await the end of their calls tell it themselves.
+    """
+    groups = [reference() for reference in list(_connected)]
+    unaware = [g for g in groups if g is not None and not (g.survives or g._told)]
+    return next(filter(None, (group.failure() for group in unaware)), "")
+
+
+def _library() -> Any:
+    nccl = library.nccl()
+    if nccl is None:
+        raise CollectiveError(
+            "CuPy found no NCCL library (pip install nvidia-nccl-cu12 or -cu13, "
+            "whichever the driver's CUDA is)"
+        )
+    return nccl

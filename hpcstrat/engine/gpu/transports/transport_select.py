@@ -1,0 +1,162 @@
+"""Chooses the transport for arrays on GPUs; the only module that knows them all.
+
+The choice depends on what all ranks have agreed that they can do, on the options and on
+the topology, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpcstrat.engine.collectives import select
+from hpcstrat.engine.collectives.select import Choice
+from hpcstrat.engine.collectives.work import Algorithm
+from hpcstrat.engine.gpu.transports.byte_movers import (
+    Mover,
+    MpiMover,
+    NcclMover,
+    StagedMover,
+)
+from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
+from hpcstrat.engine.gpu.transports.device_reduction import Transport, reduce_on_device
+from hpcstrat.engine.gpu.transports.mpi_transport import MpiTransport
+from hpcstrat.engine.gpu.transports.nccl_transport import NcclTransport
+from hpcstrat.engine.gpu.transports.staging_transport import StagingTransport
+from hpcstrat.engine.options import CommunicationImplementation, CommunicationOptions
+from hpcstrat.engine.topology.topology import Topology
+
+__all__ = [
+    "mover",
+    "nccl",
+    "ring",
+    "select_on_gpu",
+    "staged",
+]
+
+# Size of a piece: most models are one, and buffers stay bounded.
+PIECE_BYTES = 64 << 20
+
+Choose = Callable[[int, Topology, CommunicationOptions], Choice]
+
+
+def select_on_gpu(
+    nbytes: int, group: DeviceGroup, options: CommunicationOptions
+) -> Choice:
+    """Choose how to reduce arrays on GPUs over the replicas; the same on every rank.
+
+    ``nbytes`` is the size of all, in the types in which they are added. Raises
+    ValueError on every rank, if the implementation that the options ask for is not
+    there.
+    """
+    able, wanted = group.capabilities, options.implementation
+    if wanted is CommunicationImplementation.NCCL:
+        return nccl(group, options)
+    if wanted is CommunicationImplementation.RING:
+        if not able.mpi_sendrecv:
+            raise ValueError(
+                "expected an MPI that moves the memory of GPUs for implementation RING,"
+                f" found that it does not: {able.mpi_sendrecv.reason}; leave "
+                "implementation out"
+            )
+        return ring(group, options)
+    # NCCL and MPI send no half-precision numbers in place of others.
+    if able.nccl and options.wire_dtype is None:
+        return nccl(group, options)
+    if able.mpi_sendrecv and options.wire_dtype is None:
+        return ring(group, options)
+    return staged(nbytes, group, options, select.select)
+
+
+def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it."""
+    able = group.capabilities.nccl
+    if not able:
+        raise ValueError(
+            f"expected NCCL on all ranks, found that it cannot be used: {able.reason};"
+            " leave the choice to the library"
+        )
+    group.explain("nccl", able.reason)
+    return _choice(_nccl_transport(group), options)
+
+
+def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
+    """Return the sum by messages of an MPI that moves the memory of GPUs."""
+    group.explain("messages of MPI", _why(group, "mpi_sendrecv"))
+    return _choice(
+        group.transport("ring", lambda: MpiTransport(group.topology, group.lane)),
+        options,
+    )
+
+
+def staged(
+    nbytes: int,
+    group: DeviceGroup,
+    options: CommunicationOptions,
+    choose: Choose,
+    name: str = "",
+) -> Choice:
+    """Return the algorithm of the host that is chosen, with copies there and back.
+
+    ``name`` is that of the choice; empty for the library's.
+    """
+    group.explain(
+        f"{name or 'algorithms'} on the host, with copies there and back", _why(group)
+    )
+    # Integers are never rounded to half precision, whatever is asked for floats.
+    exactly = replace(options, wire_dtype=None)
+
+    def _choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
+        choice = choose(size, group.topology, exactly if exact else options)
+        return choice.algorithm, choice.piece_bytes
+
+    # Refuses here what does not serve the topology.
+    starts = choose(nbytes, group.topology, options).starts
+    made = group.transport("staging", lambda: StagingTransport(group.lane, _choose_for))
+    assert isinstance(made, StagingTransport)
+    return replace(_choice(made.choosing(_choose_for), options), starts=starts)
+
+
+def mover(group: DeviceGroup) -> Mover:
+    """Return what gives arrays on GPUs to other replicas.
+
+    That is by NCCL, by messages of MPI, or through host memory.
+    """
+    able, topology, lane = group.capabilities, group.topology, group.lane
+    if able.nccl:
+        transport = _nccl_transport(group)
+        return group.mover(lambda: NcclMover(transport.group, lane))
+    if able.mpi_sendrecv:
+        return group.mover(lambda: MpiMover(topology, lane))
+    return group.mover(lambda: StagedMover(topology, lane))
+
+
+def _nccl_transport(group: DeviceGroup) -> NcclTransport:
+    made = group.transport("nccl", lambda: NcclTransport(group.topology, group.lane))
+    assert isinstance(made, NcclTransport)
+    return made
+
+
+_WORDS = {
+    "nccl": "NCCL",
+    "mpi_sendrecv": "memory of GPUs in messages of MPI",
+}
+
+
+def _why(group: DeviceGroup, *used: str) -> str:
+    """Say how it is known that something can be used, and why not what is better."""
+    able = group.capabilities
+    reasons = [getattr(able, name).reason for name in used]
+    for name, words in _WORDS.items():
+        if name in used:
+            break
+        ability = getattr(able, name)
+        if not ability:
+            reasons.append(f"not {words}: {ability.reason}")
+    return "; ".join(reasons) or "the program asks for it"
+
+
+def _choice(transport: Transport, options: CommunicationOptions) -> Choice:
+    algorithm = functools.partial(reduce_on_device, transport=transport)
+    return Choice(algorithm, max(64, options.bytes_per_pack or PIECE_BYTES))

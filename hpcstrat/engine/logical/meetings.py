@@ -1,0 +1,442 @@
+"""The calls between logical replicas, for code that runs as one of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, as_array
+from hpcstrat.engine.context import ContextEntry, current, pop, push
+from hpcstrat.engine.logical.replica_sums import ReplicaSums
+from hpcstrat.engine.logical.turns import Act, Turns
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Array, Tree
+from hpcstrat.errors import CollectiveError
+
+__all__ = ["Ended", "Listener", "Meetings", "joined", "run_listened"]
+
+
+class Listener(Protocol):
+    """What has state of its own for each replica that takes its turn.
+
+    ``index`` counts the replicas of this rank.
+    """
+
+    def start(self) -> None:
+        """Begin a run; in the thread that has called it."""
+
+    def begin(self, index: int) -> None:
+        """Begin a replica's function; in its thread, as the next two."""
+
+    def pause(self, index: int) -> None:
+        """Leave the turn to others."""
+
+    def resume(self, index: int) -> None:
+        """Have the turn again."""
+
+    def end(self) -> None:
+        """End a run."""
+
+
+class Ended:
+    """A started reduction that has ended; see `hpcstrat.engine.channel.started`."""
+
+    def __init__(self, result: Tree) -> None:
+        self._result = result
+
+    def test(self) -> bool:
+        """Whether it has ended: it has."""
+        return True
+
+    def wait(self) -> Tree:
+        """Return the result."""
+        return self._result
+
+
+class Meetings:
+    """Calls of the replicas of one rank, which the rank makes for all of them at once.
+
+    It has the methods of `Collectives`, for code in replica context: each replica of
+    this rank comes to the call, and gets a result of its own. ``ranks`` are the calls
+    between ranks, and ``cross_entry`` is the context in which they are made.
+    """
+
+    # Code that looks for one is of a rank, not of a replica.
+    channel = None
+    overlaps = False
+
+    def __init__(
+        self,
+        ranks: Collectives,
+        sums: ReplicaSums,
+        cross_entry: ContextEntry,
+        listeners: Sequence[Listener],
+    ) -> None:
+        self._ranks = ranks
+        self._sums = sums
+        self._cross_entry = cross_entry
+        self.block = sums.block
+        self.size = sums.order.num_replicas
+        # Of runs that lie in each other, as one in a merged function of another; the
+        # last is the innermost that is under way.
+        self._running: list[Turns] = []
+        self._kept: list[Turns] = []
+        self._listeners = listeners
+        # How many of them there are, with those of a single replica.
+        self.runs = 0
+
+    @property
+    def collectives(self) -> Meetings:
+        """Itself, as entries of the library look for it."""
+        return self
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long a call waits for late ranks."""
+        return self._ranks.timeout_seconds
+
+    def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call a function for each replica of this rank; returns what they returned."""
+        self.runs += 1
+        try:
+            return self._take_turns(functions)
+        finally:
+            self.runs -= 1
+
+    def _take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        if len(self.block) == 1:
+            return [function() for function in functions]
+        names = [f"replica {number}" for number in self.block]
+        turns = self._kept.pop() if self._kept else Turns(names, self._tell)
+        self._running.append(turns)
+        try:
+            return turns.run(functions)
+        finally:
+            self._running.remove(turns)
+            self._kept.append(turns)
+
+    def close(self) -> None:
+        """End the threads of the replicas."""
+        for turns in self._kept:
+            turns.close()
+
+    def _tell(self, what: str, error: BaseException) -> None:
+        """Tell the other ranks, which are in a call that is not made here."""
+        self._ranks.fail(what, error)
+
+    def meet(self, what: str, act: Act, argument: Any) -> Any:
+        """Make a call once, for all replicas of this rank; returns this one's result.
+
+        Collective over the strategy's replicas. ``act`` takes the arguments of the
+        replicas of this rank, in their order, and returns a result for each. It is
+        called in cross-replica context. CollectiveError if replicas make another call.
+        """
+        entry = current()
+        number = 0 if entry is None or entry.index is None else entry.index
+        inside = functools.partial(self._in_cross_context, act)
+        for listener in self._listeners:
+            listener.pause(number)
+        try:
+            if not self._running:
+                return inside([argument])[0]
+            return self._running[-1].meet(number, what, inside, argument)
+        finally:
+            for listener in self._listeners:
+                listener.resume(number)
+
+    @property
+    def running_replica(self) -> int:
+        """The replica of this rank whose turn it is, as any thread sees it."""
+        return self.block[self._running[-1].current if self._running else 0]
+
+    def meet_later(
+        self,
+        what: str,
+        act: Act,
+        argument: Any,
+        then: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """Come to a call for the replica whose turn it is, in any thread; returns.
+
+        As `meet`; ``then`` is called with the replica's result, or an error, once it
+        has its turn again.
+        """
+        inside = functools.partial(self._in_cross_context, act)
+        if self._running:
+            self._running[-1].meet_later(what, inside, argument, then)
+            return
+        try:
+            (result,) = inside([argument])
+        except Exception as error:
+            then(None, error)
+        else:
+            then(result, None)
+
+    def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
+        token = push(self._cross_entry)
+        try:
+            return act(arguments)
+        finally:
+            pop(token)
+
+    def _all_get(self, what: str, make: Callable[[list[Any]], Tree]) -> tuple[str, Act]:
+        """Return a call that gives each replica its own copy of what is made once."""
+
+        def act(arguments: list[Any]) -> list[Any]:
+            result = self._ranks.call(what, make, arguments)
+            more = len(arguments) - 1
+            return [result, *(tree_map(_copied, result) for _ in range(more))]
+
+        return what, act
+
+    def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in which the replicas make calls."""
+        del what
+        return function(*args)
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all replicas."""
+
+        def act(arguments: list[Any]) -> list[Any]:
+            self._ranks.barrier(what)
+            return arguments
+
+        self.meet(what, act, None)
+
+    def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> None:
+        """Return None: calls of replicas are not repeated by a plan of ranks."""
+
+    def reduce_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Combine the arrays of all replicas, in the order of their tree."""
+        if out is None:
+            return self.meet(*self.reducing(op, what, options), trees)
+        label = f"{what}({op.name})"
+
+        def act(pairs: list[Any]) -> list[Any]:
+            values, outs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            if any(given is None for given in outs):
+                raise CollectiveError(
+                    f"expected out on all replicas in {label}, found it on some; give "
+                    "one on all, or on none"
+                )
+            first = self._sums.reduce(op, values, what, options, out=outs[0])
+            leaves, _ = flatten(first)
+            for others in outs[1:]:
+                for into, leaf in zip(flatten(others)[0], leaves, strict=True):
+                    _copy_into(into, leaf)
+            return outs
+
+        return self.meet(label, act, (trees, out))
+
+    batch_reduce = reduce_inside
+
+    def reducing(
+        self, op: ReduceOp, what: str, options: CommunicationOptions | None
+    ) -> tuple[str, Act]:
+        """Return name and act of a call that combines arrays."""
+
+        def make(trees: list[Tree]) -> Tree:
+            return self._sums.reduce(op, trees, what, options)
+
+        return self._all_get(f"{what}({op.name})", make)
+
+    def start_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+        part: bool = False,
+    ) -> Ended:
+        """Reduce at once: replicas that take turns have nothing to do meanwhile."""
+        del part
+        return Ended(self.reduce_inside(op, trees, what, options, out=out))
+
+    start_reduce = start_inside
+
+    def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
+        """Concatenate the arrays of all replicas along an axis."""
+        return self.meet(*self.gathering(axis, what), tree)
+
+    def gathering(self, axis: int, what: str) -> tuple[str, Act]:
+        """Return name and act of a call that concatenates arrays."""
+
+        def make(trees: list[Tree]) -> Tree:
+            return self._ranks.all_gather(
+                joined(trees, axis, what, self.block), axis, what
+            )
+
+        return self._all_get(f"{what}(axis={axis})", make)
+
+    def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
+        """Give every replica the arrays of one."""
+        return self.meet(*self.broadcasting(root, what), tree)
+
+    def broadcasting(self, root: int, what: str) -> tuple[str, Act]:
+        """Return name and act of a call that gives the arrays of one replica to all."""
+
+        def make(trees: list[Tree]) -> Tree:
+            rank = self._sums.order.owner(root)
+            own = trees[root - self.block[0]] if root in self.block else trees[0]
+            return self._ranks.broadcast(own, rank, what)
+
+        return self._all_get(f"{what}(root={root})", make)
+
+    def broadcast_object(self, value: Any, root: int, what: str) -> Any:
+        """Give every replica the object of one: the same object on a rank."""
+
+        def act(values: list[Any]) -> list[Any]:
+            rank = self._sums.order.owner(root)
+            own = values[root - self.block[0]] if root in self.block else None
+            found = self._ranks.broadcast_object(own, rank, what)
+            return [found] * len(values)
+
+        return self.meet(f"{what}(root={root})", act, value)
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Give every replica the objects of all, in replica order."""
+
+        def act(values: list[Any]) -> list[Any]:
+            found = self._ranks.all_gather_object(values, what)
+            return [[one for part in found for one in part] for _ in values]
+
+        result: list[Any] = self.meet(what, act, value)
+        return result
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Do nothing: the others learn of it where they wait for this replica."""
+
+    @contextmanager
+    def all_raise(self, what: str) -> Iterator[None]:
+        """Do nothing, as `fail`."""
+        del what
+        yield
+
+    def section(self, what: str) -> AbstractContextManager[None]:
+        """Return what does nothing: `run` ends in the section of its rank."""
+        del what
+        return nullcontext()
+
+    def moving(self, what: str) -> NoReturn:
+        """Refuse what one rank per replica is needed for."""
+        raise NotImplementedError(
+            f"expected one rank for each replica in {what}, found logical replicas, "
+            "which have no communicator; make the call outside of run"
+        )
+
+
+def run_listened(
+    functions: Sequence[Callable[[], Any]],
+    listeners: Sequence[Listener],
+    run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None,
+) -> list[Any]:
+    """Call functions of replicas by ``run``, and tell listeners which of them runs.
+
+    None calls one after the other.
+    """
+    if not listeners and run is None:
+        return [function() for function in functions]
+    # A replica may add a listener, of which those after it are told.
+    told = [
+        functools.partial(_listened, listeners, index, function)
+        for index, function in enumerate(functions)
+    ]
+    for listener in listeners:
+        listener.start()
+    try:
+        return [function() for function in told] if run is None else run(told)
+    finally:
+        for listener in listeners:
+            listener.end()
+
+
+def _listened(
+    listeners: Sequence[Listener], index: int, function: Callable[[], Any]
+) -> Any:
+    for listener in listeners:
+        listener.begin(index)
+    try:
+        return function()
+    finally:
+        for listener in listeners:
+            listener.pause(index)
+
+
+def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
+    """Concatenate the arrays of a rank's replicas along an axis."""
+    if len(trees) == 1:
+        return trees[0]
+    flats = [flatten(tree) for tree in trees]
+    for number, (_, structure) in zip(block, flats, strict=True):
+        if structure != flats[0][1]:
+            raise CollectiveError(
+                f"expected the same structure in {what} on all replicas, found "
+                f"{flats[0][1]} on replica {block[0]} and {structure} on replica "
+                f"{number}; gather the same on all",
+                [block[0], number],
+            )
+    results = []
+    for leaves in zip(*(leaves for leaves, _ in flats), strict=True):
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            # Refused by what is called with it.
+            results.append(leaves[0])
+            continue
+        arrays = [as_array(leaf) for leaf in leaves]
+        first, bad = arrays[0], None
+        if not 0 <= axis < first.ndim:
+            results.append(first)
+            continue
+        for number, array in zip(block, arrays, strict=True):
+            if _apart(array, axis) != _apart(first, axis):
+                bad = number
+                break
+        if bad is not None:
+            raise CollectiveError(
+                f"expected arrays in {what} that differ along axis {axis} alone, found "
+                f"{first.dtype}{list(first.shape)} on replica {block[0]} and "
+                f"{array.dtype}{list(array.shape)} on replica {bad}; gather the same "
+                "on all",
+                [block[0], bad],
+            )
+        results.append(array_module(first).concatenate(arrays, axis))
+    return unflatten(flats[0][1], results)
+
+
+def _apart(array: Array, axis: int) -> Any:
+    """Return what has to be equal in arrays that are put one behind the other."""
+    shape = array.shape
+    return array.dtype, shape[:axis], shape[axis + 1 :]
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        values, indices = leaf.values.copy(), leaf.indices.copy()
+        return IndexedSlices(values, indices, leaf.dense_shape)
+    return leaf.copy() if hasattr(leaf, "copy") else leaf
+
+
+def _copy_into(into: Any, leaf: Array) -> None:
+    if not isinstance(into, np.ndarray) and not hasattr(into, "__setitem__"):
+        raise ValueError(
+            f"expected a writable array as out, found a {type(into).__name__}; make it "
+            "with numpy.empty"
+        )
+    if into is not leaf:
+        into[...] = leaf

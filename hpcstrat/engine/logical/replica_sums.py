@@ -1,0 +1,306 @@
+"""Sums over logical replicas, made by the ranks that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_device, to_host, to_reducible
+from hpcstrat.engine.arrays.packing import Run, cut, side_by_side, wire_dtype
+from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.channel.call import describe_call, signature_text
+from hpcstrat.engine.collectives.work import divide, drain, fill
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.reduction_arrays import checked_outs, require_fitting
+from hpcstrat.engine.reduction.reduction_plan import result_dtype
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Array, Tree
+from hpcstrat.errors import CollectiveError
+
+__all__ = ["ReplicaSums", "require_no_wire_dtype"]
+
+_PIECE_BYTES = 4 << 20
+# Arrays up to a size are copied side by side, so that NumPy is called once for many.
+_SMALL_BYTES = 32 << 10
+_PACK_BYTES = 256 << 10
+# Up to this size every rank adds all roots itself.
+_GATHERED_BYTES = 8 << 10
+
+
+class ReplicaSums:
+    """Sums over logical replicas in the order of their tree.
+
+    ``ranks`` are the calls between the ranks, of which this one has number ``rank``.
+    """
+
+    def __init__(self, ranks: Collectives, order: TreeOrder, rank: int) -> None:
+        self._ranks = ranks
+        self.order = order
+        self.block = order.block(rank)
+        self._rank = rank
+        self._recycler = Recycler()
+        self._num_roots = [len(order.roots(r)) for r in range(order.num_ranks)]
+
+    def reduce(
+        self,
+        op: ReduceOp,
+        trees: Sequence[Tree],
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Combine one tree of arrays of each replica of this rank over all replicas.
+
+        Collective over ``topology.replica_comm``. As ``Collectives.reduce_inside``,
+        whose arguments it takes. The results have the same bits on any number of ranks.
+        CollectiveError if replicas disagree on structure, shape or dtype; on all ranks.
+        """
+        return self._ranks.call(what, self._reduce, op, trees, what, options, out)
+
+    def _reduce(
+        self,
+        op: ReduceOp,
+        trees: Sequence[Tree],
+        what: str,
+        options: CommunicationOptions | None,
+        out: Tree,
+    ) -> Tree:
+        if self.order.num_replicas == self.order.num_ranks <= 2:
+            # One replica on each rank: the sum of two is the same in any order.
+            return self._ranks.reduce_inside(op, trees[0], what, options, out=out)
+        if options is not None:
+            require_no_wire_dtype(options)
+        flats = [flatten(tree) for tree in trees]
+        structure = flats[0][1]
+        columns = self._columns(flats, what)
+        results: list[Any] = [None] * len(columns)
+        sparse = [i for i, c in enumerate(columns) if isinstance(c[0], IndexedSlices)]
+        dense = [i for i in range(len(columns)) if i not in sparse]
+        like = [c[0].values if i in sparse else c[0] for i, c in enumerate(columns)]
+        outs = None if out is None else checked_outs(out, like, structure, sparse)
+        if outs is not None:
+            means = op is ReduceOp.MEAN
+            wanted = [(a.shape, result_dtype(a.dtype, means)) for a in like]
+            require_fitting(outs, wanted, bool(like) and is_device(like[0]))
+        for index in sparse:
+            results[index] = self._rows(op, columns[index], what)
+        some = self._dense(op, [columns[i] for i in dense], f"{what} of {structure}")
+        for index, total in zip(dense, some, strict=True):
+            results[index] = total
+        if outs is None:
+            return unflatten(structure, results)
+        for into, result in zip(outs, results, strict=True):
+            into[...] = result
+        return out
+
+    def _columns(self, flats: Sequence[tuple[list[Any], Any]], what: str) -> list[Any]:
+        """Return the arrays of all replicas for each leaf, once they are alike."""
+        columns = []
+        for number, (leaves, structure) in enumerate(flats):
+            if structure != flats[0][1]:
+                self._disagree(what, number, flats[0][1], structure)
+            columns.append(
+                [v if isinstance(v, IndexedSlices) else to_reducible(v) for v in leaves]
+            )
+        by_leaf = [list(column) for column in zip(*columns, strict=True)]
+        for column in by_leaf:
+            first = _kind(column[0])
+            for number, value in enumerate(column):
+                if (kind := _kind(value)) != first:
+                    self._disagree(what, number, _words(first), _words(kind))
+        return by_leaf
+
+    def _disagree(self, what: str, number: int, first: Any, other: Any) -> None:
+        replicas = self.block[0], self.block[number]
+        raise CollectiveError(
+            f"expected the same arrays in {what} on all replicas, found {first} on "
+            f"replica {replicas[0]} and {other} on replica {replicas[1]}; make the "
+            "same call on all",
+            list(replicas),
+        )
+
+    @quiet
+    def _rows(self, op: ReduceOp, rows: Sequence[IndexedSlices], what: str) -> Any:
+        """Put the rows of all replicas one behind the other."""
+        values = array_module(rows[0].values).concatenate([r.values for r in rows])
+        indices = np.concatenate([r.indices for r in rows])
+        shape = rows[0].dense_shape
+        values, indices = self._ranks.all_gather(
+            [values, indices], 0, f"{what}({op.name}) of rows of {shape}"
+        )
+        if op is ReduceOp.MEAN:
+            values = values / self.order.num_replicas
+        return IndexedSlices(values, indices, shape)
+
+    @quiet
+    def _dense(
+        self, op: ReduceOp, columns: Sequence[Sequence[Array]], what: str
+    ) -> list[Array]:
+        """Return the sums or means of arrays: of each replica one in every column."""
+        means = op is ReduceOp.MEAN
+        if not columns:
+            return []
+        roots: list[list[Array]] = []
+        wires = [wire_dtype(column[0].dtype, means)[0] for column in columns]
+        packs = _packs(columns, wires)
+        for indices in packs:
+            wire, empty = wires[indices[0]], self._recycler.empty
+            arrays = [
+                _side_by_side([columns[i][number] for i in indices], wire, empty)
+                for number in range(len(self.block))
+            ]
+            roots.append(self.order.sum_roots(self._rank, arrays, empty))
+        label = f"{what} ({op.name} of {self.order.num_replicas} replicas)"
+        found = self._totals(roots, label)
+        totals: dict[int, Array] = {}
+        for indices, total in zip(packs, found, strict=True):
+            divide(total, self.order.num_replicas if means else 0)
+            shapes = [columns[i][0].shape for i in indices]
+            parts = [total] if len(indices) == 1 else side_by_side(total, shapes)
+            totals.update(zip(indices, parts, strict=True))
+        results = []
+        for index, column in enumerate(columns):
+            total = totals[index]
+            _, narrows = wire_dtype(column[0].dtype, means)
+            result = rounded(total, column[0].dtype) if narrows else total
+            if is_device(column[0]):
+                result = array_module(column[0]).asarray(result)
+            results.append(result)
+        return results
+
+    def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
+        """Add the roots of all ranks; returns arrays of their own."""
+        if self.order.num_ranks == 1:
+            # What a rank without others has added up is the sum itself.
+            return [found[0] for found in roots]
+        if self.order.is_pair:
+            firsts = [found[0] for found in roots]
+            # Sums that were made here may be overwritten, a replica's own array not.
+            out = firsts if len(self.block) > 1 else None
+            totals: list[Array] = self._ranks.reduce_inside(
+                ReduceOp.SUM, firsts, what, out=out
+            )
+            return totals
+        return self._exchanged(roots, what)
+
+    def _exchanged(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
+        """Let each rank add a part of the roots of all, and give it to all."""
+        firsts = [found[0] for found in roots]
+        sources = [
+            [found[k].reshape(-1) for found in roots]
+            for k in range(self._num_roots[self._rank])
+        ]
+        totals = [np.empty_like(first) for first in firsts]
+        flats = [total.reshape(-1) for total in totals]
+        call = describe_call(
+            what, signature_text(None, firsts), sum(first.nbytes for first in firsts)
+        )
+        signatures = [(first.dtype, first.shape) for first in firsts]
+        channel: Any = self._ranks.channel
+        channel.agree(call, self._ranks.timeout_seconds)
+        with channel.moving(call) as comm:
+            for piece in cut(signatures, False, _PIECE_BYTES):
+                for run in piece:
+                    rows = np.empty((len(sources), run.size), run.dtype)
+                    for row, source in zip(rows, sources, strict=True):
+                        fill(run, source, row)
+                    drain(run, flats, self._added(comm, run, rows))
+        return totals
+
+    def _added(self, comm: Any, run: Run, rows: Array) -> Array:
+        """Return the sum of a run over the rows that the ranks have of it."""
+        size, counts = run.size, self._num_roots
+        if size * run.dtype.itemsize <= _GATHERED_BYTES:
+            return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))
+        ranks = self.order.num_ranks
+        ends = [rank * size // ranks for rank in range(ranks + 1)]
+        parts = [rows[:, a:b] for a, b in pairwise(ends)]
+        own = ends[self._rank + 1] - ends[self._rank]
+        sent = np.concatenate([part.reshape(-1) for part in parts])
+        came = np.empty(sum(counts) * own, run.dtype)
+        byte, width = comm.mpi.BYTE, run.dtype.itemsize
+        comm.Alltoallv(
+            [_bytes(sent), [part.size * width for part in parts], byte],
+            [_bytes(came), [count * own * width for count in counts], byte],
+        )
+        total = self.order.sum_all(list(came.reshape(sum(counts), own)))
+        whole = np.empty(size, run.dtype)
+        sizes = [(b - a) * width for a, b in pairwise(ends)]
+        comm.Allgatherv([_bytes(total), byte], [_bytes(whole), sizes, byte])
+        return whole
+
+
+def require_no_wire_dtype(options: CommunicationOptions) -> None:
+    """Refuse sums that are rounded between workers, with logical replicas."""
+    if options.wire_dtype is not None:
+        raise ValueError(
+            "expected no wire_dtype with logical replicas, found "
+            f"{options.wire_dtype}, whose roundings depend on the number of workers; "
+            "leave it out"
+        )
+
+
+def _given(comm: Any, rows: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the rows of all ranks."""
+    whole = np.empty(sum(sizes), rows.dtype)
+    counts = [size * rows.itemsize for size in sizes]
+    byte = comm.mpi.BYTE
+    comm.Allgatherv([_bytes(rows.reshape(-1)), byte], [_bytes(whole), counts, byte])
+    return list(whole.reshape(-1, rows.shape[1]))
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8)
+
+
+def _packs(
+    columns: Sequence[Sequence[Array]], wires: Sequence[np.dtype[Any]]
+) -> list[list[int]]:
+    """Return which arrays are added side by side: small ones of a type."""
+    packs: list[list[int]] = []
+    filled: dict[np.dtype[Any], list[int]] = {}
+    left: dict[np.dtype[Any], int] = {}
+    for index, (column, wire) in enumerate(zip(columns, wires, strict=True)):
+        nbytes = column[0].size * wire.itemsize
+        if nbytes > _SMALL_BYTES:
+            packs.append([index])
+            continue
+        if left.get(wire, -1) < nbytes:
+            filled[wire], left[wire] = [], _PACK_BYTES
+            packs.append(filled[wire])
+        filled[wire].append(index)
+        left[wire] -= nbytes
+    return packs
+
+
+def _side_by_side(
+    arrays: Sequence[Array], wire: np.dtype[Any], empty: Callable[..., Array]
+) -> Array:
+    """Return one array itself, contiguous and of a type, or several in a flat one."""
+    if len(arrays) == 1:
+        array = rounded(to_host(arrays[0]), wire)
+        # NumPy's ascontiguousarray gives scalars a dimension.
+        return array if array.flags.c_contiguous else array.copy("C")
+    flat = empty((sum(array.size for array in arrays),), wire)
+    flats = [to_host(array).reshape(-1) for array in arrays]
+    np.concatenate(flats, out=flat, casting="unsafe")
+    return flat
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Return what has to be equal on all replicas."""
+    if isinstance(value, IndexedSlices):
+        return value.values.dtype, value.values.shape[1:], "rows"
+    return value.dtype, value.shape
+
+
+def _words(kind: tuple[Any, ...]) -> str:
+    return f"{' '.join(kind[2:])} {kind[0]}{list(kind[1])}".strip()

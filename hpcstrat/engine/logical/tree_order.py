@@ -1,0 +1,133 @@
+"""The order in which values of logical replicas are added: one tree, for any ranks.
+
+The replicas are the leaves of a balanced binary tree, cut off behind the last of them.
+A sum is that of the tree, so that its bits depend on the number of replicas alone. Each
+rank has a block of replicas in a row; it adds up the largest whole subtrees of its
+block, whose roots are all that the other ranks need of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.typing import Array
+
+__all__ = ["TreeOrder"]
+
+# Elements that are added at a time, so that what lies between stays in a cache.
+_BLOCK = 1 << 15
+
+Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes an array of a shape and type."""
+
+_Node = tuple[int, int]
+"""A subtree: the number of levels below its root, and which one of that level it is."""
+
+
+@dataclass(frozen=True)
+class TreeOrder:
+    """The tree over ``num_replicas`` leaves, dealt to ``num_ranks`` ranks in blocks.
+
+    Ranks number from 0; there are at least as many replicas as ranks.
+    """
+
+    num_replicas: int
+    num_ranks: int
+
+    def block(self, rank: int) -> range:
+        """Return the replicas of a rank."""
+        count, ranks = self.num_replicas, self.num_ranks
+        return range(rank * count // ranks, (rank + 1) * count // ranks)
+
+    def owner(self, replica: int) -> int:
+        """Return the rank that has a replica."""
+        return ((replica + 1) * self.num_ranks - 1) // self.num_replicas
+
+    @property
+    def top(self) -> _Node:
+        """The root of the whole tree."""
+        return (self.num_replicas - 1).bit_length(), 0
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - of frozen objects, one each job
+    def roots(self, rank: int) -> list[_Node]:
+        """Return the largest subtrees whose leaves all belong to a rank, in order."""
+        block = self.block(rank)
+        found: list[_Node] = []
+
+        def look(level: int, number: int) -> None:
+            first = number << level
+            last = min((number + 1) << level, self.num_replicas)
+            if last <= block.start or first >= min(block.stop, self.num_replicas):
+                return
+            if block.start <= first and last <= block.stop:
+                found.append((level, number))
+            else:
+                look(level - 1, 2 * number)
+                look(level - 1, 2 * number + 1)
+
+        look(*self.top)
+        return found
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the sum is that of one root of each of two ranks, in any order."""
+        return self.num_ranks == 2 and all(len(self.roots(r)) == 1 for r in (0, 1))
+
+    def sum_roots(
+        self, rank: int, values: Sequence[Array], empty: Empty = np.empty
+    ) -> list[Array]:
+        """Add up the values of a rank's replicas, to one array for each of its roots.
+
+        ``values`` has a contiguous array of each replica, of one type and shape, not
+        modified; a root that is a single replica is its array itself, others are made
+        by ``empty``.
+        """
+        first = self.block(rank).start
+        leaves = {(0, first + i): value for i, value in enumerate(values)}
+        return [self._added(node, leaves, empty) for node in self.roots(rank)]
+
+    def sum_all(self, roots: Sequence[Array]) -> Array:
+        """Add the roots of all ranks, rank after rank."""
+        nodes = [n for rank in range(self.num_ranks) for n in self.roots(rank)]
+        known = dict(zip(nodes, roots, strict=True))
+        return self._added(self.top, known, np.empty)
+
+    def _added(self, node: _Node, known: dict[_Node, Array], empty: Empty) -> Array:
+        """Return the value of a node, from those of subtrees that hold its leaves."""
+        if node in known:
+            return known[node]
+        level, number = node
+        left, right = (level - 1, 2 * number), (level - 1, 2 * number + 1)
+        if right[1] << right[0] >= self.num_replicas:
+            # Cut off: there is nothing to add.
+            return self._added(left, known, empty)
+        like = next(iter(known.values()))
+        total = empty(like.shape, like.dtype)
+        if like.size <= _BLOCK:
+            self._add(node, known, total)
+            return total
+        flat = total.reshape(-1)
+        flats = {key: value.reshape(-1) for key, value in known.items()}
+        for start in range(0, flat.size, _BLOCK):
+            part = slice(start, start + _BLOCK)
+            self._add(node, {k: v[part] for k, v in flats.items()}, flat[part])
+        return total
+
+    def _add(self, node: _Node, known: dict[_Node, Array], out: Array) -> Array:
+        """Add the leaves of a node into ``out``, or return what is known of it."""
+        if node in known:
+            return known[node]
+        level, number = node
+        right = level - 1, 2 * number + 1
+        if right[1] << right[0] >= self.num_replicas:
+            return self._add((level - 1, 2 * number), known, out)
+        first = self._add((level - 1, 2 * number), known, out)
+        second = self._add(right, known, np.empty_like(out))
+        quietly(np.add, first, second, out)
+        return out

@@ -1,0 +1,999 @@
+/* Sums over the ranks of one worker, through memory that they share.
+ *
+ * A `Kernel` knows the shared segment: two records per rank, used in turn, and behind them
+ * a ring for each rank. A `Sum` is one kind of call: it lays this rank's values out in the
+ * ring, posts the header, adds the values of all ranks in the order of the ranks, and
+ * writes the results, piece by piece; the next piece is laid out while this one is added.
+ *
+ * Every wait is bounded. What a call returns says how far it came; Python then waits with its
+ * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
+ * are those of hpcstrat/engine/channel/places.py and hpcstrat/engine/channel/headers.py. No MPI in here.
+ */
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define RELAX() _mm_pause()
+#define FENCE() _mm_sfence()
+#else
+#define RELAX() ((void)0)
+#define FENCE() ((void)0)
+#endif
+
+/* Loops over elements: the best instructions that the processor has. An output is one of
+ * the inputs, or overlaps with none. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define LOOPS __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
+#else
+#define LOOPS
+#endif
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)") for
+#else
+#define EACH _Pragma("GCC ivdep") for
+#endif
+
+enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
+enum { LINE = 64, CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
+
+/* ---- Types of elements ---------------------------------------------------------------- */
+
+typedef void (*binary)(void *, const void *, const void *, size_t);
+typedef void (*convert)(void *, const void *, size_t);
+typedef void (*scale)(void *, size_t, double);
+
+#define ADDER(name, type)                                                                          \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
+        type *total = out;                                                                         \
+        const type *left = a, *right = b;                                                          \
+        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);                  \
+    }
+ADDER(add_float, float)
+ADDER(add_double, double)
+/* Signed numbers wrap around as unsigned ones do. */
+ADDER(add_uint8, uint8_t)
+ADDER(add_uint16, uint16_t)
+ADDER(add_uint32, uint32_t)
+ADDER(add_uint64, uint64_t)
+
+static void add_complex64(void *out, const void *a, const void *b, size_t count) {
+    add_float(out, a, b, 2 * count);
+}
+
+static void add_complex128(void *out, const void *a, const void *b, size_t count) {
+    add_double(out, a, b, 2 * count);
+}
+
+/* As NumPy divides: by a power of two a product has the same bits. */
+#define SCALER(name, type)                                                                         \
+    LOOPS static void name(void *values, size_t count, double divisor) {                           \
+        type *sums = values;                                                                       \
+        uint64_t whole = (uint64_t)divisor;                                                        \
+        if (whole & (whole - 1)) {                                                                 \
+            type by = (type)divisor;                                                               \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                             \
+        } else {                                                                                   \
+            type by = (type)(1 / divisor);                                                         \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                             \
+        }                                                                                          \
+    }
+SCALER(scale_float, float)
+SCALER(scale_double, double)
+
+/* As NumPy divides by a complex number whose imaginary part is 0. */
+#define COMPLEX_SCALER(name, type)                                                                 \
+    static void name(void *values, size_t count, double divisor) {                                 \
+        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
+        for (size_t i = 0; i < count; i++) {                                                       \
+            type real = sums[2 * i], imaginary = sums[2 * i + 1];                                  \
+            sums[2 * i] = (real + imaginary * ratio) * by;                                         \
+            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                     \
+        }                                                                                          \
+    }
+COMPLEX_SCALER(scale_complex64, float)
+COMPLEX_SCALER(scale_complex128, double)
+
+#define CONVERTER(name, from, to)                                                                  \
+    LOOPS static void name(void *out, const void *in, size_t count) {                              \
+        to *result = out;                                                                          \
+        const from *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                              \
+    }
+CONVERTER(int8_to_double, int8_t, double)
+CONVERTER(uint8_to_double, uint8_t, double)
+CONVERTER(int16_to_double, int16_t, double)
+CONVERTER(uint16_to_double, uint16_t, double)
+CONVERTER(int32_to_double, int32_t, double)
+CONVERTER(uint32_to_double, uint32_t, double)
+CONVERTER(int64_to_double, int64_t, double)
+CONVERTER(uint64_to_double, uint64_t, double)
+
+typedef union {
+    uint32_t bits;
+    float value;
+} word;
+#define FLOAT(b) (((word){.bits = (b)}).value)
+#define BITS(v) (((word){.value = (v)}).bits)
+
+LOOPS static void half_to_float(void *out, const void *in, size_t count) {
+    uint32_t *result = out;
+    const uint16_t *values = in;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)(values[i] & 0x7fff) << 13;
+        uint32_t exponent = bits & (0x7c00u << 13);
+        uint32_t wide = bits + (112u << 23);
+        uint32_t special = wide + (112u << 23);
+        uint32_t subnormal = BITS(FLOAT(wide + (1u << 23)) - FLOAT(113u << 23));
+        wide = exponent == (0x7c00u << 13) ? special : exponent ? wide : subnormal;
+        result[i] = wide | (uint32_t)(values[i] & 0x8000) << 16;
+    }
+}
+
+/* Rounds to nearest, ties to even. */
+LOOPS static void float_to_half(void *out, const void *in, size_t count) {
+    uint16_t *result = out;
+    const uint32_t *values = in;
+    const uint32_t infinity = 255u << 23, magic = 126u << 23;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t sign = values[i] & 0x80000000u, bits = values[i] ^ sign;
+        uint32_t payload = 0x7c00u + ((bits & 0x7fffffu) >> 13);
+        payload += payload == 0x7c00u;
+        uint32_t subnormal = BITS(FLOAT(bits) + FLOAT(magic)) - magic;
+        uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
+        uint32_t half = bits < 113u << 23 ? subnormal : normal;
+        half = bits >= 143u << 23 ? 0x7c00u : half;
+        half = bits > infinity ? payload : half;
+        result[i] = (uint16_t)(half | sign >> 16);
+    }
+}
+
+LOOPS static void bfloat16_to_float(void *out, const void *in, size_t count) {
+    uint32_t *result = out;
+    const uint16_t *values = in;
+    EACH(size_t i = 0; i < count; i++) result[i] = (uint32_t)values[i] << 16;
+}
+
+LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
+    uint16_t *result = out;
+    const uint32_t *values = in;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t bits = values[i];
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        uint32_t nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
+        result[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    }
+}
+
+/* How values are added: what they are turned into before, and the sums after. Where
+ * nothing is turned, `widen` and `narrow` are NULL. */
+typedef struct {
+    size_t size, wide, result;
+    binary add;
+    scale divide;
+    convert widen, narrow;
+} type;
+
+/* By the code that Python gives, see hpcstrat/engine/native/__init__.py: floats; sums of integers;
+ * means of integers. */
+static const type TYPES[] = {
+    {4, 4, 4, add_float, scale_float, NULL, NULL},
+    {8, 8, 8, add_double, scale_double, NULL, NULL},
+    {8, 8, 8, add_complex64, scale_complex64, NULL, NULL},
+    {16, 16, 16, add_complex128, scale_complex128, NULL, NULL},
+    {2, 4, 2, add_float, scale_float, half_to_float, float_to_half},
+    {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16},
+    {1, 1, 1, add_uint8, NULL, NULL, NULL},
+    {2, 2, 2, add_uint16, NULL, NULL, NULL},
+    {4, 4, 4, add_uint32, NULL, NULL, NULL},
+    {8, 8, 8, add_uint64, NULL, NULL, NULL},
+    {1, 8, 8, add_double, scale_double, int8_to_double, NULL},
+    {1, 8, 8, add_double, scale_double, uint8_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, int16_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, uint16_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, int32_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
+};
+enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
+
+/* ---- Copies --------------------------------------------------------------------------- */
+
+/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
+static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
+#if defined(__x86_64__)
+    size_t head = -(uintptr_t)to & (LINE - 1);
+    if (past_cache && head < nbytes) {
+        memcpy(to, from, head);
+        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
+            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
+                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
+        }
+    }
+#endif
+    (void)past_cache;
+    memcpy(to, from, nbytes);
+}
+
+/* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie, which
+ * may change: each rank tries them, now and then again, and takes the one that was fastest. What
+ * other ranks see is the same in any case. */
+enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
+enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
+
+typedef struct {
+    double seconds[NUM_FORMS];
+    /* How many calls, and odd ones in a row; how often this has called for new trials. */
+    unsigned calls, odd, patience;
+    int last;
+} trials;
+
+/* A trial takes two calls, as the first pays for where the one before has left the lines;
+ * of a `lengthy` one that is little. At first all are tried, twice where they are short. */
+static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
+
+static int next_form(trials *of, int lengthy) {
+    unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
+    unsigned each = lengthy ? 1 : 2, best = 0;
+    for (unsigned form = 1; form < NUM_FORMS; form++)
+        if (of->seconds[form] < of->seconds[best]) best = form;
+    if (of->calls++ < first_trials(lengthy)) return (int)(turn / each) % NUM_FORMS;
+    unsigned other = (best + 1 + round % (NUM_FORMS - 1)) % NUM_FORMS;
+    /* Those that were much slower are seldom tried again. */
+    int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
+    return (int)(tried && round && turn < each ? other : best);
+}
+
+/* Take note of how long a call has taken; return whether that has changed for good. */
+static int learn(trials *of, int form, double seconds, int lengthy) {
+    double *known = of->seconds + form;
+    int counts = form == of->last || lengthy, begins = of->calls <= first_trials(lengthy);
+    of->last = form;
+    if (*known == 0 || (begins && seconds < *known)) *known = seconds;
+    if (!counts || begins) return 0;
+    /* One odd call may have other reasons; several in a row show a change. */
+    int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
+    of->odd = odd ? of->odd + 1 : 0;
+    *known += (seconds - *known) / (odd ? 32 : 8);
+    if (of->odd < ODD_CALLS || of->calls <= (unsigned)BETWEEN_TRIALS << of->patience) return 0;
+    of->patience += of->patience < MOST_PATIENCE;
+    return 1;
+}
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* ---- The segment: records and places -------------------------------------------------- */
+
+typedef struct {
+    _Atomic uint64_t tick;
+    _Atomic int64_t run;
+    _Atomic uint64_t digest, flags;
+    /* How often this rank wants copies to have been tried; not compared. */
+    _Atomic uint64_t trials;
+    uint64_t unused[3];
+} record;
+_Static_assert(sizeof(record) == LINE, "a record fills a cache line");
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer segment;
+    record *records;
+    char *rings;
+    size_t room, ring;
+    int rank, size;
+    /* Where the next place may begin. */
+    size_t next;
+    /* What this rank has announced. */
+    uint64_t tick, digest, flags;
+    int64_t run;
+    /* How often trials have begun anew, on all ranks alike, and how often they should. */
+    uint64_t num_trials, wanted_trials;
+} kernel;
+
+/* Return where the next place begins in each ring; see `Places.take`. */
+static size_t take(kernel *k, size_t nbytes) {
+    size_t start = (k->next + nbytes - 1) / nbytes * nbytes;
+    if (start >= k->ring) start = 0;
+    k->next = start + nbytes;
+    return start;
+}
+
+static inline char *at(const kernel *k, int rank, size_t place) {
+    return k->rings + (size_t)rank * k->room + place;
+}
+
+static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
+    k->tick++;
+    k->run = run, k->digest = digest, k->flags = flags;
+    record *own = k->records + (k->tick & 1) * (size_t)k->size + k->rank;
+    atomic_store_explicit(&own->run, run, memory_order_relaxed);
+    atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
+    atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
+    atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
+    /* All that was stored before is seen by whoever sees the tick. */
+    atomic_store_explicit(&own->tick, k->tick, memory_order_release);
+}
+
+/* Say whether all have announced the same: DONE, STEP_AWAITED, or DIFFERS. */
+static int look(const kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    for (int rank = 0; rank < k->size; rank++)
+        if (atomic_load_explicit(&all[rank].tick, memory_order_acquire) != k->tick)
+            return STEP_AWAITED;
+    for (int rank = 0; rank < k->size; rank++)
+        if (atomic_load_explicit(&all[rank].run, memory_order_relaxed) != k->run ||
+            atomic_load_explicit(&all[rank].digest, memory_order_relaxed) != k->digest ||
+            atomic_load_explicit(&all[rank].flags, memory_order_relaxed) != k->flags)
+            return DIFFERS;
+    return DONE;
+}
+
+/* Begin to try all copies anew, where any rank wants to: then the cores have moved. */
+static void agree_on_trials(kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    uint64_t most = 0;
+    for (int rank = 0; rank < k->size; rank++) {
+        uint64_t wanted = atomic_load_explicit(&all[rank].trials, memory_order_relaxed);
+        most = wanted > most ? wanted : most;
+    }
+    k->num_trials = k->wanted_trials = most;
+}
+
+static int look_often(const kernel *k, long looks) {
+    int found = look(k);
+    while (found == STEP_AWAITED && looks-- > 0) {
+        RELAX();
+        found = look(k);
+    }
+    return found;
+}
+
+static int is_open(const kernel *k) {
+    if (!k->segment.obj) PyErr_SetString(PyExc_RuntimeError, "the segment has been closed");
+    return k->segment.obj != NULL;
+}
+
+/* ---- A sum ---------------------------------------------------------------------------- */
+
+/* How far the arrays have been gone through: which of them comes next, in the order of the
+ * types, how many of its elements are done, and how many of its type are left. */
+typedef struct {
+    int bucket, array;
+    size_t done, left;
+} cursor;
+
+/* An array of a call: which it is, its elements, where they lie, and where its result. */
+typedef struct {
+    int array;
+    size_t count;
+    const char *source;
+    char *target;
+} entry;
+
+/* The arrays of one type. */
+typedef struct {
+    const type *type;
+    int first, end;
+    size_t elements;
+} bucket;
+
+typedef struct {
+    PyObject_HEAD
+    kernel *kernel;
+    int num_arrays, num_buckets, scattered;
+    size_t nbytes, piece, place_bytes;
+    double divisor;
+    bucket *buckets;
+    /* The arrays, in the order of the types. */
+    entry *entries;
+    /* Lists of arrays without memory, like those of a call, and like their results. */
+    PyObject *likes, *result_likes;
+    /* What a call keeps alive. */
+    PyObject *arrays, *results;
+    cursor laid, added, copied;
+    size_t place, after;
+    /* Whether own values are read where they are; which copies stream. */
+    int near, form, follows, in_place;
+    /* Of calls into other memory, and in place. */
+    trials kinds[2];
+    uint64_t num_trials;
+    enum { IDLE, IN_HEADER, IN_STEP } state;
+    double seconds;
+    int timed;
+} sum;
+
+static cursor start_of(const sum *s) {
+    cursor begin = {0, 0, 0, s->num_buckets ? s->buckets[0].elements : 0};
+    return begin;
+}
+
+/* Take the next elements of one array, `most` at most; return how many. */
+static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *first) {
+    while (c->done == s->entries[c->array].count) c->array++, c->done = 0;
+    size_t count = s->entries[c->array].count - c->done;
+    if (count > most) count = most;
+    *array = c->array, *first = c->done;
+    c->done += count, c->left -= count;
+    return count;
+}
+
+/* Take the next run of a piece, elements of one type: how many; 0 at the end of the piece.
+ * `used` is where it begins in the piece, in bytes. As hpcstrat/engine/arrays/packing.py cuts. */
+static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
+    *used = (*used + LINE - 1) & ~(size_t)(LINE - 1);
+    while (c->bucket < s->num_buckets && !c->left) {
+        if (++c->bucket == s->num_buckets) break;
+        c->array = s->buckets[c->bucket].first, c->done = 0;
+        c->left = s->buckets[c->bucket].elements;
+    }
+    if (c->bucket == s->num_buckets || *used >= s->piece) return 0;
+    *of = s->buckets[c->bucket].type;
+    size_t room = (s->piece - *used) / (*of)->wide;
+    return room < c->left ? room : c->left;
+}
+
+/* Copy the next piece of own values into a place. */
+static void lay_out(sum *s, size_t place) {
+    char *own = at(s->kernel, s->kernel->rank, place);
+    size_t used = 0, count, first, size;
+    const type *of;
+    int array;
+    while ((size = run_of(s, &s->laid, &used, &of))) {
+        for (; size; size -= count, used += count * of->wide) {
+            count = span(s, &s->laid, size, &array, &first);
+            const char *from = s->entries[array].source + first * of->size;
+            if (of->widen)
+                of->widen(own + used, from, count);
+            else
+                copy(own + used, from, count * of->size, s->form & STREAM_PLACES);
+        }
+    }
+    if (s->form & STREAM_PLACES) FENCE();
+}
+
+/* Add a span of all ranks' places, `offset` bytes into them, in the order of the ranks. */
+static void add_span(const sum *s, const type *of, const char *near, size_t offset, char *out,
+                     int straight, size_t count) {
+    kernel *k = s->kernel;
+    _Alignas(LINE) char total[CHUNK];
+    const size_t most = CHUNK / of->wide;
+    for (size_t i = 0, part; i < count; i += part, offset += part * of->wide) {
+        part = count - i < most ? count - i : most;
+        char *into = straight ? out + i * of->wide : total;
+        const char *first = at(k, 0, s->place + offset), *second = at(k, 1, s->place + offset);
+        /* Own values are nearer where they came from; and a result may lie over them. */
+        if (near && k->rank)
+            second = near + i * of->wide;
+        else if (near)
+            first = near + i * of->wide;
+        of->add(into, first, second, part);
+        for (int rank = 2; rank < k->size; rank++)
+            of->add(into, into, at(k, rank, s->place + offset), part);
+        if (s->divisor > 0) of->divide(into, part, s->divisor);
+        if (straight) continue;
+        if (of->narrow)
+            of->narrow(out + i * of->result, total, part);
+        else
+            copy(out + i * of->wide, total, part * of->wide, s->form & STREAM_RESULTS);
+    }
+}
+
+/* Add the next piece of all ranks, straight into the results. */
+static void add_piece(sum *s) {
+    size_t used = 0, count, first, size;
+    const type *of;
+    int array;
+    while ((size = run_of(s, &s->added, &used, &of))) {
+        for (; size; size -= count, used += count * of->wide) {
+            count = span(s, &s->added, size, &array, &first);
+            const char *near = NULL;
+            if (s->near && !of->widen && s->kernel->size == 2)
+                near = s->entries[array].source + first * of->size;
+            int straight = !of->narrow && !(s->form & STREAM_RESULTS);
+            add_span(s, of, near, used, s->entries[array].target + first * of->result, straight,
+                     count);
+        }
+    }
+    if (s->form & STREAM_RESULTS) FENCE();
+}
+
+/* Return where a rank's segment of a run begins, in whole cache lines. */
+static size_t segment(const sum *s, const type *of, size_t size, int rank) {
+    size_t line = LINE / of->wide, share = line * (size_t)s->kernel->size;
+    size_t start = (size + share - 1) / share * line * (size_t)rank;
+    return start < size ? start : size;
+}
+
+/* Add this rank's segments of the next piece, into its own place. */
+static void add_segments(sum *s) {
+    int rank = s->kernel->rank, array;
+    size_t used = 0, size, first;
+    const type *of;
+    while ((size = run_of(s, &s->added, &used, &of))) {
+        size_t low = segment(s, of, size, rank), high = segment(s, of, size, rank + 1);
+        size_t offset = used + low * of->wide;
+        char *own = at(s->kernel, rank, s->place + offset);
+        type plain = *of;
+        plain.narrow = NULL;
+        /* Of a chunk all terms are read before the sums are written over one of them. */
+        if (low < high) add_span(s, &plain, NULL, offset, own, 0, high - low);
+        used += size * of->wide;
+        for (size_t left = size; left; left -= span(s, &s->added, left, &array, &first)) {
+        }
+    }
+    if (s->form & STREAM_RESULTS) FENCE();
+}
+
+/* Copy the sums of a piece out of the places of the ranks that have added them. */
+static void copy_out(sum *s) {
+    size_t used = 0, first, size;
+    const type *of;
+    int array;
+    while ((size = run_of(s, &s->copied, &used, &of))) {
+        size_t count;
+        for (size_t begin = 0; begin < size; begin += count) {
+            count = span(s, &s->copied, size - begin, &array, &first);
+            char *out = s->entries[array].target + first * of->result;
+            for (int rank = 0; rank < s->kernel->size; rank++) {
+                size_t low = segment(s, of, size, rank), high = segment(s, of, size, rank + 1);
+                if (low < begin) low = begin;
+                if (high > begin + count) high = begin + count;
+                if (low >= high) continue;
+                const char *from = at(s->kernel, rank, s->place + used + low * of->wide);
+                char *to = out + (low - begin) * of->result;
+                if (of->narrow)
+                    of->narrow(to, from, high - low);
+                else
+                    copy(to, from, (high - low) * of->wide, s->form & STREAM_RESULTS);
+            }
+        }
+        used += size * of->wide;
+    }
+    if (s->form & STREAM_RESULTS) FENCE();
+}
+
+/* Whether pieces are left to lay out. */
+static int has_more(const sum *s) {
+    cursor probe = s->laid;
+    const type *of;
+    size_t used = 0;
+    return run_of(s, &probe, &used, &of) > 0;
+}
+
+static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
+
+/* Lay out the first piece: before the header. */
+static void begin(sum *s) {
+    s->laid = s->added = s->copied = start_of(s);
+    trials *of = trials_of(s);
+    if (s->num_trials != s->kernel->num_trials) {
+        for (int i = 0; i < 2; i++)
+            memset(s->kinds[i].seconds, 0, sizeof of->seconds), s->kinds[i].calls = 0;
+        s->num_trials = s->kernel->num_trials;
+    }
+    s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
+    s->timed = of != NULL;
+    double start = of ? now() : 0;
+    s->place = take(s->kernel, s->place_bytes);
+    lay_out(s, s->place);
+    if (of) s->seconds = now() - start;
+    s->follows = 0;
+    s->state = IN_HEADER;
+}
+
+/* Do all that can be done after the header: return DONE, or what is waited for. */
+static int advance(sum *s, uint64_t digest, long looks) {
+    kernel *k = s->kernel;
+    double start = 0;
+    for (;;) {
+        int found = look_often(k, looks);
+        if (found == STEP_AWAITED) {
+            s->timed = 0;
+            return s->state == IN_HEADER ? HEADER_AWAITED : STEP_AWAITED;
+        }
+        if (found == DIFFERS) return s->state == IN_HEADER ? DIFFERS : STEP_DIFFERS;
+        if (s->state == IN_HEADER && trials_of(s)) {
+            agree_on_trials(k);
+            start = now();
+        }
+        if (s->state == IN_STEP) {
+            if (s->scattered) copy_out(s);
+            s->place = s->after;
+            if (!s->follows) break;
+        }
+        s->state = IN_STEP;
+        s->follows = has_more(s);
+        if (s->follows) {
+            s->after = take(k, s->place_bytes);
+            lay_out(s, s->after);
+        }
+        if (s->scattered) {
+            add_segments(s);
+            post(k, 0, digest ^ k->next, 0);
+        } else {
+            if (s->follows) post(k, 0, digest ^ k->next, 0);
+            add_piece(s);
+            if (!s->follows) break;
+        }
+    }
+    s->state = IDLE;
+    if (s->timed &&
+        learn(trials_of(s), s->form, s->seconds + now() - start, s->nbytes >= LONG_FROM))
+        k->wanted_trials = k->num_trials + 1;
+    return DONE;
+}
+
+/* ---- What Python sees ----------------------------------------------------------------- */
+
+static int is_like(PyObject *value, PyObject *expected, int flags) {
+    if (!PyArray_CheckExact(value)) return 0;
+    PyArrayObject *array = (PyArrayObject *)value, *like = (PyArrayObject *)expected;
+    if ((PyArray_FLAGS(array) & flags) != flags || !PyArray_SAMESHAPE(array, like)) return 0;
+    return PyArray_DESCR(array) == PyArray_DESCR(like) ||
+           PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(like));
+}
+
+/* Return an item of a list of arrays, or the only array itself; a borrowed reference. */
+static PyObject *item(PyObject *value, int i) {
+    return PyList_CheckExact(value) ? PyList_GetItem(value, i) : value;
+}
+
+/* Find where arrays lie, if all are of the right kinds, and without gaps. */
+static int find(sum *s, PyObject *values, int writes) {
+    if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
+        return 0;
+    int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    PyObject *likes = writes ? s->result_likes : s->likes;
+    for (int i = 0; i < s->num_arrays; i++) {
+        PyObject *array = item(values, s->entries[i].array);
+        if (!is_like(array, item(likes, s->entries[i].array), flags)) return 0;
+        char *data = PyArray_DATA((PyArrayObject *)array);
+        if (writes)
+            s->entries[i].target = data;
+        else
+            s->entries[i].source = data;
+    }
+    return 1;
+}
+
+static void let_go(sum *s) {
+    Py_CLEAR(s->arrays);
+    Py_CLEAR(s->results);
+}
+
+typedef struct {
+    uintptr_t begin, end;
+    int writes;
+} extent;
+
+static int compare_extents(const void *one, const void *other) {
+    uintptr_t a = ((const extent *)one)->begin, b = ((const extent *)other)->begin;
+    return (a > b) - (a < b);
+}
+
+/* Whether each result is the memory of its own array, or lies apart from all others. */
+static int lie_apart(const sum *s) {
+    size_t n = (size_t)s->num_arrays, found = 0;
+    extent *extents = PyMem_Malloc(2 * n * sizeof *extents);
+    if (!extents) return 0;
+    for (int b = 0; b < s->num_buckets; b++) {
+        const type *of = s->buckets[b].type;
+        for (int i = s->buckets[b].first; i < s->buckets[b].end; i++) {
+            uintptr_t source = (uintptr_t)s->entries[i].source,
+                      target = (uintptr_t)s->entries[i].target;
+            if (!s->entries[i].count) continue;
+            extents[found++] = (extent){target, target + s->entries[i].count * of->result, 1};
+            if (source == target && of->size == of->result) continue;
+            extents[found++] = (extent){source, source + s->entries[i].count * of->size, 0};
+        }
+    }
+    qsort(extents, found, sizeof *extents, compare_extents);
+    /* Where all before it end, and those of them that are written. */
+    uintptr_t end = 0, written = 0;
+    int apart = 1;
+    for (size_t i = 0; i < found; i++) {
+        apart &= extents[i].begin >= (extents[i].writes ? end : written);
+        if (extents[i].end > end) end = extents[i].end;
+        if (extents[i].writes && extents[i].end > written) written = extents[i].end;
+    }
+    PyMem_Free(extents);
+    return apart;
+}
+
+/* Return new arrays for the results: a list where `listed`, else one. */
+static PyObject *make_results(const sum *s, int listed) {
+    PyObject *results = listed ? PyList_New(s->num_arrays) : NULL;
+    for (int i = 0; i < s->num_arrays; i++) {
+        PyArrayObject *like = (PyArrayObject *)PyList_GetItem(s->result_likes, i);
+        PyObject *one = PyArray_NewLikeArray(like, NPY_CORDER, NULL, 0);
+        if (!listed) return one;
+        if (results && (!one || PyList_SetItem(results, i, one))) Py_CLEAR(results);
+        if (!results) return NULL;
+    }
+    return results;
+}
+
+/* Lay out the first piece, if the arrays are what is expected, and lie apart unless
+ * `anyhow`. Return whether they do; -1 with an error. */
+static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
+    if (!is_open(s->kernel)) return -1;
+    int listed = PyList_CheckExact(arrays);
+    if (!find(s, arrays, 0)) return 0;
+    if (results != Py_None && PyList_CheckExact(results) != listed) return 0;
+    PyObject *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
+    if (!into) return -1;
+    s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
+    s->in_place = s->entries->source == s->entries->target;
+    if (s->near < !anyhow) {
+        Py_DECREF(into);
+        return 0;
+    }
+    let_go(s);
+    s->results = into;
+    /* The arrays themselves: their lists may change meanwhile. */
+    s->arrays = listed ? Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
+                                       PyList_GetSlice(into, 0, s->num_arrays))
+                       : Py_NewRef(arrays);
+    if (!s->arrays) return -1;
+    begin(s);
+    return 1;
+}
+
+/* start(arrays, results): before the header. Whether the arrays are as expected. */
+static PyObject *sum_start(PyObject *self, PyObject *args) {
+    PyObject *arrays, *results;
+    if (!PyArg_ParseTuple(args, "OO", &arrays, &results)) return NULL;
+    int started = start((sum *)self, arrays, results, 1);
+    return started < 0 ? NULL : PyBool_FromLong(started);
+}
+
+static int go_on(sum *s, uint64_t digest, long looks) {
+    int found = s->nbytes < UNLOCKED_FROM ? advance(s, digest, looks < 100 ? looks : 100) : 0;
+    if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
+        PyThreadState *thread = PyEval_SaveThread();
+        found = advance(s, digest, looks);
+        PyEval_RestoreThread(thread);
+    }
+    return found;
+}
+
+/* go_on(digest, looks): after the header. */
+static PyObject *sum_go_on(PyObject *self, PyObject *args) {
+    sum *s = (sum *)self;
+    unsigned long long digest;
+    long looks;
+    if (!PyArg_ParseTuple(args, "Kl", &digest, &looks)) return NULL;
+    if (s->state == IDLE) return PyErr_Format(PyExc_RuntimeError, "no call is under way");
+    return PyLong_FromLong(go_on(s, digest, looks));
+}
+
+/* Give the results away, and let go of the arrays. */
+static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
+    sum *s = (sum *)self;
+    if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call has been made");
+    PyObject *results = Py_NewRef(s->results);
+    let_go(s);
+    return results;
+}
+
+/* reduce(arrays, results, run, digest, looks): start, the header, and go_on. Return the
+ * results, which are new where None is given; what is awaited, as a number; or None, if
+ * the arrays are not as expected, or do not lie apart: then nothing has been done. */
+static PyObject *sum_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    sum *s = (sum *)self;
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments");
+    int64_t run = PyLong_AsLongLong(args[2]);
+    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[3]);
+    long looks = PyLong_AsLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    int started = start(s, args[0], args[1], 0);
+    if (started < 0) return NULL;
+    if (!started) Py_RETURN_NONE;
+    post(s->kernel, run, digest ^ s->kernel->next, 0);
+    int found = go_on(s, digest, looks);
+    return found == DONE ? sum_take_results(self, NULL) : PyLong_FromLong(found);
+}
+
+static void sum_dealloc(PyObject *self) {
+    PyTypeObject *class = Py_TYPE(self);
+    sum *s = (sum *)self;
+    let_go(s);
+    Py_XDECREF(s->likes);
+    Py_XDECREF(s->result_likes);
+    Py_XDECREF((PyObject *)s->kernel);
+    PyMem_Free(s->buckets);
+    PyMem_Free(s->entries);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
+}
+
+static size_t power_of_two(size_t nbytes) {
+    size_t power = 32 << 10;
+    while (power < nbytes) power *= 2;
+    return power;
+}
+
+/* Sort the arrays by type, in the order in which the types appear. */
+static void sort(sum *s, const char *codes) {
+    int taken = 0;
+    for (int i = 0; i < s->num_arrays; i++) {
+        const type *of = &TYPES[(unsigned char)codes[i]];
+        int known = 0;
+        for (int b = 0; b < s->num_buckets; b++) known |= s->buckets[b].type == of;
+        if (known) continue;
+        bucket *b = s->buckets + s->num_buckets++;
+        b->type = of, b->first = taken, b->elements = 0;
+        for (int j = i; j < s->num_arrays; j++) {
+            if (codes[j] != codes[i]) continue;
+            size_t elements = (size_t)PyArray_SIZE((PyArrayObject *)PyList_GetItem(s->likes, j));
+            s->entries[taken].array = j, s->entries[taken++].count = elements;
+            b->elements += elements;
+        }
+        b->end = taken;
+        s->nbytes += b->elements * b->type->wide;
+    }
+}
+
+/* Whether a list holds `count` arrays. */
+static int holds_arrays(PyObject *list, Py_ssize_t count) {
+    int holds = PyList_Size(list) == count;
+    for (Py_ssize_t i = 0; holds && i < count; i++) holds = PyArray_Check(PyList_GetItem(list, i));
+    return holds;
+}
+
+static PyObject *kernel_type, *sum_type;
+
+/* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered) */
+static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
+    sum *s = (sum *)self;
+    PyObject *owner, *likes, *result_likes;
+    const char *codes;
+    Py_ssize_t num_arrays, piece;
+    if (!PyArg_ParseTuple(args, "O!y#O!O!ndp", kernel_type, &owner, &codes, &num_arrays,
+                          &PyList_Type, &likes, &PyList_Type, &result_likes, &piece, &s->divisor,
+                          &s->scattered))
+        return -1;
+    kernel *k = (kernel *)owner;
+    int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
+               holds_arrays(result_likes, num_arrays);
+    for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
+    size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
+    if (place > slot) place = slot;
+    if (!good || piece < LINE || piece % LINE || (size_t)piece > slot) {
+        PyErr_SetString(PyExc_ValueError, "expected arrays of known types, and pieces that fit");
+        return -1;
+    }
+    size_t n = (size_t)num_arrays;
+    s->num_arrays = (int)num_arrays, s->piece = (size_t)piece;
+    s->buckets = PyMem_Calloc(n < NUM_TYPES ? n : NUM_TYPES, sizeof *s->buckets);
+    s->entries = PyMem_Calloc(n, sizeof *s->entries);
+    if (!s->buckets || !s->entries) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    s->kernel = (kernel *)Py_NewRef(owner);
+    s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
+    sort(s, codes);
+    /* Of a single piece no more than it needs; each run may leave a part of a line. */
+    size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
+    s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
+    return 0;
+}
+
+/* post(run, digest, flags) */
+static PyObject *kernel_post(PyObject *self, PyObject *args) {
+    long long run;
+    unsigned long long digest, flags;
+    if (!PyArg_ParseTuple(args, "LKK", &run, &digest, &flags)) return NULL;
+    if (!is_open((kernel *)self)) return NULL;
+    post((kernel *)self, run, digest, flags);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
+    if (!is_open((kernel *)self)) return NULL;
+    return PyBool_FromLong(look((kernel *)self) == DONE);
+}
+
+static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
+    kernel *k = (kernel *)self;
+    if (k->segment.obj) PyBuffer_Release(&k->segment);
+    Py_RETURN_NONE;
+}
+
+static void kernel_dealloc(PyObject *self) {
+    PyTypeObject *class = Py_TYPE(self);
+    Py_XDECREF(kernel_close(self, NULL));
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
+}
+
+/* Kernel(segment, common_bytes, room_bytes, ring_bytes, rank, size) */
+static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
+    kernel *k = (kernel *)self;
+    PyObject *segment;
+    Py_ssize_t common, room, ring;
+    if (!PyArg_ParseTuple(args, "Onnnii", &segment, &common, &room, &ring, &k->rank, &k->size))
+        return -1;
+    if (PyObject_GetBuffer(segment, &k->segment, PyBUF_WRITABLE)) return -1;
+    int fits = k->size > 0 && k->rank >= 0 && k->rank < k->size && ring > 0 && ring <= room &&
+               common >= 2 * k->size * LINE && k->segment.len >= common + k->size * room &&
+               (uintptr_t)k->segment.buf % LINE == 0 && common % LINE == 0 && room % LINE == 0;
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected a segment that holds records and rings");
+        return -1;
+    }
+    k->records = k->segment.buf;
+    k->rings = (char *)k->segment.buf + common;
+    k->room = (size_t)room, k->ring = (size_t)ring;
+    return 0;
+}
+
+static PyMethodDef kernel_methods[] = {
+    {"post", kernel_post, METH_VARARGS, NULL},
+    {"agreed", kernel_agreed, METH_NOARGS, NULL},
+    {"close", kernel_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef kernel_members[] = {
+    /* Where the next place may begin. */
+    {"next", T_PYSSIZET, offsetof(kernel, next), 0, NULL},
+    {"tick", T_ULONGLONG, offsetof(kernel, tick), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot kernel_slots[] = {
+    {Py_tp_methods, kernel_methods}, {Py_tp_members, kernel_members}, {Py_tp_init, kernel_init},
+    {Py_tp_dealloc, kernel_dealloc}, {Py_tp_new, PyType_GenericNew},  {0, NULL},
+};
+static PyType_Spec kernel_spec = {"hpcstrat.engine.native.kernel.Kernel", sizeof(kernel), 0,
+                                  Py_TPFLAGS_DEFAULT, kernel_slots};
+
+static PyMethodDef sum_methods[] = {
+    {"start", sum_start, METH_VARARGS, NULL},
+    {"go_on", sum_go_on, METH_VARARGS, NULL},
+    {"take_results", sum_take_results, METH_NOARGS, NULL},
+    {"reduce", (PyCFunction)(void (*)(void))sum_reduce, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot sum_slots[] = {
+    {Py_tp_methods, sum_methods},
+    {Py_tp_init, sum_init},
+    {Py_tp_dealloc, sum_dealloc},
+    {Py_tp_new, PyType_GenericNew},
+    {0, NULL},
+};
+static PyType_Spec sum_spec = {"hpcstrat.engine.native.kernel.Sum", sizeof(sum), 0, Py_TPFLAGS_DEFAULT,
+                               sum_slots};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_kernel(void) {
+    if (PyArray_ImportNumPyAPI() < 0) return NULL;
+    PyObject *made = PyModule_Create(&module);
+    kernel_type = PyType_FromSpec(&kernel_spec);
+    sum_type = PyType_FromSpec(&sum_spec);
+    int good = made && kernel_type && sum_type &&
+               !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
+               !PyModule_AddObjectRef(made, "Sum", sum_type) &&
+               !PyModule_AddIntConstant(made, "VERSION", 2);
+    if (!good) Py_CLEAR(made);
+    return made;
+}

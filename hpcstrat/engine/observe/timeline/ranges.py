@@ -1,0 +1,99 @@
+"""Parts of the library and of the program that are recorded, where recording is on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from hpcstrat.engine.observe.timeline.events import shown_text
+from hpcstrat.engine.observe.timeline.recorder import WAIT, Recorder, active
+
+__all__ = ["recorded_wait", "trace", "traced"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Range:
+    """A range of the program."""
+
+    __slots__ = ("_args", "_category", "_name", "_recorder", "_start")
+
+    def __init__(
+        self, recorder: Recorder, name: str, args: Any, category: str = "program"
+    ) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._args = args
+        self._category = category
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.enter(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._recorder.leave(self._name, self._category, self._start, self._args)
+
+
+_PLAIN = (bool, float, int, str, type(None))
+_NOTHING = contextlib.nullcontext()
+
+
+def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+    """Record a part of the program under a name, where recording is on.
+
+    Not collective. May be used by any thread.
+
+    Parameters
+    ----------
+    name : str
+        What the part is called.
+    **args : object
+        More about it, shown with it.
+
+    Returns
+    -------
+    context manager
+        Surrounds the part. Parts may lie in each other.
+    """
+    recorder = active.recorder
+    if recorder is None:
+        return _NOTHING
+    # As they are now; they are written later, by another thread.
+    shown = {key: v if type(v) in _PLAIN else shown_text(v) for key, v in args.items()}
+    return _Range(recorder, name, shown or None)
+
+
+def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
+    """Record that this rank waits in a call that was started before."""
+    recorder = active.recorder
+    if recorder is None:
+        return _NOTHING
+    return _Range(recorder, WAIT, {"call": text}, "wait")
+
+
+def traced(name: str, category: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator that records the calls of a function."""
+
+    def _decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def _recorded(*values: _P.args, **named: _P.kwargs) -> _R:
+            recorder = active.recorder
+            if recorder is None:
+                return function(*values, **named)
+            start = recorder.enter(name)
+            try:
+                return function(*values, **named)
+            finally:
+                recorder.leave(name, category, start)
+
+        return _recorded
+
+    return _decorate

@@ -1,0 +1,212 @@
+"""Records events of the library and the program, where recording is on.
+
+The whole library asks ``active.recorder is None``, which is all that recording costs
+where it is off.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hpcstrat.engine.observe.timeline.alignment import Sample
+from hpcstrat.engine.observe.timeline.event_files import EventFile
+from hpcstrat.engine.observe.timeline.events import CLOCK_EVENT, Track, metadata
+
+__all__ = ["DATA", "WAIT", "Recorder", "active"]
+
+# What a collective call consists of.
+WAIT = "wait for the others"
+DATA = "data"
+
+
+class _Active:
+    """The recorder of this process; None where recording is off."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+    def forget(self) -> None:
+        """Stop recording in a forked child: the thread that writes is not in it."""
+        self.recorder = None
+
+
+active = _Active()
+os.register_at_fork(after_in_child=active.forget)
+
+
+class Sink(Protocol):
+    """A destination of a recorder's events; see `EventFile`."""
+
+    def put(self, event: Any) -> None:
+        """Take one."""
+
+    def flush(self) -> None:
+        """Keep what came so far, whatever becomes of the process."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class Recorder:
+    """Records ranges of time, into a file, as NVTX ranges, or both.
+
+    ``nvtx`` has ``RangePush`` and ``RangePop``, as ``cupy.cuda.nvtx``.
+    """
+
+    def __init__(self, track: Track, nvtx: Any = None) -> None:
+        self.track = track
+        self.file: Sink | None = None
+        self._nvtx = nvtx
+        self._base_ns = 0
+        self._main = threading.get_ident()
+        self._threads = {self._main: 0}
+        self._lock = threading.Lock()
+        # The last agreed call: its range ends with its data, or when the next one
+        # comes.
+        self._call: Any = None
+        self._num_started = 0
+
+    def open(self, path: str, zero_ns: int, sample: Sample, most_bytes: int) -> None:
+        """Begin a file that does not exist yet; raise OSError if it cannot be made.
+
+        The trace begins at ``zero_ns`` of the reference's clock, to which the sample
+        says how this one stands now; after ``most_bytes`` no more events are written.
+        """
+        self._base_ns = zero_ns - sample.offset_ns
+        self.file = EventFile(path, self.track, self._base_ns, most_bytes)
+        self.add_clock(sample)
+
+    def add_clock(self, sample: Sample) -> None:
+        """Note how this clock stands to the reference."""
+        args = {
+            "base_ns": self._base_ns,
+            "local_ns": sample.local_ns,
+            "offset_ns": sample.offset_ns,
+            "round_trip_ns": sample.round_trip_ns,
+        }
+        if self.file is not None:
+            self.file.put(metadata(self.track, CLOCK_EVENT, args))
+
+    def enter(self, name: str) -> int:
+        """Begin a range, which returns what `leave` takes; ranges of a thread nest."""
+        if self._nvtx is not None:
+            self._nvtx.RangePush(name)
+        return time.perf_counter_ns()
+
+    def leave(self, name: str, category: str, start: int, args: Any = None) -> None:
+        """End the range that began last in this thread.
+
+        ``args`` say more about it; values that JSON has no form for are shown by
+        ``str``.
+        """
+        end = time.perf_counter_ns()
+        if self._nvtx is not None:
+            self._nvtx.RangePop()
+        # Another thread may end the file.
+        file = self.file
+        if file is not None:
+            file.put((name, category, start, end, args, self._thread(file)))
+
+    def around(
+        self, function: Callable[..., Any], name: str, category: str, args: Any = None
+    ) -> Callable[..., Any]:
+        """Return a function that records its calls, as `leave` does."""
+
+        def _recorded(*values: Any, **named: Any) -> Any:
+            start = self.enter(name)
+            try:
+                return function(*values, **named)
+            finally:
+                self.leave(name, category, start, args)
+
+        return _recorded
+
+    def agreed(self, text: str, args: dict[str, Any], start: int) -> None:
+        """Note that all ranks have come to a call, which `enter` began."""
+        self.leave(WAIT, "wait", start, args)
+        self._finish_call()
+        # It ends with its data, if it has any.
+        self._call = text, args, start, time.perf_counter_ns()
+
+    def enter_data(self, text: str) -> None:
+        """Begin the exchange of data of a call."""
+        if self._nvtx is not None:
+            self._nvtx.RangePush(f"{DATA} of {text}")
+
+    def leave_data(self, text: str, *, pushed: bool = True) -> None:
+        """End the exchange of data of a call, which `enter_data` began if ``pushed``.
+
+        Calls that are started and awaited later have no data here.
+        """
+        end = time.perf_counter_ns()
+        if pushed and self._nvtx is not None:
+            self._nvtx.RangePop()
+        # The thread that takes started calls further comes here, too.
+        if threading.get_ident() == self._main and self._call is not None:
+            self._finish_call(end if self._call[0] == text else 0)
+
+    def _finish_call(self, end: int = 0) -> None:
+        if self._call is None or self.file is None:
+            return
+        text, args, start, at = self._call
+        self._call = None
+        name, thread = _short(text), self._thread(self.file)
+        # A nanosecond apart, so that no part begins or ends with the whole.
+        whole = (name, "collective", start - 1, max(end, at) + 1, args, thread)
+        self.file.put(whole)
+        if end:
+            self.file.put((DATA, "data", at, end, None, thread))
+
+    def started(self, call: Any) -> None:
+        """Note that a call was started that is awaited later."""
+        if self.file is not None:
+            self._num_started += 1
+            # Calls started earlier have none, and are not ended in a file that they did
+            # not begin in.
+            call.mark = str(self._num_started)
+            name, args = _short(call.call.text), {"call": call.call.text}
+            at = time.perf_counter_ns()
+            self.file.put((name, "b", at, call.mark, args))
+
+    def ended(self, call: Any) -> None:
+        """Note the end of a call that was started."""
+        file = self.file
+        if file is not None and call.mark:
+            name, at = _short(call.call.text), time.perf_counter_ns()
+            file.put((name, "e", at, call.mark, None))
+
+    def _thread(self, file: Sink) -> int:
+        """Return the number of the thread that calls this."""
+        ident = threading.get_ident()
+        number = self._threads.get(ident)
+        if number is None:
+            with self._lock:
+                number = self._threads[ident] = len(self._threads)
+            name = f"replica {self.track.replica}, {threading.current_thread().name}"
+            for line in self.track.thread(number, name):
+                file.put(line)
+        return number
+
+    def flush(self) -> None:
+        """Write what has been recorded; for a process that is about to end."""
+        if self.file is not None:
+            self._finish_call()
+            self.file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        if self.file is not None:
+            self._finish_call()
+            file, self.file = self.file, None
+            file.close()
+
+
+def _short(text: str) -> str:
+    """Return a call without the description of its arrays."""
+    return text.partition(" of ")[0][:80]

@@ -1,0 +1,373 @@
+"""The algorithms that users may name: how values are summed over the replicas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.engine.collectives import select
+from hpcstrat.engine.collectives.reduce_to_one import reduce_to_one
+from hpcstrat.engine.collectives.select import Choice
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Array
+
+if TYPE_CHECKING:
+    from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "MpiAllReduce",
+    "NcclAllReduce",
+    "ReductionToOneDevice",
+    "SharedMemoryAllReduce",
+]
+
+
+_REFERENCE_HOOKS = frozenset(
+    (
+        "reduce_implementation",
+        "batch_reduce_implementation",
+        "broadcast_implementation",
+        "_gather_implementation",
+    )
+)
+
+
+class CrossDeviceOps:
+    """The library's own choice, by size and topology.
+
+    A new algorithm is a function in `hpcstrat.engine.collectives`, a line of its
+    ``select``, and a subclass where users are to name it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse the hooks of tf.distribute, which nothing here would call."""
+        super().__init_subclass__(**options)
+        hooks = sorted(_REFERENCE_HOOKS & vars(cls).keys())
+        if hooks:
+            raise TypeError(
+                f"expected a CrossDeviceOps that overrides choose, found that "
+                f"{cls.__name__} has {', '.join(hooks)} of tf.distribute, which are "
+                "never called; pass ReductionToOneDevice(accumulation_fn=...) for a "
+                "combination of your own, or override choose"
+            )
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If the algorithm does not serve this topology. On every rank.
+        """
+        return select.select(nbytes, topology, options)
+
+    def choose_on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays that are on GPUs.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        group : DeviceGroup
+            Where, and what can move arrays there.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If the algorithm does not serve this topology. On every rank.
+        """
+        return self._on_gpu(nbytes, group, options)
+
+    def _on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        from hpcstrat.engine.gpu.transports import transport_select
+
+        if type(self).choose is CrossDeviceOps.choose:
+            return transport_select.select_on_gpu(nbytes, group, options)
+        # An algorithm for host memory: arrays are copied there and back.
+        return transport_select.staged(
+            *(nbytes, group, options, self.choose), name=self.describe()
+        )
+
+    def describe(self) -> str:
+        """Say what ranks must agree on, since they would exchange other messages.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Name of the algorithm, with its parameters; empty for the library's choice.
+        """
+        return "" if type(self) is CrossDeviceOps else type(self).__name__
+
+
+class NcclAllReduce(CrossDeviceOps):
+    """The all-reduce of NCCL, for arrays on GPUs; the library's own choice for others.
+
+    Parameters
+    ----------
+    num_packs : int
+        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
+        the size of the pieces.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        _check_num_packs(num_packs)
+
+    def _on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        from hpcstrat.engine.gpu.transports import transport_select
+
+        return transport_select.nccl(group, options)
+
+
+class MpiAllReduce(CrossDeviceOps):
+    """The all-reduce of the MPI library, in messages of one piece.
+
+    Of arrays on GPUs, whose sums MPI libraries make badly: sums made by kernels, of
+    what MPI sends from rank to rank, where it moves such memory.
+    """
+
+    def _on_gpu(
+        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
+    ) -> Choice:
+        from hpcstrat.engine.gpu.transports import transport_select
+
+        if group.capabilities.mpi_sendrecv:
+            return transport_select.ring(group, options)
+        return super()._on_gpu(nbytes, group, options)
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Not used.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a message.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        return select.by_mpi(nbytes, topology, options)
+
+
+class SharedMemoryAllReduce(CrossDeviceOps):
+    """Reduction through memory that the replicas of one worker share.
+
+    The sums are those of adding the replicas' values in their order, whatever the
+    number of pieces. Arrays on GPUs go by way of it.
+    """
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Of one worker.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+
+        Raises
+        ------
+        ValueError
+            If there are several workers. On every rank.
+        """
+        if topology.num_workers > 1:
+            raise ValueError(
+                "expected the replicas of one worker for SharedMemoryAllReduce, found "
+                f"{topology.num_workers} workers; use HierarchicalCopyAllReduce, or "
+                "leave the choice to the library"
+            )
+        return select.shared_memory(nbytes, topology, options)
+
+
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Reduction inside each worker through shared memory, then between the workers.
+
+    Every rank of a worker sends its part of the worker's sum to the ranks with the same
+    position, so that all links are busy. For replicas of one worker it is
+    `SharedMemoryAllReduce`.
+
+    Parameters
+    ----------
+    num_packs : int
+        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
+        the size of the pieces.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        _check_num_packs(num_packs)
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            ``bytes_per_pack`` is the size of a piece, of which each rank of a worker
+            sends its share.
+
+        Returns
+        -------
+        Choice
+            Algorithm and size of the pieces.
+        """
+        return select.hierarchical(nbytes, topology, options)
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Reduces on one replica, in replica order, and sends the result to all.
+
+    In host memory, where arrays on GPUs are copied to.
+
+    Parameters
+    ----------
+    reduce_to_device : int or str, optional
+        The replica that adds, as a number, or as a device such as ``"CPU:1"``, whose
+        number is taken; default: replica 0.
+    accumulation_fn : callable, optional
+        Takes a list with a flat array of each replica and returns their element-wise
+        combination; default: the sum. ``MEAN`` divides its result by the number of
+        replicas.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: int | str | None = None,
+        accumulation_fn: Callable[[list[Array]], Any] | None = None,
+    ) -> None:
+        number = str(reduce_to_device or 0).rpartition(":")[2]
+        if not number.isdecimal():
+            raise ValueError(
+                "expected a replica's number or a device such as 'CPU:0', found "
+                f"{reduce_to_device!r}; pass None for replica 0"
+            )
+        self._root = int(number)
+        self._accumulate = accumulation_fn
+
+    @property
+    def combines(self) -> bool:
+        """Whether a function of the program combines the values."""
+        return self._accumulate is not None
+
+    def describe(self) -> str:
+        """Say what ranks must agree on, since they would exchange other messages.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Name of the algorithm, and on which replica it adds.
+        """
+        how = "" if self._accumulate is None else ", own accumulation_fn"
+        return f"{super().describe()}(on replica {self._root}{how})"
+
+    def choose(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        """Choose how to reduce a call's arrays.
+
+        Not collective; the same on every rank.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size of all arrays, in the types in which they are added.
+        topology : Topology
+            Where.
+        options : CommunicationOptions
+            Not used.
+
+        Returns
+        -------
+        Choice
+            Algorithm; all arrays are one piece.
+
+        Raises
+        ------
+        ValueError
+            If there is no such replica. On every rank.
+        """
+        del options
+        if self._root >= topology.num_replicas:
+            raise ValueError(
+                f"expected reduce_to_device below {topology.num_replicas}, the number "
+                f"of replicas, found {self._root}; choose one of them"
+            )
+        algorithm = functools.partial(
+            reduce_to_one, root=self._root, accumulate=self._accumulate
+        )
+        # Runs of other types begin at multiples of 64 bytes.
+        return Choice(algorithm, nbytes + (64 << 10), starts=False)
+
+
+def _check_num_packs(num_packs: int) -> None:
+    if num_packs < 0:
+        raise ValueError(f"expected num_packs >= 0, found {num_packs}; leave it out")

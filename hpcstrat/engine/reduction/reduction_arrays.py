@@ -1,0 +1,155 @@
+"""The arrays of a reduction: those that are summed, and where their sums go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.arrays.overlaps import lies_apart, overlap
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Array, Tree
+
+__all__ = [
+    "all_plain",
+    "by_memory",
+    "checked_outs",
+    "list_structure",
+    "require_fitting",
+]
+
+# Host memory, in DLPack's numbers: kDLCPU.
+_DLPACK_CPU = 1
+
+
+def all_plain(leaves: list[Any]) -> bool:
+    """Whether all of some values are arrays of NumPy that can be summed as they are.
+
+    False for subclasses, and for byte orders that are not native.
+    """
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
+            return False
+    return True
+
+
+@functools.cache
+def list_structure(length: int) -> Any:
+    """Return the structure of a list of leaves; see `hpcstrat.engine.tree.flatten`."""
+    return flatten([0] * length)[1]
+
+
+def by_memory(arrays: list[Array]) -> list[list[int]]:
+    """Return the indices of arrays in host memory, then of those on GPUs.
+
+    They take calls of their own. At least one list; the same on every rank whose arrays
+    are in the same memory.
+    """
+    there = [index for index, array in enumerate(arrays) if is_device(array)]
+    if not there or len(there) == len(arrays):
+        return [list(range(len(arrays)))]
+    return [[i for i in range(len(arrays)) if i not in there], there]
+
+
+def checked_outs(
+    out: Tree, arrays: list[Array], structure: Any, sparse: list[int]
+) -> list[Any]:
+    """Return the leaves of ``out``, which must have the structure of the value.
+
+    Of other libraries' host memory they are NumPy's arrays. ``sparse`` are the leaves
+    of the value that are IndexedSlices. ValueError for another structure, for
+    IndexedSlices, for memory that is not shared, or for leaves that share memory with
+    each other.
+    """
+    if sparse:
+        raise ValueError(
+            "expected no out for IndexedSlices, whose number of rows is known only "
+            "afterwards, found one; leave it out"
+        )
+    outs, found = flatten(out)
+    if found != structure:
+        raise ValueError(
+            f"expected an out of the structure {structure}, as the value, found "
+            f"{found}; give one array for each"
+        )
+    outs = [_own_memory(leaf) for leaf in outs]
+    shared = overlap(outs, arrays)
+    if shared is not None:
+        one, other = (_name(structure.paths()[index]) for index in shared)
+        raise ValueError(
+            f"expected out arrays that lie apart, found that {one} and {other} share "
+            "memory, in which one result would be lost; give each an array of its own"
+        )
+    return outs
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "out" + "".join(f"[{entry!r}]" for entry in path)
+
+
+def _own_memory(out: Any) -> Any:
+    """Return the host memory of another library's array as one of NumPy's.
+
+    Anything else, and what shares only copies, is returned as it is, to be refused.
+    """
+    if isinstance(out, (np.ndarray, np.generic)) or is_device(out):
+        return out
+    where = getattr(type(out), "__dlpack_device__", None)
+    if where is None or where(out)[0] != _DLPACK_CPU:
+        return out
+    try:
+        array, again = np.from_dlpack(out), np.from_dlpack(out)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"expected memory that can be written as out, found a "
+            f"{type(out).__qualname__}: {error}; detach it from what computes gradients"
+        ) from error
+    # Results in a copy would be lost.
+    shared = np.may_share_memory(array, again) or not array.size
+    return array if shared else out
+
+
+def require_fitting(
+    outs: list[Any],
+    results: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+    on_gpu: bool,
+) -> None:
+    """Demand arrays that can take results of given shapes and types; or ValueError."""
+    for out, result in zip(outs, results, strict=True):
+        if type(out) is np.ndarray and not on_gpu:
+            # Nearly all there are; each of these looks takes part of a microsecond.
+            flags = out.flags
+            if (
+                flags.c_contiguous
+                and flags.writeable
+                and (out.shape, out.dtype) == result
+            ):
+                continue
+        if (
+            (not is_device(out) if on_gpu else type(out) is not np.ndarray)
+            or (out.shape, out.dtype) != result
+            or not (on_gpu or out.flags.writeable)
+            or not lies_apart(out)
+        ):
+            raise ValueError(_misfit(out, *result, on_gpu))
+
+
+def _misfit(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
+) -> str:
+    kind = f"a {type(out).__name__}"
+    if isinstance(out, np.ndarray):
+        locked = "" if out.flags.writeable else "read-only "
+        kind = f"a {locked}{kind[2:]} {out.dtype}{list(out.shape)}"
+    elif is_device(out):
+        kind = f"a cupy.ndarray {out.dtype}{list(out.shape)}"
+    library = "cupy" if on_gpu else "numpy"
+    if hasattr(out, "strides") and not lies_apart(out):
+        kind += f" of strides {out.strides}, whose elements share memory"
+    return (
+        f"expected a writable {library}.ndarray {dtype}{list(shape)} as out, found "
+        f"{kind}; make it with {library}.empty"
+    )

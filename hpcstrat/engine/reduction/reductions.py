@@ -1,0 +1,410 @@
+"""The one reduction path: tree, plan, header, algorithm, tree."""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible
+from hpcstrat.engine.arrays.overlaps import copied_where_overwritten
+from hpcstrat.engine.arrays.recycling import DeviceRecycler, Recycler
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.entries import collective, leave
+from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.collectives.plan import Plan
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.reduction.gathers import Gathers
+from hpcstrat.engine.reduction.reduction_arrays import (
+    all_plain,
+    by_memory,
+    checked_outs,
+    list_structure,
+    require_fitting,
+)
+from hpcstrat.engine.reduction.reduction_plan import marked, plan_reduction
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Array, Tree
+
+if TYPE_CHECKING:
+    from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
+
+__all__ = ["Reductions"]
+
+_MOST_PLANS = 1024
+# Of a call that no header carries.
+_LARGE_BYTES = 1 << 20
+
+# Operation, name of the call, and what holds the arrays; None for a single array.
+_Request = tuple[ReduceOp, str, Any]
+
+
+class Reductions:
+    """Calls that sum the arrays of all replicas, or take their mean.
+
+    They plan once for each kind of call, and then act: ``ops`` chooses how, by the
+    ``options`` of the call, or the ones given here.
+    """
+
+    def __init__(
+        self, gathers: Gathers, ops: CrossDeviceOps, options: CommunicationOptions
+    ) -> None:
+        # What an entry asks for its channel.
+        self.collectives = gathers.collectives
+        self._gathers = gathers
+        self._ops = ops
+        self._options = options
+        self._plans: dict[Any, Plan] = {}
+        # By call, operation, and type and shape of an array, or the number of arrays:
+        # the plan that was used last.
+        self._repeated: dict[Any, Plan] = {}
+        # Where arrays may lie that the ranks of a worker have all mapped.
+        self._areas: Areas | None = None
+        self._recycler = Recycler()
+        self._device_recycler = DeviceRecycler()
+
+    def close(self) -> None:
+        """Forget the plans, which hold shared memory."""
+        self._forget()
+        self._device_recycler.clear()
+
+    def use_areas(self, areas: Areas) -> None:
+        """Look for arrays in areas from here on; on all ranks at the same point."""
+        self._areas = areas
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._repeated.clear()
+
+    def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> Any:
+        """Reduce arrays of NumPy as in an earlier call, by what was planned then.
+
+        An entry, see `hpcstrat.engine.channel.entries`; ``value`` is an array or a list
+        of arrays, ``out`` the same, or None for new ones. Nearly all calls of a loop
+        are like this. Returns None where another way has to be taken: then it is as if
+        it had not been called. Collective over ``topology.replica_comm``.
+        """
+        if type(value) is np.ndarray:
+            key: Any = what, op, value.dtype, value.shape
+        elif type(value) is list:
+            key = what, op, len(value)
+        else:
+            return None
+        planned = self._repeated.get(key)
+        if planned is None or (out is not None and type(out) is not type(value)):
+            return None
+        seconds = self._options.timeout_seconds
+        channel = planned.channel
+        if channel is None:
+            return planned.repeat(value, out, seconds)
+        if channel.broken or channel.elsewhere is not None:
+            return None
+        # No other thread runs between the look and the assignment.
+        outer, thread = channel.thread, get_ident()
+        if outer is not None and outer != thread:
+            return None
+        entered, channel.thread = channel.num_calls, thread
+        try:
+            return planned.repeat(value, out, seconds)
+        except BaseException as error:
+            leave(channel, what, error, entered)
+            raise
+        finally:
+            channel.thread = outer
+
+    def reduce_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Reduce all arrays of a tree over the replicas, in as few messages as fit.
+
+        Collective over ``topology.replica_comm``; the only call of what is an entry of
+        the library by itself, see `hpcstrat.engine.channel.entries`. ``MEAN`` divides
+        once, after the sum; of integers it is float64. Rows of IndexedSlices are
+        concatenated in replica order. ``trees``, of the same structure, shapes and
+        dtypes on every replica, are not modified, unless they are ``out``, see
+        `Strategy.reduce`: that reduces in place. The results may be written by the
+        caller, and are equal bit for bit on every replica. CollectiveError on every
+        replica, if they disagree on structure, shape or dtype. ValueError if an array
+        has no sum, or ``out`` does not fit: the others raise ReplicaError.
+        """
+        if options is None:
+            result = self.repeat(what, op, trees, out)
+            if result is not None:
+                return result
+            options = self._options
+        # One array, or a list of them, which need no tree.
+        if type(trees) is np.ndarray and trees.dtype.isnative:
+            if out is None or type(out) is np.ndarray:
+                outs = None if out is None else [out]
+                return self._reduce((op, what, None), [trees], options, outs)[0]
+        elif type(trees) is list and out is None and all_plain(trees):
+            request = op, what, list_structure(len(trees))
+            return self._reduce(request, trees, options, None)
+        leaves, structure = flatten(trees)
+        sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
+        arrays = [
+            to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
+            for leaf in leaves
+        ]
+        outs = None if out is None else checked_outs(out, arrays, structure, sparse)
+        # Calls of their own: in one order, and before the others, on all replicas.
+        for index in sparse:
+            leaves[index] = self._reduce_rows(op, leaves[index], what)
+        dense = [i for i in range(len(leaves)) if i not in sparse]
+        if dense or not leaves:
+            dense_arrays = [arrays[i] for i in dense] if sparse else arrays
+            request = op, what, structure
+            reduced = self._reduce_by_memory(request, dense_arrays, options, outs)
+            for index, array in zip(dense, reduced, strict=True):
+                leaves[index] = array
+        return unflatten(structure, leaves) if out is None else out
+
+    batch_reduce = collective(reduce_inside)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether data of a reduction that is started travel while ranks compute.
+
+        Not collective; the same on every rank. Inside a worker the ranks move them.
+        """
+        channel: Any = self.collectives.channel
+        if channel is None or channel.topology.num_workers == 1:
+            return False
+        return self._ops.choose(_LARGE_BYTES, channel.topology, self._options).starts
+
+    def start_inside(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+        part: bool = False,
+    ) -> Started:
+        """Start `reduce_inside`, without waiting for its end.
+
+        Collective over ``topology.replica_comm``. Neither ``trees`` nor ``out`` may be
+        written before the end, nor ``out`` be read; IndexedSlices are refused by
+        ValueError. `Started.wait` returns the result; it says what ``part`` means.
+        """
+        options = options or self._options
+        leaves, structure = flatten(trees)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            raise ValueError(
+                "expected arrays in a reduction that is started, found IndexedSlices; "
+                "reduce them with all_reduce"
+            )
+        arrays = [to_reducible(leaf) for leaf in leaves]
+        if len(by_memory(arrays)) > 1:
+            raise ValueError(
+                "expected arrays in one kind of memory in a reduction that is started, "
+                "found host memory and a GPU's; start two reductions"
+            )
+        outs = None if out is None else checked_outs(out, arrays, structure, [])
+        request = op, what, structure
+        if arrays and is_device(arrays[0]):
+            # To make it takes calls, which a call that is being started cannot make.
+            self._group(what, options)
+        begin = functools.partial(self._start, request, arrays, options, part=part)
+        return cast("Started", self.collectives.call(what, begin, outs, out))
+
+    def _start(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+        out: Tree,
+        *,
+        part: bool,
+    ) -> Started:
+        planned = self._plan_for(request, arrays, options)
+        results = self._results(planned, arrays, outs)
+        if not planned.starts:
+            raise ValueError(
+                "expected an algorithm that can be started and awaited later, found "
+                f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
+            )
+        if outs is not None:
+            arrays = copied_where_overwritten(arrays, outs)
+        tree = unflatten(request[2], results) if out is None else out
+        join = None
+        if planned.choice is not None and arrays and is_device(arrays[0]):
+            planned, arrays, join = marked(planned, arrays, results)
+        return Started(
+            self.collectives.channel,
+            planned.call,
+            planned.steps(arrays, results),
+            tree,
+            options.timeout_seconds,
+            join=join,
+            part=part,
+        )
+
+    start_reduce = collective(start_inside)
+
+    def _plan_for(
+        self, request: _Request, arrays: list[Array], options: CommunicationOptions
+    ) -> Plan:
+        """Return the plan of a call, a new one or kept."""
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        # All that a plan depends on and that may differ between two calls.
+        key = (
+            *(request, options.bytes_per_pack, options.wire_dtype),
+            *(options.implementation, on_gpu),
+            *[(a.dtype, a.shape) for a in arrays],
+        )
+        planned = self._plans.get(key)
+        if planned is None:
+            planned = self._plans[key] = self._plan(request, arrays, options)
+        if options is self._options and not on_gpu:
+            self._keep(planned, request)
+        return planned
+
+    def _results(
+        self, planned: Plan, arrays: list[Array], outs: list[Array] | None
+    ) -> list[Array]:
+        """Return arrays for the results of a call, new ones if there are no ``outs``.
+
+        Memory runs out here, if it does, and not between the header and the data.
+        """
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        if outs is not None:
+            require_fitting(outs, planned.results, on_gpu)
+            return outs
+        if on_gpu:
+            return self._on_gpu(planned, arrays)
+        return self._recycler.arrays(planned.results)
+
+    def _keep(self, planned: Plan, request: _Request) -> None:
+        """Let calls of the same kind go the way of `repeat` from here on."""
+        op, what, structure = request
+        count = len(planned.signatures)
+        # By what calls are given, too: to look that up takes time.
+        for name in (op, op.name, op.name.lower()):
+            if structure is None:
+                self._repeated[what, name, *planned.signatures[0]] = planned
+            elif structure == list_structure(count):
+                self._repeated[what, name, count] = planned
+
+    def _on_gpu(self, planned: Plan, arrays: list[Array]) -> list[Array]:
+        """Return arrays for the results of a call on a GPU."""
+        if self.collectives.channel is not None:
+            self.collectives.channel.forget_done()
+        module = array_module(arrays[0])
+        return self._device_recycler.arrays(planned.call, planned.results, module)
+
+    def _reduce_by_memory(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+    ) -> list[Array]:
+        """Reduce arrays in host memory, and on GPUs, one kind after the other."""
+        groups, (op, what, _) = by_memory(arrays), request
+        if len(groups) < 2:
+            return list(
+                self.collectives.call(
+                    what, self._reduce, request, arrays, options, outs
+                )
+            )
+        results: list[Any] = [None] * len(arrays)
+        for some in groups:
+            asked = op, what, list_structure(len(some))
+            own = [arrays[i] for i in some]
+            its_outs = None if outs is None else [outs[i] for i in some]
+            part = self.collectives.call(
+                what, self._reduce, asked, own, options, its_outs
+            )
+            for index, result in zip(some, part, strict=True):
+                results[index] = result
+        return results
+
+    def _reduce(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        outs: list[Array] | None,
+    ) -> list[Array]:
+        planned = self._plan_for(request, arrays, options)
+        found = planned.repeat(arrays, outs, options.timeout_seconds)
+        if found is not None:
+            return cast("list[Array]", found)
+        results = self._results(planned, arrays, outs)
+        if outs is not None:
+            arrays = copied_where_overwritten(arrays, outs)
+        planned.run(arrays, results, options.timeout_seconds)
+        return results
+
+    def _plan(
+        self, request: _Request, arrays: list[Array], options: CommunicationOptions
+    ) -> Plan:
+        on_gpu = bool(arrays) and is_device(arrays[0])
+        group = self._group(request[1], options) if on_gpu else None
+        if group is None:
+            return self._planned(request, arrays, options, None)
+        # Its making was a call of all replicas.
+        begin = self._planned, request, arrays, options, group
+        return cast("Plan", self.collectives.call(request[1], *begin))
+
+    def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
+        from hpcstrat.engine.gpu.transports.device_group import device_group
+
+        channel: Any = self.collectives.channel
+        seconds = options.timeout_seconds
+        return None if channel is None else device_group(channel, what, seconds)
+
+    def _planned(
+        self,
+        request: _Request,
+        arrays: list[Array],
+        options: CommunicationOptions,
+        group: DeviceGroup | None,
+    ) -> Plan:
+        op, what, structure = request
+        # Refused here, before the header, which then tells the other replicas.
+        for array in arrays:
+            to_reducible(array)
+            if group is not None:
+                group.require_own(array)
+        # A program of ever new shapes must not fill memory; the next calls plan anew.
+        if len(self._plans) >= _MOST_PLANS:
+            self._forget()
+        return plan_reduction(
+            arrays,
+            cast("Channel | None", self.collectives.channel),
+            self._ops,
+            op=op,
+            what=what,
+            structure=structure,
+            options=options,
+            allocate=self._recycler.arrays,
+            group=group,
+            areas=self._areas,
+        )
+
+    @quiet
+    def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
+        label = f"{what}({op.name}) of rows of {rows.dense_shape}"
+        values, indices = self._gathers.all_gather(
+            [rows.values, rows.indices], 0, label
+        )
+        if op is ReduceOp.MEAN:
+            values = values / self.collectives.size
+        return IndexedSlices(values, indices, rows.dense_shape)

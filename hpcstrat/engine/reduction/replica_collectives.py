@@ -1,0 +1,55 @@
+"""All calls between replicas that the rest of the library makes, in one object."""
+
+from __future__ import annotations
+
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.reduction.gathers import Gathers
+from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
+from hpcstrat.engine.reduction.reductions import Reductions
+
+__all__ = ["Collectives"]
+
+
+class Collectives(ObjectCollectives):
+    """The calls that move data between replicas, each with its header.
+
+    Those of objects, with `Gathers` and `Reductions` of arrays. ``channel`` is None for
+    a single replica, where nothing moves; ``ops`` and ``options`` are the defaults of
+    every call.
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None,
+        ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        options = options or CommunicationOptions()
+        super().__init__(channel, options.timeout_seconds)
+        gathers = Gathers(self)
+        self._reductions = Reductions(gathers, ops or CrossDeviceOps(), options)
+        # Bound here, which costs a call nothing where it is made.
+        self.all_gather = gathers.all_gather
+        self.broadcast = gathers.broadcast
+        self.batch_reduce = self._reductions.batch_reduce
+        self.reduce_inside = self._reductions.reduce_inside
+        self.repeat = self._reductions.repeat
+        self.start_reduce = self._reductions.start_reduce
+        self.start_inside = self._reductions.start_inside
+
+    def use_areas(self, areas: Areas) -> None:
+        """Look for arrays in areas from here on; on all ranks at the same point."""
+        self._reductions.use_areas(areas)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a reduction that is started goes on while ranks compute."""
+        return self._reductions.overlaps
+
+    def close(self) -> None:
+        """Refuse all calls from here on."""
+        super().close()
+        self._reductions.close()

@@ -1,0 +1,343 @@
+"""Distributed values: what each replica holds of one thing.
+
+Every process holds the components of its own replicas: one, unless there are several
+logical replicas on a rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.context import current, own_index
+from hpcstrat.engine.tree import tree_map
+from hpcstrat.engine.typing import Array, Tree
+
+__all__ = [
+    "ONE_OF_MANY",
+    "ArrayOperators",
+    "DistributedValues",
+    "HostValue",
+    "Mirrored",
+    "PerReplica",
+    "localize",
+    "part_of",
+]
+
+_ADVICE = (
+    "combine the replicas with strategy.reduce or strategy.gather, compute inside "
+    "strategy.run, or look at this replica's part with strategy.local_value, which is "
+    "all there is to a value that all_reduce has made equal on all replicas"
+)
+# Functions of NumPy that write into their first argument.
+_WRITING = frozenset(
+    (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
+)
+
+ONE_OF_MANY = (
+    "combine its parts with strategy.reduce, or take it with strategy.local_value "
+    "where it is equal on all replicas already, as after all_reduce"
+)
+"""What to do with a PerReplica where one value is expected."""
+
+
+class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
+    """NumPy's operators and functions for an object that stands for an array.
+
+    Subclasses give ``_operand()``, which returns the array.
+    """
+
+    __slots__ = ()
+    # Compared element by element like an array, but found by identity in dicts.
+    __hash__ = object.__hash__
+
+    def _operand(self) -> Array:
+        raise NotImplementedError
+
+    def _lasting(self) -> Array | None:
+        """Return the array if it lives as long as this object."""
+        return self._operand()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Convert to a NumPy array; refused where a GPU would have to be waited for."""
+        array = self._operand()
+        if is_device(array):
+            raise TypeError(
+                f"expected a value in host memory to make a NumPy array, found a "
+                f"{type(self).__name__} on a GPU; copy it with cupy.asnumpy, or "
+                "variable.numpy()"
+            )
+        if dtype is not None and array.dtype != dtype:
+            # NumPy 2 asks so: the caller would write into a copy unnoticed.
+            if copy is False:
+                raise ValueError(
+                    f"expected an array of {np.dtype(dtype)} without a copy, found "
+                    f"{array.dtype}; allow the copy"
+                )
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+    ) -> Any:
+        """Apply a NumPy function to the array that this stands for."""
+        for out in kwargs.get("out", ()):
+            if isinstance(out, ArrayOperators):
+                raise _not_written(ufunc, out)
+        # Else NumPy would ask these objects again, for ever.
+        arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __array_function__(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of NumPy on the array, which is looked up once."""
+        written = [kwargs.get("out")]
+        if func in _WRITING:
+            written += [*args[:1], *map(kwargs.get, ("dst", "a", "arr"))]
+        for out in written:
+            if isinstance(out, ArrayOperators):
+                raise _not_written(func, out)
+        named = {key: _operands(value) for key, value in kwargs.items()}
+        return func(*[_operands(value) for value in args], **named)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """What libraries on GPUs read the array by; only there for one on a GPU."""
+        array: Any = self._lasting()
+        if not is_device(array):
+            raise AttributeError("an array in host memory has no CUDA array interface")
+        return array.__cuda_array_interface__
+
+    def __matmul__(self, other: Any) -> Any:
+        """Multiply matrices."""
+        return np.matmul(self, other)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a copy of part of the array."""
+        part = self._operand()[key]
+        is_array = isinstance(part, np.ndarray) or is_device(part)
+        # A view would change with the next update, and could be written.
+        return part.copy() if is_array else part
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the first dimension."""
+        # A copy: rows of a view would change while a loop updates the variable.
+        return iter(self._operand().copy())
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether an element has a value."""
+        return bool(value in self._operand())
+
+    def __len__(self) -> int:
+        """Return the length of the first dimension."""
+        return len(self._operand())
+
+    def __bool__(self) -> bool:
+        """Return the truth of an array of one element."""
+        return bool(self._operand())
+
+    def __float__(self) -> float:
+        """Return the number of an array of one element."""
+        return float(self._operand())
+
+    def __int__(self) -> int:
+        """Return the number of an array of one element, cut to an integer."""
+        return int(self._operand())
+
+    def __index__(self) -> int:
+        """Return the integer of an array of one integer."""
+        return operator.index(self._operand())
+
+    def __format__(self, specification: str) -> str:
+        """Format the array."""
+        return format(self._operand(), specification)
+
+
+def _not_written(function: Any, out: Any) -> TypeError:
+    return TypeError(
+        f"expected an array for the result of {function.__name__}, found a "
+        f"{type(out).__name__}, which is not updated in place; use assign, assign_add "
+        "or assign_sub"
+    )
+
+
+def _operands(argument: Any) -> Any:
+    """Replace what stands for arrays, also in the lists that functions take."""
+    if isinstance(argument, ArrayOperators):
+        return argument._operand()
+    # Not of named tuples and the like, which need not take one sequence.
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_operands, argument))
+    return argument
+
+
+class HostValue:
+    """An initial value that stays in host memory, whatever the setting ``device`` says.
+
+    For counters, which the host reads in each step. With ``is_own`` it is this
+    replica's component, as it is on each of them: it is not replaced by replica 0's,
+    and nothing is sent. It stays where it is, on a GPU, too.
+    """
+
+    __slots__ = ("array", "is_own")
+
+    def __init__(self, array: Array, *, is_own: bool = False) -> None:
+        self.array = array
+        self.is_own = is_own
+
+
+class Adopted:
+    """An initial value whose memory becomes the component: nothing is copied out of it.
+
+    With ``is_equal`` it is equal on all replicas already, and nothing is sent.
+    """
+
+    __slots__ = ("array", "is_equal")
+
+    def __init__(self, array: Array, *, is_equal: bool = False) -> None:
+        self.array = array
+        self.is_equal = is_equal
+
+
+class DistributedValues:
+    """One value per replica, of which this process holds those of its own replicas.
+
+    Parameters
+    ----------
+    *parts : object
+        The components of this process's replicas, in their order: one, unless there are
+        logical replicas.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    @property
+    def _local(self) -> Any:
+        """The component of the replica that runs."""
+        parts = self._parts
+        if len(parts) == 1:
+            return parts[0]
+        index = own_index()
+        if index is None:
+            raise ValueError(
+                f"expected one value, found a {type(self).__name__} of {len(parts)} "
+                "replicas of this rank; compute inside strategy.run, or take them all "
+                "with strategy.experimental_local_results"
+            )
+        return parts[index]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, in their order."""
+        return self._parts
+
+
+class PerReplica(ArrayOperators, DistributedValues):
+    """A value that may differ between replicas.
+
+    In cross-replica context it has no operators and does not become an array; in
+    replica context it stands for the replica's own part.
+    """
+
+    __slots__ = ()
+
+    def _operand(self) -> Array:
+        entry = current()
+        if entry is None or entry.replica_context is None:
+            raise ValueError(
+                "expected one value, found a PerReplica, which has a value for each "
+                f"replica; {_ADVICE}"
+            )
+        return _plain(self._local)
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+    ) -> Any:
+        """Refuse arithmetic outside replica context."""
+        entry = current()
+        if entry is None or entry.replica_context is None:
+            raise TypeError(
+                f"expected arrays for {ufunc.__name__}, found a PerReplica, which has "
+                f"a value for each replica; {_ADVICE}"
+            )
+        return super().__array_ufunc__(ufunc, method, *inputs, **kwargs)
+
+    def __format__(self, specification: str) -> str:
+        """Show this replica's component; format it in replica context only."""
+        # Logging a value must not fail in cross-replica context.
+        return super().__format__(specification) if specification else repr(self)
+
+    def __repr__(self) -> str:
+        """Show the components of this process."""
+        parts = self._parts
+        if len(parts) == 1:
+            return f"PerReplica(own part: {parts[0]!r})"
+        return f"PerReplica(own parts: {', '.join(map(repr, parts))})"
+
+
+class Mirrored(ArrayOperators, DistributedValues):
+    """A value that is the same on all replicas; acts as its local copy."""
+
+    __slots__ = ()
+
+    @property
+    def _local(self) -> Any:
+        """The copy of this process, which serves all its replicas."""
+        return self._parts[0]
+
+    def _operand(self) -> Array:
+        return _plain(self._local)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the local copy."""
+        # NumPy looks for many of these.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(object.__getattribute__(self, "_local"), name)
+
+    def __repr__(self) -> str:
+        """Show the local copy."""
+        return f"Mirrored({self._local!r})"
+
+
+def _plain(value: Any) -> Array:
+    array: Array = value if is_device(value) else np.asarray(value)
+    return array
+
+
+def _own(leaf: Any) -> Any:
+    # Variables are distributed values too, but go into functions as they are.
+    return leaf._local if type(leaf) in (PerReplica, Mirrored) else leaf
+
+
+def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
+    """Replace each distributed value of a tree by the component of a local replica.
+
+    ``index`` counts the replicas of this process. Variables stay as they are, unless
+    ``variables`` asks for theirs.
+    """
+
+    def part(leaf: Any) -> Any:
+        kinds = type(leaf) in (PerReplica, Mirrored)
+        if not kinds and not (variables and isinstance(leaf, DistributedValues)):
+            return leaf
+        parts = leaf.values
+        return parts[index] if len(parts) > 1 else parts[0]
+
+    return tree_map(part, tree)
+
+
+def localize(tree: Tree) -> Tree:
+    """Replace each distributed value of a tree by this replica's component.
+
+    Variables stay as they are.
+    """
+    return tree_map(_own, tree)

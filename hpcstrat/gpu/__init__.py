@@ -1,5 +1,0 @@
-"""GPUs: which one a rank has, what may touch its memory, streams, memory and kernels.
-
-Beside `hpcstrat.arrays.kinds` the only modules that know CuPy, which they load when
-they are called, never when they are imported.
-"""

@@ -1,0 +1,246 @@
+"""Parameter servers without a coordinator: each worker runs the program."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import InputContext, InputOptions
+from hpcstrat.engine.settings import Settings
+from hpcstrat.parameter_server.coordinator.cluster import Cluster, wish_of
+from hpcstrat.parameter_server.coordinator.strategy import ParameterServerStrategy
+from hpcstrat.parameter_server.handles import error_bytes, error_of
+from hpcstrat.parameter_server.variables import ServerVariable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mpi4py import MPI
+
+__all__ = ["ParameterServerStrategyV1"]
+
+
+class ParameterServerStrategyV1(ParameterServerStrategy):
+    """Variables on some ranks; all others run the program, each for itself.
+
+    Collective over ``comm``, as is making a variable in its scope over the workers: the
+    same ones, in the same order; one that has made fewer is told when it closes the
+    strategy, or ends. On parameter servers the constructor serves until all workers
+    have ended or closed the strategy, and then ends the program by SystemExit. A worker
+    that ends or closes the strategy waits for the others.
+    Nothing else keeps workers in step; there is one replica in sync. The form of
+    ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Says which task each rank is: any number of ``ps`` and ``worker``, and a
+        ``chief``, which is a worker, or none. Default: ranks 1 to ``num_ps`` hold
+        variables, the others work.
+    num_ps : int
+        Number of ranks for variables, where no resolver says it.
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: all ranks of the job.
+    settings : Settings, optional
+        Rank 0's hold.
+
+    Raises
+    ------
+    ValueError
+        If there is not at least one rank for variables and one worker. On every rank.
+    SystemExit
+        On parameter servers, once all workers have ended.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int = 1,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        wish = wish_of("ParameterServerStrategyV1", comm, settings)
+        cluster = Cluster(wish, cluster_resolver, num_ps, between_graph=True)
+        self._resolver = cluster_resolver
+        self._first_has_ended = False
+        self._begin(cluster, None)
+        if cluster.rank in cluster.roles.servers:
+            cluster.serve(self)
+            sys.exit(0)
+        # Before MPI ends, however this process does.
+        atexit.register(self.leave)
+
+    @property
+    def saves_checkpoints(self) -> bool:  # type: ignore[override]
+        """Whether this is the first worker; for the library's own modules."""
+        return self._cluster.coordinates
+
+    @property
+    def worker_index(self) -> int:
+        """Which worker this is; the first one makes variables and saves checkpoints."""
+        return self.roles.workers.index(self._cluster.rank)
+
+    def _require_coordinator(self, what: str) -> None:
+        if self.closed:
+            raise ValueError(
+                f"expected {what} of an open strategy, found it closed; make another"
+            )
+
+    def told_of(self, variable: ServerVariable) -> Any:
+        """Return where the first worker has put a new variable; None on that one.
+
+        Collective over the workers. For the library's own modules.
+        """
+        if self._cluster.coordinates:
+            return None
+        mailbox, first = self.client.mailbox, self.roles.coordinator
+        message: Any = ("end",)
+        if not self._first_has_ended:
+            _, message = mailbox.wait(
+                mailbox.poll,
+                lambda: f"rank {first} to make {variable.name!r}",
+                warns=True,
+            )
+        found, *told = message
+        if found == "end":
+            self._first_has_ended = True
+            raise ValueError(
+                f"expected rank {first} to make {variable.name!r}, found that it has "
+                "ended; make the same variables on all workers"
+            )
+        if found == "failed":
+            raise error_of(told[0])
+        if found != _described(variable):
+            raise ValueError(
+                f"expected all workers to make the same variables, found "
+                f"{_described(variable)} here, and {found} on rank {first}; make them "
+                "in the same order"
+            )
+        return told
+
+    def not_made(self, error: BaseException) -> None:
+        """Tell the other workers why a variable could not be made.
+
+        Not collective; on the first worker. For the library's own modules.
+        """
+        self._tell("failed", error_bytes(error))
+
+    def _tell(self, *message: Any) -> None:
+        for rank in self.roles.workers[1:]:
+            self.client.mailbox.send(rank, message)
+
+    def known(self, number: int, variable: ServerVariable) -> None:
+        """Tell the other workers of a variable.
+
+        Not collective; on the first worker. For the library's own modules.
+        """
+        super().known(number, variable)
+        self._tell(_described(variable), number, variable._shards)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Keep what servers have for a variable: other workers may have it.
+
+        Not collective. For the library's own modules.
+        """
+
+    def close(self) -> None:
+        """Wait until all workers have closed the strategy or ended, and free it.
+
+        Not collective, but for that. A second call does nothing.
+
+        Raises
+        ------
+        ValueError
+            If the first worker has made variables that this one has not.
+        """
+        problem = self._not_made_here(self._end(closes=True))
+        if problem:
+            raise ValueError(problem)
+
+    def leave(self) -> None:
+        """Wait until all workers have closed the strategy or ended.
+
+        Not collective, but for that. Variables of the first worker that this one has
+        not made are logged. For the library's own modules.
+        """
+        problem = self._not_made_here(self._end(closes=False))
+        if problem:
+            # The end of a program raises nothing.
+            get_logger().error(problem)
+
+    def _not_made_here(self, left: list[Any]) -> str:
+        """Name the variables of which this worker has taken no note, if any."""
+        names = [message[0][0] for message in left if isinstance(message[0], tuple)]
+        if not names:
+            return ""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            "expected all workers to make the same variables, found that rank "
+            f"{self.roles.coordinator} has made {', '.join(map(repr, names[:5]))}{more}"
+            f", and rank {self._cluster.rank} has not; make the same ones on all "
+            "workers"
+        )
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Return a data set of which each worker sees all.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DistributedDataset or DealtDataset
+            This worker's.
+        """
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Return the batches that a function makes for this worker.
+
+        Not collective.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext, with as many pipelines as there are workers, and
+            returns an iterable of batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            This worker's.
+        """
+        context = InputContext(len(self.roles.workers), self.worker_index, 1)
+        return super().distribute_datasets_from_function(
+            lambda _: dataset_fn(context), options
+        )
+
+    def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
+        return self._independent(options)
+
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        return super().__repr__().replace("Strategy(", "StrategyV1(", 1)
+
+
+def _described(variable: ServerVariable) -> tuple[str, tuple[int, ...], str]:
+    return variable.name, variable.shape, str(variable.dtype)

@@ -1,0 +1,350 @@
+"""Roles of ranks: coordinator, servers and workers, and their connections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.topology.starting import abandon_mpi
+from hpcstrat.engine.topology.survival import is_loss
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.errors import RankLostError
+from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.parameter_server.client import Client
+from hpcstrat.parameter_server.coordinator.worker import Worker
+from hpcstrat.parameter_server.mailbox import Mailbox
+from hpcstrat.parameter_server.server import VariableServer
+from hpcstrat.safety.uncaught import running_mpi
+from hpcstrat.strategies.connection import Wish, connect
+
+__all__ = ["Cluster", "Roles", "wish_of"]
+
+_COORDINATORS = ("chief", "coordinator", "master")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The role of each rank; workers are in the order of their indices.
+
+    Where each worker runs the program, the first of them is the coordinator. Spares
+    wait until they take the place of another.
+    """
+
+    coordinator: int
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+    spares: tuple[int, ...] = ()
+
+    @property
+    def between_graph(self) -> bool:
+        """Whether each worker runs the program."""
+        return self.coordinator in self.workers
+
+    def with_replaced(self, lost: int, spare: int) -> Roles:
+        """Return the roles after a spare has taken the place of a rank."""
+
+        def replaced(ranks: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(spare if rank == lost else rank for rank in ranks)
+
+        left = tuple(rank for rank in self.spares if rank != spare)
+        servers, workers = replaced(self.servers), replaced(self.workers)
+        return replace(self, servers=servers, workers=workers, spares=left)
+
+
+class Cluster:
+    """The connection of all ranks of a strategy, and this rank's part in it.
+
+    Collective over ``wish.comm``. What is wrong is raised on every rank. Where a rank
+    is lost meanwhile, and that is to be survived, those that are left are connected.
+    """
+
+    def __init__(
+        self,
+        wish: Wish,
+        resolver: Any,
+        num_ps: Any,
+        spare_ranks: Any = 0,
+        *,
+        between_graph: bool = False,
+    ) -> None:
+        problem: Exception | None = None
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            problem = TypeError(
+                f"expected a ClusterResolver, found {resolver!r:.80}; leave it out, or "
+                "pass one of hs.cluster_resolver"
+            )
+        if not isinstance(num_ps, int) or num_ps < 1:
+            problem = ValueError(
+                f"expected num_ps >= 1, found {num_ps!r}; give at least one rank to "
+                "variables"
+            )
+        if not isinstance(spare_ranks, int) or spare_ranks < 0:
+            problem = ValueError(
+                f"expected spare_ranks >= 0, found {spare_ranks!r}; say how many ranks "
+                "wait until another is lost"
+            )
+        while True:
+            numbers = num_ps, spare_ranks
+            made = False
+            try:
+                self._connect(wish, problem, resolver, numbers, between_graph)
+                made = True
+            except Exception as error:
+                if not (wish.survives and _is_loss(error, wish)):
+                    raise
+            if not wish.survives or _all_agree(made, wish):
+                return
+            # Nothing has begun, so that any rank may have any role.
+            if made:
+                self._connection.abandon(self._key)
+            comm = wish.comm or Topology.world()
+            left = comm.Shrink()
+            lost = comm.size - left.size
+            wish = replace(wish, comm=left)
+            spare_ranks = max(spare_ranks - lost, 0)
+            # Others may end before MPI has told this rank of the loss.
+            abandon_mpi()
+            if left.rank == 0:
+                get_logger().warning(
+                    "lost %d of %d ranks while %s was made; it is made of those that "
+                    "are left",
+                    lost,
+                    comm.size,
+                    wish.kind,
+                )
+
+    def _connect(
+        self,
+        wish: Wish,
+        problem: Exception | None,
+        resolver: Any,
+        numbers: tuple[Any, Any],
+        between_graph: bool,
+    ) -> None:
+        """Connect all ranks, and find out who does what."""
+        self._key, self._connection = connect(wish, problem)
+        topology = self._connection.topology
+        self.settings = self._connection.settings
+        self.topology = topology
+        # Nothing collective ends where a rank may be lost.
+        ends = self._connection.abandon if wish.survives else self._connection.close
+        with ExitStack() as undo:
+            undo.callback(ends, self._key)
+            task = None if resolver is None else (resolver.task_type, resolver.task_id)
+            tasks = topology.replica_comm.allgather((task, numbers))
+            self.roles = _roles(tasks, between_graph)
+            if self.roles.spares and not topology.survives:
+                raise ValueError(
+                    "expected on_lost_rank='raise' where ranks are spare, found "
+                    "'abort'; give it, or a task to all ranks"
+                )
+            channel = self._connection.channel
+            assert channel is not None
+            self.bells = Bells(topology)
+            self.mailbox = Mailbox(topology, channel, self.bells)
+            undo.pop_all()
+        self.mailbox.warn_seconds = float(self.settings.warn_seconds or 0)
+        self.rank = self.mailbox.rank
+        self.client = Client(self.mailbox, self.roles.servers)
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank is the coordinator."""
+        return self.rank == self.roles.coordinator
+
+    def serve(self, strategy: Any) -> None:
+        """Serve, until whoever runs the program closes its strategy or ends."""
+        self.mailbox.on_loss = self._require_coordinator
+        ended = self._await_place() if self.rank in self.roles.spares else None
+        roles = self.roles
+        if self.rank in roles.servers:
+            users = {roles.coordinator, *roles.workers, *roles.spares}
+            if VariableServer(self.mailbox, users).serve():
+                self._close()
+            return
+        if ended is None:
+            index = roles.workers.index(self.rank)
+            ended = Worker(strategy, roles.coordinator, index).serve()
+        self.end(closes=ended)
+
+    def _await_place(self) -> bool | None:
+        """Wait as a spare for a place; return whether all close, where all end before.
+
+        It sleeps: the others may need its core.
+        """
+        while self.rank in self.roles.spares:
+            _, (kind, *rest) = self.mailbox.wait(self.mailbox.poll, lambda: "a place")
+            if kind == "end":
+                self.mailbox.lost.update(rest[1])
+                return bool(rest[0])
+            if kind == "roles":
+                self.take(rest[0])
+        if self.rank in self.roles.servers:
+            # Others would wait for the end of what it uses.
+            for server in self.roles.servers:
+                if server != self.rank:
+                    self.mailbox.send(server, ("serves",))
+        return None
+
+    def take(self, roles: Roles) -> None:
+        """Take note of who does what from now on."""
+        self.roles = roles
+        self.client.use(roles.servers)
+
+    def replace(self, lost: int) -> int | None:
+        """Give the place of a lost rank to a spare, and return it; None without one.
+
+        On the coordinator; all who use servers are told.
+        """
+        lives = (r for r in self.roles.spares if r not in self.mailbox.lost)
+        spare = next(lives, None)
+        if spare is None:
+            return None
+        told = (*self.roles.workers, *self.roles.spares)
+        self.take(self.roles.with_replaced(lost, spare))
+        for rank in told:
+            self.mailbox.send(rank, ("roles", self.roles))
+        get_logger().warning("rank %d takes the place of rank %d", spare, lost)
+        return spare
+
+    def _require_coordinator(self, lost: set[int]) -> None:
+        if self.roles.coordinator in lost:
+            raise RankLostError(
+                "expected the coordinator to go on, found that it was lost; start the "
+                "job again",
+                [self.roles.coordinator],
+            )
+
+    def end(self, *, closes: bool) -> list[Any]:
+        """Wait until all have ended; free everything where all of them close.
+
+        For those who use servers, which stay until the last has ended: workers do so
+        after the function that they run. Returns the messages that nobody had taken.
+        """
+        mailbox, roles = self.mailbox, self.roles
+        mailbox.on_loss = lambda lost: None
+        # Nothing collective ends where a rank may be lost.
+        closes = closes or self.topology.survives
+        others = (*roles.workers, *roles.spares) if self.coordinates else ()
+        for rank in (*others, *roles.servers):
+            if rank != self.rank:
+                # Some may not have heard of a loss.
+                mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
+        told: dict[int, bool] = {}
+        left: list[Any] = []
+
+        def all_told() -> bool:
+            while (found := mailbox.poll()) is not None:
+                server, message = found
+                if message[0] == "ended":
+                    told[server] = message[1]
+                else:
+                    left.append(message)
+            mailbox.leave_answers()
+            return mailbox.lost.union(told) >= set(roles.servers)
+
+        # Without a limit: they may have much to do, as programs of their own do.
+        warns = self.coordinates and not roles.between_graph
+        mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
+        if all(told.values()):
+            self._close()
+        return left
+
+    def _close(self) -> None:
+        """Free everything; collective, unless a rank may be lost by now."""
+        if self.topology.survives:
+            if self.mailbox.lost:
+                # Others may end before MPI has told this rank of the loss.
+                abandon_mpi()
+            self._connection.abandon(self._key)
+            return
+        self.mailbox.close()
+        self.bells.close()
+        self._connection.close(self._key)
+
+
+def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
+    """Return who does what, or raise the same error on every rank."""
+    size = len(tasks)
+    counts = {numbers for _, numbers in tasks}
+    if all(task is not None and task[0] for task, _ in tasks):
+        return _resolved([task for task, _ in tasks], between_graph)
+    if len(counts) > 1:
+        raise ValueError(
+            "expected the same num_ps and spare_ranks on every rank, found "
+            f"{sorted(counts)}; give all the same"
+        )
+    num_ps, spare_ranks = counts.pop()
+    active = size - spare_ranks
+    least = num_ps + (1 if between_graph else 2)
+    if active < least:
+        first = "" if between_graph else "a coordinator, "
+        rest = f", beside spare_ranks={spare_ranks}" if spare_ranks else ""
+        raise ValueError(
+            f"expected at least {least} ranks, {first}num_ps={num_ps} for variables "
+            f"and a worker{rest}, found {active}; start more, or lower num_ps"
+        )
+    workers = range(1 + num_ps, active)
+    servers, spares = tuple(range(1, 1 + num_ps)), tuple(range(active, size))
+    chosen = (0, *workers) if between_graph else tuple(workers)
+    return Roles(0, servers, chosen, spares)
+
+
+def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
+    """Return the roles that the ranks' resolvers give them."""
+
+    def ranks(*kinds: str) -> tuple[int, ...]:
+        chosen = [(task[1] or 0, r) for r, task in enumerate(tasks) if task[0] in kinds]
+        return tuple(rank for _, rank in sorted(chosen))
+
+    first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
+    # Where each worker runs the program, a loss ends the job.
+    spares = () if between_graph else ranks("spare")
+    if between_graph and len(first) < 2:
+        # The chief is a worker, too.
+        workers = (*first, *workers)
+        first = workers[:1]
+    known = {*first, *servers, *workers, *spares}
+    if len(first) != 1 or not servers or not workers or len(known) < len(tasks):
+        raise ValueError(
+            "expected one task 'chief', at least one 'ps' and one 'worker', and no "
+            "other, found "
+            f"{[task[0] for task in tasks]}; change the cluster"
+        )
+    return Roles(first[0], servers, workers, spares)
+
+
+def _is_loss(error: Exception, wish: Wish) -> bool:
+    """Whether an error while the ranks connect says that one was lost."""
+    mpi = running_mpi()
+    if mpi is None or isinstance(error, RankLostError):
+        return mpi is not None
+    return is_loss(mpi, error, wish.comm or Topology.world())
+
+
+def _all_agree(made: bool, wish: Wish) -> bool:
+    """Whether all ranks have connected; no, where one was lost. The same on all."""
+    try:
+        return bool((wish.comm or Topology.world()).Agree(int(made)))
+    except Exception as error:
+        if not _is_loss(error, wish):
+            raise
+        return False
+
+
+def wish_of(kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort") -> Wish:
+    """Return what a strategy is asked for."""
+    return Wish(
+        kind=kind,
+        comm=comm,
+        replicas_per_worker=None,
+        on_error="abort",
+        on_lost_rank=on_lost_rank,
+        progress_thread=False,
+        settings=settings,
+        devices=None,
+    )

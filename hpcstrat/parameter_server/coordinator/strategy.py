@@ -1,0 +1,465 @@
+"""The strategy of a coordinator, workers and parameter servers."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.engine.options import InputContext, InputOptions, VariableSynchronization
+from hpcstrat.engine.settings import Settings
+from hpcstrat.errors import UnavailableError
+from hpcstrat.optimizers.optimizer import Optimizer
+from hpcstrat.parameter_server.coordinator.cluster import Cluster, Roles, wish_of
+from hpcstrat.parameter_server.gradients import apply_at_servers
+from hpcstrat.parameter_server.slots import ServerSlots
+from hpcstrat.parameter_server.variables import ServerVariable, ShardedVariable
+from hpcstrat.strategies.default import SingleReplicaStrategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["ParameterServerStrategy", "Server"]
+
+_NAME = "ParameterServerStrategy"
+
+
+class Server:
+    """The task of a rank that is not the coordinator, where the program calls it.
+
+    In place of a ParameterServerStrategy, with the same arguments: that one ends the
+    program of such a rank once the coordinator has ended, `join` returns.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        As for ParameterServerStrategy.
+    num_ps : int
+        As for ParameterServerStrategy.
+    spare_ranks : int
+        As for ParameterServerStrategy.
+    comm : mpi4py.MPI.Intracomm, optional
+        As for ParameterServerStrategy.
+    settings : Settings, optional
+        As for ParameterServerStrategy.
+    on_lost_rank : {"abort", "raise"}
+        As for ParameterServerStrategy.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int = 1,
+        spare_ranks: int = 0,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+        on_lost_rank: str = "abort",
+    ) -> None:
+        self._wish = wish_of(_NAME, comm, settings, on_lost_rank)
+        self._numbers = cluster_resolver, num_ps, spare_ranks
+
+    def join(self) -> None:
+        """Hold variables, run functions, or be spare, until the coordinator ends.
+
+        Collective over ``comm``: the coordinator makes a ParameterServerStrategy.
+
+        Raises
+        ------
+        ValueError
+            If this rank is the coordinator, or there are too few ranks.
+        """
+        cluster = Cluster(self._wish, *self._numbers)
+        if cluster.coordinates:
+            # The others serve already, and wait for this rank.
+            cluster.end(closes=True)
+            raise ValueError(
+                f"expected a rank other than the coordinator, found rank {cluster.rank}"
+                "; make a ParameterServerStrategy there"
+            )
+        strategy = object.__new__(ParameterServerStrategy)
+        strategy._begin(cluster, None)
+        cluster.serve(strategy)
+
+
+class ParameterServerStrategy(SingleReplicaStrategy):
+    """Variables on some ranks, functions that others run, and one that coordinates.
+
+    Collective over ``comm``. The program is the same on all ranks: on the coordinator
+    the constructor returns, on the others it serves until the coordinator closes the
+    strategy or ends, however it does, and then ends the program by SystemExit.
+    Training is asynchronous; there is one replica in sync.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Says which task each rank is: one ``chief``, any number of ``ps``, ``worker``
+        and ``spare``. Default: rank 0 coordinates, the next ``num_ps`` hold variables,
+        the last ``spare_ranks`` are spare, the others work.
+    variable_partitioner : Partitioner, optional
+        Into how many shards a variable is cut; default: variables stay whole.
+    num_ps : int
+        Number of ranks for variables, where no resolver says it.
+    spare_ranks : int
+        How many ranks wait until another is lost, and then take its place; where no
+        resolver says it. Needs ``on_lost_rank="raise"``.
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: all ranks of the job.
+    settings : Settings, optional
+        Rank 0's hold. After each ``warn_seconds`` of waiting, the coordinator names the
+        workers that have not ended a function.
+    on_lost_rank : {"abort", "raise"}
+        Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
+        --with-ft ulfm``, functions of a lost worker run again elsewhere, a spare rank
+        takes its place, and the loss of a server is an UnavailableError; see
+        ``ClusterCoordinator.recover``.
+
+    Attributes
+    ----------
+    variable_partitioner : Partitioner or None
+        As given.
+    coordinator : ClusterCoordinator or None
+        Of this strategy, once it was made.
+
+    Raises
+    ------
+    ValueError
+        If there is not at least one rank for variables and one worker, or there are
+        spare ranks without ``on_lost_rank="raise"``. On every rank.
+    SystemExit
+        On the other ranks, once the coordinator has ended.
+    """
+
+    applies_elsewhere = True
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_ps: int = 1,
+        spare_ranks: int = 0,
+        comm: MPI.Intracomm | None = None,
+        settings: Settings | None = None,
+        on_lost_rank: str = "abort",
+    ) -> None:
+        wish = wish_of(_NAME, comm, settings, on_lost_rank)
+        cluster = Cluster(wish, cluster_resolver, num_ps, spare_ranks)
+        self._resolver = cluster_resolver
+        self._begin(cluster, variable_partitioner)
+        if not cluster.coordinates:
+            cluster.serve(self)
+            sys.exit(0)
+        _end_at_exit(self)
+
+    def _begin(self, cluster: Cluster, partitioner: Any) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._settings = cluster.settings
+        self.variable_partitioner = partitioner
+        self.client = cluster.client
+        # A ClusterCoordinator, which stands above this module.
+        self.coordinator: Any = None
+        self.closed = False
+        self._num_placed = 0
+        # By number; of a worker's, those that its functions use.
+        self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
+            weakref.WeakValueDictionary()
+        )
+        self.slots = ServerSlots(self.client, self._variables)
+        # With the numbers of their handles.
+        self._optimizers: dict[int, tuple[int, Optimizer]] = {}
+        self._forgotten: deque[int] = deque()
+
+    @property
+    def roles(self) -> Roles:
+        """Which rank does what; for the library's own modules."""
+        return self._cluster.roles
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver in use; None where ranks have roles by their numbers."""
+        return self.__dict__.get("_resolver")
+
+    @property
+    def warn_seconds(self) -> float:
+        """How long to wait before a late worker is named.
+
+        For the library's own modules.
+        """
+        return float(self.settings.warn_seconds or 0)
+
+    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+        """Return the class of variables made in this strategy's scope.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        self._require_coordinator("a variable")
+        return ServerVariable if self.variable_partitioner is None else ShardedVariable
+
+    def _require_coordinator(self, what: str) -> None:
+        if self.closed or not self._cluster.coordinates:
+            raise ValueError(
+                f"expected {what} to be made by the coordinator, in its strategy's "
+                "scope, found a scheduled function, the function of a data set, "
+                "or a closed strategy; make it before"
+            )
+
+    def told_of(self, variable: ServerVariable) -> Any:
+        """Return where another rank has put a new variable; None: this one does.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        return None
+
+    def not_made(self, error: BaseException) -> None:
+        """Take note of why a variable could not be made.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+
+    def next_server(self) -> int:
+        """Return the rank that holds the next variable or shard: all in turn.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        servers = self.client.alive()
+        if not servers:
+            raise UnavailableError(
+                "expected a parameter server, found that all were lost; start the job "
+                "again"
+            )
+        rank = servers[self._num_placed % len(servers)]
+        self._num_placed += 1
+        return rank
+
+    def apply_gradients(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]
+    ) -> bool:
+        """Let the servers make an optimizer's step.
+
+        Not collective. For the library's own modules.
+        """
+        policy = self.settings.non_finite or "off"
+        with self.client.lock:
+            return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """Return a data set of which each worker sees all.
+
+        Not collective; in the function of a per-worker data set.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DistributedDataset or DealtDataset
+            To be returned by that function.
+
+        Raises
+        ------
+        ValueError
+            On the coordinator.
+        """
+        options = self._own_options("experimental_distribute_dataset", options)
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Return the batches that a function makes for one pipeline of one.
+
+        Not collective; in the function of a per-worker data set.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext and returns an iterable of batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            To be returned by that function.
+
+        Raises
+        ------
+        ValueError
+            On the coordinator.
+        """
+        options = self._own_options("distribute_datasets_from_function", options)
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
+        """Return options by which each worker has all of the data."""
+        if self._cluster.coordinates:
+            raise ValueError(
+                f"expected {what} in the function of a per-worker data set, found it "
+                "on the coordinator, which runs no step; use "
+                "ClusterCoordinator.create_per_worker_dataset"
+            )
+        return self._independent(options)
+
+    @staticmethod
+    def _independent(options: InputOptions | None) -> InputOptions:
+        return dataclasses.replace(options or InputOptions(), independent=True)
+
+    def known(self, number: int, variable: ServerVariable) -> None:
+        """Take note of a variable.
+
+        Not collective. For the library's own modules.
+        """
+        self._variables[number] = variable
+        self.slots.give(variable)
+
+    def replace(self, lost: int) -> int | None:
+        """Give the place of a lost rank to a spare one.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        return self._cluster.replace(lost)
+
+    def take_roles(self, roles: Roles) -> None:
+        """Take note of who does what from now on.
+
+        Not collective; on a worker. For the library's own modules.
+        """
+        self._cluster.take(roles)
+
+    def move_from_lost(self) -> None:
+        """Put what lost servers held on others, as zeros; optimizers begin anew.
+
+        Not collective; on the coordinator, while no function is under way. The others
+        are spare ranks, or the servers that are left. For the library's own modules.
+        """
+        lost = self.client.mailbox.lost
+        places = {
+            rank: spare
+            for rank in self.roles.servers
+            if rank in lost and (spare := self.replace(rank)) is not None
+        }
+        for number, variable in list(self._variables.items()):
+            if variable.move_from(lost, places):
+                del self._variables[number]
+        self.slots.forget()
+
+    def renew(self) -> None:
+        """Forget what handles have stood for so far.
+
+        Not collective; on a worker. For the library's own modules.
+        """
+        self._variables.clear()
+        self._optimizers.clear()
+
+    def resolve(self, kind: str, number: int, parts: Any) -> Any:
+        """Return what a handle from another rank stands for.
+
+        Not collective. For the library's own modules.
+        """
+        if kind == "variable":
+            variable = self._variables.get(number)
+            if variable is None:
+                variable = ServerVariable._from_handle(self, number, parts)
+                self._variables[number] = variable
+            return variable
+        if kind == "optimizer":
+            made, *rest = parts
+            last, optimizer = self._optimizers.get(number, (-1, None))
+            if made > last:
+                # It has the options of its newest handle: others come with functions.
+                newest = Optimizer.from_rule(*rest)
+                optimizer = optimizer or newest
+                vars(optimizer).update(vars(newest))
+                self._optimizers[number] = made, optimizer
+            return optimizer
+        return self
+
+    def _handle(self) -> tuple[str, int, Any]:
+        """Return what stands for this strategy on other ranks."""
+        return "strategy", 0, None
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Let servers free what they keep for a variable, at the next call.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        # Called by the garbage collector: no message now.
+        self._forgotten.extend(numbers)
+
+    def forget_now(self) -> None:
+        """Tell the servers what to free.
+
+        Not collective; on the coordinator. For the library's own modules.
+        """
+        numbers = []
+        while self._forgotten:
+            numbers.append(self._forgotten.popleft())
+        if numbers:
+            for server in self.client.alive():
+                self.client.tell(server, "delete", numbers)
+
+    def require_idle(self, what: str) -> None:
+        """Refuse a call while scheduled functions may write variables.
+
+        Not collective; on the coordinator. For the library's own modules. RuntimeError
+        if there are any.
+        """
+        if self.coordinator is not None:
+            self.coordinator.require_idle(what)
+
+    def close(self) -> None:
+        """Let all other ranks end, and free what they share.
+
+        Not collective; on the coordinator. Waits for the functions that workers run;
+        those that were not begun are left out. A second call does nothing.
+        """
+        self._end(closes=True)
+
+    def leave(self) -> None:
+        """Let all other ranks end with this program.
+
+        Not collective; on the coordinator. Waits as `close` does. For the library's own
+        modules.
+        """
+        self._end(closes=False)
+
+    def _end(self, *, closes: bool) -> list[Any]:
+        """End; return the messages that nobody had taken."""
+        with self.client.lock:
+            if self.closed:
+                return []
+            self.closed = True
+            return self._cluster.end(closes=closes)
+
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        roles = self.roles
+        spares = f", {len(roles.spares)} spare ranks" if roles.spares else ""
+        return (
+            f"ParameterServerStrategy({len(roles.servers)} parameter servers, "
+            f"{len(roles.workers)} workers{spares})"
+        )
+
+
+def _end_at_exit(strategy: ParameterServerStrategy) -> None:
+    """Let the others end with this process, however it does.
+
+    An uncaught error ends all ranks anyway. Registered after what ends MPI, this runs
+    before it.
+    """
+    atexit.register(strategy.leave)

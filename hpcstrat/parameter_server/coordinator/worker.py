@@ -1,0 +1,284 @@
+"""A rank that runs the functions which the coordinator sends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.tree import tree_map
+from hpcstrat.errors import OutOfRangeError
+from hpcstrat.parameter_server.handles import (
+    error_bytes,
+    error_of,
+    pickled,
+    unpickled,
+)
+from hpcstrat.parameter_server.variables import ServerVariable
+
+__all__ = [
+    "CANCELLED",
+    "ERROR",
+    "INLINE",
+    "NOTHING",
+    "ON_WORKER",
+    "Worker",
+    "experimental_get_current_worker_index",
+]
+
+NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
+# What is larger stays until it is fetched.
+_INLINE_BYTES = 16 << 10
+_MOST_UNREPORTED = 64
+_REPORT_SECONDS = 0.001
+_PLAIN = (type(None), int, float, bool, str)
+
+
+class _Current:
+    """The worker that runs a function in this process."""
+
+    index: int | None = None
+
+
+def experimental_get_current_worker_index() -> int:
+    """Return which worker runs this function.
+
+    Not collective.
+
+    Returns
+    -------
+    int
+        From 0.
+
+    Raises
+    ------
+    RuntimeError
+        Outside of a scheduled function and of the function of a per-worker data set.
+    """
+    if _Current.index is None:
+        raise RuntimeError(
+            "expected the current worker's index inside of a scheduled function, found "
+            "the call outside; schedule the function that calls it"
+        )
+    return _Current.index
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Stands for a value that could not be made: its error."""
+
+    data: bytes
+
+
+class Worker:
+    """Runs functions until the coordinator ends."""
+
+    def __init__(self, strategy: Any, coordinator: int, index: int) -> None:
+        self._strategy = strategy
+        self._client = strategy.client
+        self._client.flushes = False
+        self._mailbox = self._client.mailbox
+        self._coordinator = coordinator
+        self._index = index
+        self._queue: deque[Any] = deque()
+        self._functions: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
+        self._results: list[tuple[int, int, Any]] = []
+        # Functions that have ended, and what servers are to count before it is told.
+        self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
+        self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
+        self._ended: bool | None = None
+
+    def serve(self) -> bool:
+        """Serve; return whether the coordinator closes, rather than leaves."""
+        token = push(self._strategy.cross_entry)
+        try:
+            while self._ended is None:
+                self._take_messages()
+                if self._queue and self._ended is None:
+                    self._run_next()
+        finally:
+            pop(token)
+        return self._ended
+
+    def _take_messages(self) -> None:
+        """Take what has come; wait for it where there is nothing to do."""
+        self._end_made()
+        if not self._queue:
+            self._report()
+            found = self._mailbox.wait(self._look, lambda: "a function, or updates")
+            if found is not True:
+                self._take(found[1])
+        while (found := self._mailbox.poll()) is not None:
+            self._take(found[1])
+
+    def _look(self) -> Any:
+        """Return the next message; True once updates are made that were not."""
+        found = self._mailbox.poll()
+        if found is None and self._unmade:
+            return self._client.is_made(self._unmade[0][0])
+        return found
+
+    def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
+        """Take results of functions whose updates are made, in their order.
+
+        Where there are so many others, they are waited for.
+        """
+        while self._unmade:
+            wanted, number, value, keep = self._unmade[0]
+            if not self._client.is_made(wanted):
+                if len(self._unmade) < most:
+                    return
+                self._client.wait_for(wanted)
+            self._unmade.popleft()
+            try:
+                self._client.check(wanted)
+            except Exception as error:
+                self._fail(number, error, keep)
+            else:
+                self._results.append((number, *self._result(number, value, keep)))
+
+    def _fail(self, number: int, error: BaseException, keep: bool) -> None:
+        data = error_bytes(error)
+        self._results.append((number, ERROR, data))
+        if keep:
+            # The functions that would take the value raise it.
+            self._kept[number] = _Failure(data)
+        else:
+            self._cancel()
+
+    def _take(self, message: Any) -> None:
+        kind, *rest = message
+        if kind == "calls":
+            calls, functions = rest
+            for number, data in functions:
+                self._functions[number] = data
+            self._queue.extend(calls)
+        elif kind == "cancel":
+            self._cancel()
+        elif kind == "ask":
+            question, (_, number) = rest
+            answer = self._fetched(number)
+            self._mailbox.reply(self._coordinator, question, *answer)
+        elif kind == "drop":
+            self._kept.pop(rest[0], None)
+        elif kind == "forget":
+            self._functions.pop(rest[0], None)
+        elif kind == "roles":
+            self._strategy.take_roles(rest[0])
+        elif kind == "renew":
+            self._functions.clear()
+            self._strategy.renew()
+        else:
+            self._mailbox.lost.update(rest[1])
+            self._ended = bool(rest[0])
+
+    def _fetched(self, number: int) -> tuple[bool, Any]:
+        try:
+            return True, pickled(self._kept[number])
+        except Exception as error:
+            return False, error_bytes(
+                TypeError(
+                    "expected a result that can be pickled, found "
+                    f"{type(error).__name__}: {error}; return arrays or numbers"
+                )
+            )
+
+    def _cancel(self) -> None:
+        """Leave out what was not begun, but for what is kept for later functions."""
+        for call in list(self._queue):
+            if not call[3]:
+                self._queue.remove(call)
+                self._results.append((call[0], CANCELLED, None))
+
+    def _run_next(self) -> None:
+        number, function, payload, keep = self._queue.popleft()
+        start = time.perf_counter()
+        _Current.index = self._index
+        try:
+            value = self._call(function, payload)
+            if keep:
+                # The next function may take it.
+                self._kept[number] = value
+            elif type(value) not in _PLAIN:
+                value = _at_rest(value)
+            wanted = self._client.pending()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            # Those before have errors of their own.
+            self._end_made(most=0)
+            with contextlib.suppress(Exception):
+                self._client.flush()
+            self._fail(number, error, keep)
+        else:
+            # Whoever sees that the function has ended sees what it has written. The
+            # next one need not wait for that.
+            self._unmade.append((wanted, number, value, keep))
+        finally:
+            _Current.index = None
+        now = time.perf_counter()
+        self._ran += 1
+        self._seconds += now - start
+        many = len(self._results) >= _MOST_UNREPORTED
+        if many or now > self._reported_at + _REPORT_SECONDS:
+            self._report()
+
+    def _call(self, number: int, payload: bytes | None) -> Any:
+        resolve = self._resolve
+        args, kwargs = unpickled(payload, resolve) if payload else ((), {})
+        function = self._functions[number]
+        if isinstance(function, bytes):
+            function = self._functions[number] = unpickled(function, resolve)
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:
+            raise OutOfRangeError(
+                "expected another element, found the end of the iterator; repeat the "
+                "data set, or schedule fewer functions"
+            ) from error
+
+    def _result(self, number: int, value: Any, keep: bool) -> tuple[int, Any]:
+        if keep:
+            return ON_WORKER, None
+        if value is None:
+            return NOTHING, None
+        try:
+            data = pickled(value)
+        except Exception:
+            # It may never be asked for.
+            data = b""
+        if data and len(data) <= _INLINE_BYTES:
+            return INLINE, data
+        self._kept[number] = value
+        return ON_WORKER, None
+
+    def _resolve(self, handle: Any) -> Any:
+        kind, number, parts = handle
+        if kind == "per_worker":
+            value = self._kept[parts[self._index]]
+            if isinstance(value, _Failure):
+                raise error_of(value.data)
+            return value
+        return self._strategy.resolve(kind, number, parts)
+
+    def _report(self) -> None:
+        """Tell the coordinator what has ended, and how long a function takes."""
+        if self._results:
+            results, self._results = self._results, []
+            mean = self._seconds / self._ran if self._ran else 0.0
+            # One may have noticed a loss before the other.
+            lost = tuple(self._mailbox.lost)
+            self._mailbox.send(self._coordinator, ("done", mean, results, lost))
+            self._ran, self._seconds = 0, 0.0
+        self._reported_at = time.perf_counter()
+
+
+def _at_rest(value: Any) -> Any:
+    """Let variables stand for their values, as `assign` returns them."""
+    return tree_map(
+        lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
+    )

@@ -1,8 +1,0 @@
-"""Saving before the job ends, when a signal, Slurm or the program says so."""
-
-from __future__ import annotations
-
-from hpcstrat.preemption.handler import PreemptionCheckpointHandler
-from hpcstrat.preemption.termination import TerminationConfig
-
-__all__ = ["PreemptionCheckpointHandler", "TerminationConfig"]

@@ -1,0 +1,1 @@
+"""Tools around the library, each with its command: doctor, bench, chaos and others."""

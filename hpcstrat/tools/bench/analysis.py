@@ -1,0 +1,370 @@
+"""Speed-up, efficiency and shares of several runs, with what is not certain about them.
+
+With ``n0`` replicas in the smallest run, ``n`` in another one, and medians ``T0`` and
+``T`` of the repeats: in weak scaling the speed-up is ``n T0 / T``, in strong scaling
+``n0 T0 / T``, and for what is the ``same`` at each size (a sum of so many bytes) there
+is none; the efficiency is the speed-up by ``n``, or ``T0 / T`` for what is the same.
+
+The 95% confidence interval of an efficiency is by the bootstrap of medians (Efron and
+Tibshirani 1993, doi:10.1201/9780429246593, percentile intervals): the repeats of both
+runs are drawn anew with replacement, each time with the same seed. It tells how much
+the figure would change if the same was measured again on the same nodes, if repeats do
+not depend on each other; other nodes are not in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.observe.arrival_report import ArrivalReport, ReplicaArrivals
+from hpcstrat.tools.bench.expectation import Expectation
+from hpcstrat.tools.bench.run_file import BenchError, Part, Run, read_run
+from hpcstrat.tools.bench.verdicts import slow_parts, verdicts
+
+__all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
+
+RESAMPLES = 10_000
+# Fixed, so that the same files give the same page.
+_SEED = 20260101
+_LEVEL = 95
+# With fewer repeats an interval is not worth its name.
+_LEAST_REPEATS = 5
+# Of a host's cores; a launcher and the system take some percent.
+_MUCH_OF_OTHERS = 0.1
+_ORDER = ("step", "all_reduce", "gradients", "save", "restore", "input")
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run's figures of one part; shares are of the replicas' time, 0 to 1.
+
+    ``low`` and ``high`` are of the efficiency. ``slowest_host`` is empty where all
+    waited for each other equally long; None where it was not observed.
+    """
+
+    run: Run
+    part: Part
+    median: float
+    quartiles: tuple[float, float]
+    speed_up: float
+    efficiency: float
+    low: float
+    high: float
+    late: float | None = None
+    communication: float | None = None
+    input: float | None = None
+    slowest_host: str | None = None
+    expected_seconds: float | None = None
+    expected_efficiency: float | None = None
+    expected_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One part at several sizes, smallest first."""
+
+    name: str
+    scaling: str
+    parameters: dict[str, Any]
+    points: tuple[Point, ...]
+
+    @property
+    def observed(self) -> bool:
+        """Whether it is known what the time went to."""
+        return all(point.late is not None for point in self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a page shows.
+
+    ``notes`` are what a reader must know of the figures, ``verdicts`` what to do.
+    """
+
+    runs: tuple[Run, ...]
+    series: tuple[Series, ...]
+    notes: tuple[str, ...] = field(default=())
+    verdicts: tuple[str, ...] = field(default=())
+
+    def of(self, name: str) -> list[Series]:
+        """Return the series of a part."""
+        return [series for series in self.series if series.name == name]
+
+
+def read_runs(paths: Sequence[str]) -> list[Run]:
+    """Read files, smallest run first; BenchError where they do not fit together."""
+    # A pattern of the shell and a name by hand may give one file twice.
+    runs = [read_run(path) for path in dict.fromkeys(paths)]
+    runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
+    seen: dict[tuple[int, ...], Run] = {}
+    for run in runs:
+        other = seen.setdefault(run.replicas_per_worker, run)
+        if other is not run:
+            raise BenchError(
+                f"expected runs of different sizes, found two of {run.layout} replicas,"
+                f" {other.path} and {run.path}; leave one of them out"
+            )
+        if not run.parts:
+            raise BenchError(
+                f"expected measurements, found none in {run.path}: the run was ended "
+                "before the first part; start it again, or leave the file out"
+            )
+    _require_same_problem(runs)
+    return runs
+
+
+def _require_same_problem(runs: Sequence[Run]) -> None:
+    """Refuse runs of which each has measured something else under one name."""
+    for one, other in itertools.combinations(runs, 2):
+        ours, theirs = _keys(one), _keys(other)
+        for kind in ours:
+            # One in common is enough: a later run may have measured more sizes.
+            if kind in theirs and not ours[kind] & theirs[kind]:
+                name, scaling = kind
+                difference = _difference(min(ours[kind]), min(theirs[kind]))
+                raise BenchError(
+                    f"expected the same problem in all files, found for {name} "
+                    f"({scaling}) {difference[0]} in {one.path} and {difference[1]} in "
+                    f"{other.path}; measure one of them again, or leave it out"
+                )
+
+
+def _keys(run: Run) -> dict[tuple[str, str], set[str]]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for part in run.parts:
+        name, scaling, words = part.key
+        found.setdefault((name, scaling), set()).add(words)
+    return found
+
+
+def _difference(one: str, other: str) -> tuple[str, str]:
+    """Return the parameters that differ, in words."""
+    ours, theirs = json.loads(one), json.loads(other)
+    names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    first, second = (
+        ", ".join(f"{name} {values.get(name)}" for name in names)
+        for values in (ours, theirs)
+    )
+    return first, second
+
+
+def analyze(runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()) -> Report:
+    """Return the figures of runs, as of `read_runs`, and of expectations."""
+    expectation = Expectation(runs, given)
+    keys = dict.fromkeys(part.key for run in runs for part in run.parts)
+    ordered = sorted(keys, key=_place)
+    series = tuple(_series(key, runs, expectation) for key in ordered)
+    notes = [
+        f"What {source} expects is of no part of these runs: it is not shown."
+        for source in expectation.unused()
+    ]
+    notes = [*_notes(runs, series), *slow_parts(series), *notes]
+    return Report(tuple(runs), series, tuple(notes), tuple(verdicts(series)))
+
+
+def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
+    name, scaling, words = key
+    # Parts of a later writer come last, and are only shown.
+    known = _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    nbytes = json.loads(words).get("nbytes", 0)
+    return known, scaling == "strong", nbytes, words
+
+
+def _series(
+    key: tuple[str, str, str], runs: Sequence[Run], expectation: Expectation
+) -> Series:
+    pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
+    name, scaling, words = key
+    # The smallest run that has this part: another one may lack it.
+    base = pairs[0]
+    points = [_point(run, part, base, expectation) for run, part in pairs]
+    return Series(name, scaling, json.loads(words), tuple(points))
+
+
+def _point(
+    run: Run, part: Part, base: tuple[Run, Part], expectation: Expectation
+) -> Point:
+    first, reference = base
+    seconds = np.array(part.seconds)
+    median = float(np.median(seconds))
+    low, high = (float(v) for v in np.percentile(seconds, [25, 75]))
+    factor, by = _factors(part.scaling, first.num_replicas, run.num_replicas)
+    ratio = float(np.median(reference.seconds)) / median
+    ends = interval(reference.seconds, part.seconds)
+    if run is first:
+        # What everything is divided by: a ratio to itself is 1.
+        ends = 1.0, 1.0
+    expected = expectation.seconds(part, run)
+    told: dict[str, Any] = {}
+    if expected is not None:
+        wanted, source = expected
+        base_seconds = float(np.median(reference.seconds))
+        told = {
+            "expected_seconds": wanted,
+            "expected_efficiency": base_seconds / wanted * factor / by,
+            "expected_by": source,
+        }
+    return Point(
+        run=run,
+        part=part,
+        median=median,
+        quartiles=(low, high),
+        speed_up=ratio * factor,
+        efficiency=ratio * factor / by,
+        low=ends[0] * factor / by,
+        high=ends[1] * factor / by,
+        **_shares(run, part),
+        **told,
+    )
+
+
+def _factors(scaling: str, first: int, now: int) -> tuple[float, float]:
+    """Return by what ``T0 / T`` is multiplied: the speed-up, and that by the size."""
+    if scaling == "weak":
+        return float(now), float(now)
+    if scaling == "strong":
+        return float(first), float(now)
+    return 1.0, 1.0
+
+
+def interval(
+    reference: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float]:
+    """Return the 95% interval of the ratio of two medians, the first by the second."""
+    generator = np.random.default_rng(_SEED)
+    medians = []
+    for values in (np.array(reference), np.array(seconds)):
+        places = generator.integers(0, len(values), (RESAMPLES, len(values)))
+        medians.append(np.median(values[places], axis=1))
+    tail = (100 - _LEVEL) / 2
+    low, high = np.percentile(medians[0] / medians[1], [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _shares(run: Run, part: Part) -> dict[str, Any]:
+    """Return what the replicas' time went to, all repeats together."""
+    if not part.own_seconds:
+        return {}
+    # Of the mean replica, as what it is compared with; not of the slowest.
+    whole = float(np.sum(part.own_seconds))
+    return {
+        "late": float(np.sum(part.late_seconds)) / whole,
+        "communication": float(np.sum(part.communication_seconds)) / whole,
+        "input": float(np.sum(part.input_seconds)) / whole,
+        "slowest_host": _slowest_host(run, part),
+    }
+
+
+def _slowest_host(run: Run, part: Part) -> str:
+    """Return where the replicas are that the others wait for, as `ArrivalReport`."""
+    if run.num_replicas == 1:
+        return ""
+    hosts = run.sessions[part.session]["hosts"]
+    places = [hosts[worker] for worker in run.topology["worker_of_replica"]]
+    rows = zip(
+        places, part.replicas["own_seconds"], part.replicas["late_seconds"], strict=True
+    )
+    report = ArrivalReport(
+        tuple(
+            ReplicaArrivals(number, host, own, waited_seconds=waited)
+            for number, (host, own, waited) in enumerate(rows)
+        )
+    )
+    late = report.slowest()
+    return f"{late[0].host} (replica {late[0].replica})" if late else ""
+
+
+def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
+    shared = [run.layout for run in runs if run.cores_per_replica < 1]
+    if shared:
+        fewest = min(run.cores_per_replica for run in runs)
+        yield (
+            f"Cores per replica < 1 (down to {fewest:.2g}) with {', '.join(shared)} "
+            "replicas: they take turns on their cores. What these rows show is no "
+            "scaling of a machine that has a core for each."
+        )
+    yield from _disturbed(runs)
+    for run in runs:
+        for link in run.links.get("slow") or ():
+            hosts = " and ".join(link["hosts"])
+            yield (
+                f"With {_replicas(run)} the link between {hosts} had "
+                f"{link['latency_ratio']:.2g} times the latency of the others, and "
+                f"1 / {link['bandwidth_ratio']:.2g} of their bandwidth."
+            )
+    if len(runs) == 1:
+        yield "There is one run: efficiencies need another one, of another size."
+    for line in series:
+        missing = [
+            run.layout for run in runs if run.part(line.points[0].part.key) is None
+        ]
+        if missing:
+            yield (
+                f"{line.name.replace('_', '-')} ({line.scaling}, {line.parameters}) "
+                f"was not measured with {', '.join(missing)} replicas. If that run was "
+                "ended early, start it again: it goes on."
+            )
+    few = {
+        p.run.layout
+        for s in series
+        for p in s.points
+        if len(p.part.seconds) < _LEAST_REPEATS
+    }
+    if few:
+        yield (
+            f"Fewer than {_LEAST_REPEATS} repeats with {', '.join(sorted(few))} "
+            "replicas: their intervals are rough."
+        )
+    yield from _differences(runs)
+
+
+def _disturbed(runs: Sequence[Run]) -> Iterator[str]:
+    """Say where other programs used much of a host, in the worst part of each run."""
+    for run in runs:
+        shares = [
+            (share, worker, part)
+            for part in run.parts
+            for worker, share in enumerate(part.others_share)
+        ]
+        share, worker, part = max(
+            shares, key=lambda row: row[0], default=(0.0, 0, run.parts[0])
+        )
+        if share > _MUCH_OF_OTHERS:
+            host = run.sessions[part.session]["hosts"][worker]
+            yield (
+                f"With {_replicas(run)} other programs used up to {share:.0%} of "
+                f"{host}, in {part.name.replace('_', '-')} ({part.scaling}): measure "
+                "again on nodes of your own."
+            )
+
+
+def _replicas(run: Run) -> str:
+    return f"{run.layout} replica{'s' if run.num_replicas > 1 else ''}"
+
+
+def _differences(runs: Sequence[Run]) -> Iterator[str]:
+    """Say what else differs between what was measured."""
+    kinds: dict[str, dict[str, str]] = {}
+    for run in runs:
+        # A run that went on after a kill may have found newer packages.
+        for session in run.sessions:
+            for name, version in session.get("versions", {}).items():
+                kinds.setdefault(name, {}).setdefault(str(version), run.layout)
+    for name, found in kinds.items():
+        if len(found) > 1:
+            words = ", ".join(f"{value} ({layout})" for value, layout in found.items())
+            yield f"Not all was measured with the same {name}: {words}."
+    for run in runs:
+        hosts = {tuple(session["hosts"]) for session in run.sessions}
+        if len(hosts) > 1:
+            yield (
+                f"The run of {run.layout} replicas was started again on other hosts: "
+                "its parts are of different ones."
+            )

@@ -1,0 +1,240 @@
+"""The commands around scaling benchmarks: measure under a launcher, report anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from hpcstrat.checkpoint.bench.scratch import scratch
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.settings import Settings
+from hpcstrat.errors import CheckpointError, TopologyError
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
+from hpcstrat.tools.bench.analysis import analyze, read_runs
+from hpcstrat.tools.bench.expectation import read_expected
+from hpcstrat.tools.bench.input_command import input_command
+from hpcstrat.tools.bench.measuring import Repeats
+from hpcstrat.tools.bench.parts import PARTS, Options
+from hpcstrat.tools.bench.pictures import draw, require_matplotlib, save
+from hpcstrat.tools.bench.predict_command import predict_command
+from hpcstrat.tools.bench.run_file import BenchError
+from hpcstrat.tools.bench.scaling import Wish, run_scaling
+from hpcstrat.tools.bench.shapes import MODELS
+from hpcstrat.tools.bench.web_page import page
+from hpcstrat.tools.terminal import UncutGroup
+
+__all__ = ["bench"]
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZES = "4B,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+
+
+@click.group(cls=UncutGroup)
+def bench() -> None:
+    """Measure how a job scales, report on it, and predict larger ones."""
+
+
+bench.add_command(input_command)
+bench.add_command(predict_command)
+
+
+def _listed(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
+    """Return what reads names between commas, of those that are known."""
+
+    def parsed(context: Any, option: Any, text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(
+                    f"expected some of {', '.join(known)}, found {name!r}; separate "
+                    "them by commas",
+                    context,
+                    option,
+                )
+        return names
+
+    return parsed
+
+
+def _sizes(context: Any, option: Any, text: str) -> tuple[int, ...]:
+    found = []
+    for word in text.split(","):
+        number = word.strip().rstrip("BKMGi ")
+        unit = word.strip()[len(number) :].strip()
+        if (
+            not number.isdecimal()
+            or unit not in _UNITS
+            or int(number) * _UNITS[unit] < 4
+        ):
+            raise click.BadParameter(
+                f"expected sizes such as 4B, 64KiB or 1MiB, found {word!r}; separate "
+                "them by commas",
+                context,
+                option,
+            )
+        # Of float32.
+        found.append(int(number) * _UNITS[unit] // 4 * 4)
+    return tuple(dict.fromkeys(found))
+
+
+_MODELS = tuple(MODELS)
+
+
+@bench.command(context_settings={"show_default": True})
+@click.option(
+    *("-o", "--output"),
+    default="scaling-{n}.json",
+    help="File of the run; {n} is the number of replicas.",
+)
+@click.option(
+    "--folder", help="For files that are read and written; default: the output's."
+)
+@click.option("--parts", default=",".join(PARTS), callback=_listed(PARTS), help="What.")
+@click.option("--sizes", default=_SIZES, callback=_sizes, help="Of all-reduce.")
+@click.option(
+    *("--gradients", "models"),
+    default=",".join(_MODELS),
+    callback=_listed(_MODELS),
+    help="Whose are summed in one call.",
+)
+@click.option(
+    "--model",
+    type=click.Choice(_MODELS),
+    default="resnet50",
+    help="Trained in a step, and saved.",
+)
+@click.option(
+    "--compute-ms",
+    type=click.FloatRange(min=0),
+    default=100.0,
+    help="Time of computing in a step, for --batch-size examples on a replica.",
+)
+@click.option(
+    "--step",
+    default="",
+    metavar="MODULE:FUNCTION",
+    help="Makes a step of yours, in place of the built-in one.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=64,
+    help="Examples of each replica (weak scaling), and of all (strong).",
+)
+@click.option(
+    "--row-bytes", type=click.IntRange(4), default=4096, help="Size of an example."
+)
+@click.option("--repeats", type=click.IntRange(2), default=30, help="Of each part.")
+@click.option("--warm-up", type=click.IntRange(0), default=3, help="Not measured.")
+def scaling(output: str, folder: str | None, **words: Any) -> None:
+    """Measure this launch, as one point of a scaling curve.
+
+    \b
+        mpirun -n 4 hpcstrat bench scaling -o run/scaling-{n}.json
+
+    Run it again on other numbers of ranks or nodes, or submit jobs/scaling.sbatch,
+    which does so; then hpcstrat bench report. The file is written after each part: a
+    run that was killed goes on when it is started again.
+    """
+    launch = launch_from_environment()
+    place = folder or os.path.dirname(os.path.abspath(output))
+    try:
+        guard: Any = contextlib.nullcontext("")
+        if launch.rank == 0:
+            _make(place)
+            # Before MPI starts, as it starts a process.
+            guard = scratch(place)
+        with guard as scratch_folder:
+            _measure(output, scratch_folder, words)
+    except TopologyError as error:
+        raise click.ClickException(str(error)) from error
+    except (BenchError, CheckpointError) as error:
+        # All ranks raise the same: it is said once.
+        if launch.rank == 0:
+            click.echo(f"Error: {error}", err=True)
+        raise SystemExit(1) from error
+
+
+def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
+    repeats = Repeats(words.pop("repeats"), words.pop("warm_up"))
+    compute_seconds = words.pop("compute_ms") / 1e3
+    # A report says who was late; and it needs what a timeline would record.
+    settings = Settings(summary="off", timeline="", nvtx=False)
+    with MultiWorkerMirroredStrategy(settings=settings) as strategy:
+        options = Options(
+            **words,
+            repeats=repeats,
+            compute_seconds=compute_seconds,
+            # Rank 0 has drawn its name: the others can know it only now.
+            folder=strategy.broadcast_object(folder),
+        )
+        launcher = launch_from_environment().launcher or "no launcher"
+        command = f"{shlex.join(['hpcstrat', *sys.argv[1:]])} ({launcher})"
+        path = run_scaling(strategy, Wish(options, output, command, _tell))
+        if strategy.replica_id == 0:
+            _tell(f"hpcstrat bench report {path} [FILES of other sizes] -o report.html")
+
+
+def _make(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(
+            f"expected a folder for results, found that {folder} cannot be made: "
+            f"{error.strerror}; choose another --output or --folder"
+        ) from error
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@bench.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option(
+    *("-o", "--output"), default="report.html", show_default=True, help="The page."
+)
+@click.option(
+    *("--expected", "expected_paths"),
+    multiple=True,
+    type=click.Path(),
+    help="What was expected, instead of a simple model.",
+)
+def report(
+    files: tuple[str, ...], output: str, expected_paths: tuple[str, ...]
+) -> None:
+    """Show FILES of hpcstrat bench scaling as one page of HTML, and as pictures.
+
+    The page needs no network; the pictures stand beside it, as PNG. Needs matplotlib,
+    no MPI.
+    """
+    try:
+        require_matplotlib()
+        given = [read_expected(path) for path in expected_paths]
+        found = analyze(read_runs(files), given)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    # Also in the terminal: who looks at a picture alone would not see them.
+    for words in (*found.verdicts, *found.notes):
+        click.echo(words, err=True)
+    figures = draw(found)
+    stem = os.path.splitext(output)[0]
+    pictures = {f"{stem}-{name}.png": save(f, "png") for name, f in figures.items()}
+    text = page(found, {name: save(f, "svg") for name, f in figures.items()})
+    contents = {output: text.encode(), **pictures}
+    try:
+        for path, data in contents.items():
+            with open(path, "wb") as file:
+                file.write(data)
+    except OSError as error:
+        raise click.ClickException(
+            f"expected to write {error.filename or output}, found {error.strerror}; "
+            "choose another --output"
+        ) from error
+    click.echo("\n".join(contents))

@@ -1,0 +1,196 @@
+"""Expected run times: by a simple model, or from a file that something else wrote.
+
+The file of ``--expected``, and the field ``expected`` of a run's own file, are::
+
+    {"format": "hpcstrat expected", "format_version": 1,
+     "source": "SimGrid 3.32, fat tree",
+     "points": [{"part": "step", "scaling": "weak", "num_replicas": 4,
+                 "parameters": {...},      those of the part; may be left out
+                 "seconds": 0.12}]}
+
+The model takes what one replica does besides its calls from the smallest run, and what
+a call takes from the latency and bandwidth that were measured between two replicas, in
+the smallest run that has them. With ``G`` bytes, ``W`` workers and ``a``, ``b`` the
+latency and bandwidth inside a worker or between two, a sum takes
+
+- inside a worker of several replicas: ``2 a + 2 G / b``, into the shared memory and out
+  of it;
+- between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, what an all-reduce must send
+  at least (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
+
+What the smallest ``all_reduce`` of the smallest run of several replicas took beyond
+this is the cost of a call: it is added to every sum.
+
+Replicas that share a core take turns: what is computed takes longer by as much.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.tools.bench.run_file import BenchError, Part, Run, load_json
+
+__all__ = ["Expectation", "read_expected"]
+
+_FORMAT = "hpcstrat expected"
+_FORMAT_VERSION = 1
+_MODEL = "the model of this page"
+
+
+def read_expected(path: str) -> dict[str, Any]:
+    """Read a file of expectations; BenchError where it is not one."""
+    content = load_json(path, _FORMAT, _FORMAT_VERSION, "expectations")
+    _check(content, path)
+    return content
+
+
+def _check(content: Any, path: str) -> None:
+    try:
+        str(content["source"])
+        for point in content["points"]:
+            str(point["part"]), str(point["scaling"]), dict(point.get("parameters", {}))
+            # Python reads NaN and Infinity from JSON.
+            if point["num_replicas"] < 1 or not 0 < point["seconds"] < math.inf:
+                raise ValueError(f"{point['seconds']!r} seconds")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"expected a source, and points with part, scaling, num_replicas and "
+            f"seconds, found in {path} {error!r}; see the user guide"
+        ) from error
+
+
+class Expectation:
+    """The expected time of each part of some runs, smallest first."""
+
+    def __init__(
+        self, runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._runs = runs
+        own = [run.expected for run in runs if run.expected]
+        for run in runs:
+            if run.expected:
+                _check(run.expected, run.path)
+        # The first that fits is taken: what the user gives goes before a run's own.
+        self._given = [*given, *own]
+
+    def seconds(self, part: Part, run: Run) -> tuple[float, str] | None:
+        """Return what one call or step should take, and who says so; None: nobody."""
+        for content in self._given:
+            for point in content["points"]:
+                if _is_of(point, part, run):
+                    return float(point["seconds"]), str(content["source"])
+        modelled = self._modelled(part, run)
+        return None if modelled is None else (modelled, _MODEL)
+
+    def unused(self) -> list[str]:
+        """Return the sources of which no point is of a part of these runs."""
+        pairs = [(part, run) for run in self._runs for part in run.parts]
+        return [
+            str(content["source"])
+            for content in self._given
+            if not any(_is_of(p, *pair) for p in content["points"] for pair in pairs)
+        ]
+
+    def _modelled(self, part: Part, run: Run) -> float | None:
+        if part.name in ("all_reduce", "gradients"):
+            return self._call(part.parameters["nbytes"], run)
+        if part.name != "step":
+            return None
+        first = next((r for r in self._runs if r.part(part.key) is not None), None)
+        if first is None:
+            return None
+        base = first.part(part.key)
+        assert base is not None
+        # It is what the model starts from: expecting it would say nothing.
+        if run is first:
+            return None
+        if run.num_replicas == 1:
+            moving: float | None = 0.0
+        else:
+            # Of a step of the user's it is known what its calls were given.
+            nbytes = part.parameters.get("nbytes") or part.reduced_bytes
+            moving = self._call(nbytes, run)
+        if moving is None:
+            return None
+        return _besides(base, first, run) * _turns(run) / _turns(first) + moving
+
+    def _call(self, nbytes: int, run: Run) -> float | None:
+        """Return what a call takes, as `_sum`, and what it costs in any case."""
+        moving = self._sum(nbytes, run)
+        return None if moving is None else moving + self._cost * _turns(run)
+
+    @functools.cached_property
+    def _cost(self) -> float:
+        """What the smallest all-reduce took beyond its bytes; 0 where none was made."""
+        for run in self._runs:
+            found = [part for part in run.parts if part.name == "all_reduce"]
+            if run.num_replicas > 1 and found:
+                smallest = min(found, key=lambda part: int(part.parameters["nbytes"]))
+                moving = self._sum(smallest.parameters["nbytes"], run) or 0.0
+                beyond = float(np.median(smallest.seconds)) - moving
+                # Without the turns of this run: `_call` puts in those of another one.
+                return max(beyond, 0.0) / _turns(run)
+        return 0.0
+
+    def _sum(self, nbytes: int, run: Run) -> float | None:
+        """Return what the bytes of a sum take; None where no link is known."""
+        seconds = 0.0
+        if max(run.replicas_per_worker) > 1:
+            link = self._link("inside")
+            if link is None:
+                return None
+            latency, bandwidth = link
+            seconds += (2 * latency + 2 * nbytes / bandwidth) * _turns(run)
+        if run.num_workers > 1:
+            link = self._link("between")
+            if link is None:
+                return None
+            latency, bandwidth = link
+            share = 2 * (run.num_workers - 1) / run.num_workers
+            seconds += 2 * math.log2(run.num_workers) * latency
+            # No turns here: replicas that share a core do not share it with the wire.
+            seconds += share * nbytes / bandwidth
+        # A single replica sums nothing.
+        return seconds or None
+
+    def _link(self, name: str) -> tuple[float, float] | None:
+        for run in self._runs:
+            link = run.links.get(name)
+            if link:
+                return float(link["latency_seconds"]), float(link["bytes_per_second"])
+        return None
+
+
+def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
+    same = (point["part"], point["scaling"]) == (part.name, part.scaling)
+    parameters = point.get("parameters")
+    # A part of other parameters is another problem, such as another model's.
+    if parameters and parameters != part.parameters:
+        return False
+    return same and point["num_replicas"] == run.num_replicas
+
+
+def _turns(run: Run) -> float:
+    """How much longer computing takes, where replicas share cores."""
+    return max(1.0, 1 / run.cores_per_replica)
+
+
+def _besides(base: Part, first: Run, run: Run) -> float:
+    """Return what a replica's step takes besides its calls, with its own batch."""
+    calls = np.add(base.late_seconds, base.communication_seconds)
+    # The calls are modelled by themselves, with the waiting that they hold.
+    besides = float(np.median(np.subtract(base.own_seconds, calls)))
+    if base.scaling != "strong":
+        return besides
+    ratio = first.num_replicas / run.num_replicas
+    compute_seconds = base.parameters.get("compute_seconds")
+    if compute_seconds is None:
+        # Of a step of the user's nothing is known of what does not divide.
+        return besides * ratio
+    share = compute_seconds / first.num_replicas * _turns(first)
+    return float(max(besides - share, 0.0) + share * ratio)

@@ -1,0 +1,153 @@
+"""Timing: every repeat is kept, and the slowest replica's time counts.
+
+A call is measured as in the OSU micro-benchmarks
+(https://mvapich.cse.ohio-state.edu/benchmarks/): a barrier before each repeat, and as
+many calls in one that the clock does not matter. Steps follow each other without a
+barrier, as in training: a replica that is late once may catch up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.observe.timeline.totals import Totals, totals
+from hpcstrat.strategies.base import Strategy
+from hpcstrat.tools.bench.neighbors import watched
+from hpcstrat.tools.bench.run_file import BenchError, Part
+
+__all__ = ["Repeats", "compute", "fill_calls", "fill_steps"]
+
+# A repeat of a short call takes at least so long.
+_REPEAT_SECONDS = 2e-3
+_MOST_CALLS = 2000
+_TRIAL_CALLS = 3
+_OBSERVED = ("late", "communication", "input")
+# Stays in the first or second cache: nothing but the core is used.
+_WORK = np.ones(8192, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Numbers of repeats: first unmeasured ones, then measured ones."""
+
+    num: int = 30
+    warm_up: int = 3
+
+    @property
+    def in_all(self) -> int:
+        """Both together."""
+        return self.num + self.warm_up
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    # A collection on one replica is waiting on all others, and in the figures.
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def fill_calls(
+    part: Part, strategy: Strategy, call: Callable[[], object], repeats: Repeats
+) -> None:
+    """Measure a collective call, made in replica context.
+
+    Collective over the strategy's replicas.
+    """
+
+    def timed(count: int) -> int:
+        start = time.perf_counter_ns()
+        for _ in range(count):
+            call()
+        return time.perf_counter_ns() - start
+
+    def measured(count: int) -> int:
+        strategy.barrier()
+        return int(strategy.local_value(strategy.run(timed, args=(count,))))
+
+    # For nothing: first calls make plans, and touch memory that is new.
+    measured(_TRIAL_CALLS)
+    # All must make as many calls: the slowest replica's time decides.
+    trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
+    # The trial's time is that of all its calls.
+    wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
+    count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
+    with watched(part, strategy), _without_collector():
+        for _ in range(repeats.warm_up):
+            measured(count)
+        own = [measured(count) / count for _ in range(repeats.num)]
+    every = _gathered(strategy, np.array(own))
+    part.seconds = every.max(axis=0).tolist()
+
+
+def fill_steps(
+    part: Part, strategy: Strategy, step: Callable[[], object], repeats: Repeats
+) -> None:
+    """Measure steps, made in cross-replica context, and what each step's time goes to.
+
+    Collective over the strategy's replicas. The first steps are not measured.
+    """
+    own = np.zeros((1 + len(_OBSERVED), repeats.num))
+    with watched(part, strategy), totals() as found, _without_collector():
+        for index in range(repeats.warm_up):
+            _do(step, index, repeats)
+        strategy.barrier()
+        # What the first steps took is thrown away.
+        found.take()
+        last = time.perf_counter_ns()
+        for index in range(repeats.num):
+            _do(step, repeats.warm_up + index, repeats)
+            # One clock reading ends a step and begins the next: nothing falls between.
+            now = time.perf_counter_ns()
+            own[:, index] = now - last, *_taken(found, part)
+            last = now
+    every = _gathered(strategy, own)
+    # Nobody can use a step before the slowest replica has done it.
+    part.seconds = every[:, 0].max(axis=0).tolist()
+    for row, name in enumerate(("own", *_OBSERVED)):
+        setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
+        # Sums only: all repeats of thousands of replicas would be a large file.
+        part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
+
+
+def _do(step: Callable[[], object], number: int, repeats: Repeats) -> None:
+    try:
+        step()
+    except StopIteration as error:
+        raise BenchError(
+            f"expected data for {repeats.in_all} steps, found that they ended after "
+            f"{number}; repeat them, or give fewer --repeats"
+        ) from error
+
+
+def _taken(found: Totals, part: Part) -> tuple[int, ...]:
+    *observed, part.num_calls, part.reduced_bytes = found.take()
+    return tuple(observed)
+
+
+def _gathered(strategy: Strategy, own: Any) -> Any:
+    """Return all replicas' nanoseconds as seconds, along a new first axis."""
+    return np.asarray(strategy.gather(own[None], axis=0)) / 1e9
+
+
+def compute(seconds: float) -> None:
+    """Keep this thread's core busy for so long; other threads of Python may run.
+
+    The time is that of the core: it takes longer where replicas share one.
+    """
+    # Not a sleep: it would leave the core to helper threads and to other replicas.
+    end = time.thread_time() + seconds
+    result = np.empty_like(_WORK)
+    while time.thread_time() < end:
+        np.add(_WORK, _WORK, out=result)

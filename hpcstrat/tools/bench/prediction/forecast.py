@@ -1,0 +1,210 @@
+"""The time of a training step on ever more nodes, and what it goes to.
+
+A step computes, and sums its gradients over all replicas in one call. The nodes do
+that in SimGrid, from traces of `traces`. Of pieces that are the same, one is simulated,
+after those that differ, and counts as often as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hpcstrat.engine.collectives.exchanged import MOST_EXCHANGING
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.tools.bench.prediction.platforms import Network
+from hpcstrat.tools.bench.prediction.rehearsal import Announced, Job, rehearse
+from hpcstrat.tools.bench.prediction.simulator import Simulator
+from hpcstrat.tools.bench.prediction.traces import (
+    MPI_OPTIONS,
+    Block,
+    Machine,
+    Writer,
+    blocks,
+    is_balanced,
+)
+
+__all__ = ["Point", "Step", "predict", "predict_point"]
+
+_FAST = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step of each replica, and how its gradients are summed."""
+
+    compute_seconds: float
+    # Of the gradients, in float32.
+    shapes: tuple[tuple[int, ...], ...]
+    ops: CrossDeviceOps | None = None
+    options: CommunicationOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step on some nodes. Its parts sum up to its time."""
+
+    num_nodes: int
+    num_replicas: int
+    step_seconds: float
+    compute_seconds: float
+    # Sums and copies inside of the nodes, and the additions of messages.
+    inside_seconds: float
+    # The header, by which all replicas agree on the call.
+    header_seconds: float
+    # What messages with gradients take for being many, and for being long.
+    latency_seconds: float
+    bandwidth_seconds: float
+    # Relative to one node: the share of the time in which it does the same.
+    efficiency: float = 1.0
+    network: str = ""
+    # What the simulation took here.
+    wall_seconds: float = 0.0
+    most_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the module json takes: the fields, by their names."""
+        return asdict(self)
+
+
+class _Plan:
+    """The actions of all nodes of a job in a step, block by block."""
+
+    def __init__(self, step: Step, job: Job, machine: Machine) -> None:
+        self.writer = Writer(job, machine)
+        # Where workers exchange parts, each has others to exchange with.
+        differ = job.num_workers <= MOST_EXCHANGING
+        self._nodes = [
+            self._of_worker(step, job, worker)
+            for worker in range(job.num_workers if differ else 1)
+        ]
+        self._copies = 1 if differ else job.num_workers
+        # What all nodes do with one piece after the other; and how often each kind of
+        # it comes, where it first does. What begins messages that another one ends is
+        # a kind by itself.
+        self.sequence = list(zip(*self._nodes, strict=True))
+        self.kinds = list[tuple[tuple[Block, ...], int]]()
+        places = dict[tuple[Block, ...], int]()
+        for kind in self.sequence:
+            place = places.get(kind) if is_balanced(kind[0]) else None
+            if place is None:
+                places[kind] = len(self.kinds)
+                self.kinds.append((kind, 1))
+            else:
+                self.kinds[place] = kind, self.kinds[place][1] + 1
+
+    def _of_worker(self, step: Step, job: Job, worker: int) -> list[Block]:
+        return blocks(
+            rehearse(
+                step.shapes, job, worker=worker, ops=step.ops, options=step.options
+            )
+        )
+
+    def traces(
+        self, kinds: Sequence[tuple[Block, ...]], begin: Sequence[str] = ()
+    ) -> list[list[str]]:
+        """Return the actions of all nodes that do these blocks."""
+        found = []
+        for node in range(len(self._nodes)):
+            events = [event for kind in kinds for event in kind[node]]
+            found.append([*begin, *self.writer.lines(events, node)])
+        return found * self._copies
+
+    def inside_seconds(self) -> float:
+        """Return how long a node is busy by itself in a step."""
+        return sum(
+            count * self.writer.inside_seconds(kind[0]) for kind, count in self.kinds
+        )
+
+
+def predict(
+    step: Step,
+    job: Job,
+    machine: Machine,
+    network: Network,
+    nodes: Sequence[int],
+) -> Iterator[Point]:
+    """Yield a point for each number of nodes, relative to one node.
+
+    ``job`` says how the replicas of a node are; its number of workers does not count.
+    BenchError where SimGrid is not there, or fails.
+    """
+    one = predict_point(step, replace(job, num_workers=1), machine, network)
+    for num_nodes in nodes:
+        point = one
+        if num_nodes > 1:
+            sized = replace(job, num_workers=num_nodes)
+            point = predict_point(step, sized, machine, network)
+        yield replace(point, efficiency=one.step_seconds / point.step_seconds)
+
+
+def predict_point(
+    step: Step, job: Job, machine: Machine, network: Network, *, folds: bool = True
+) -> Point:
+    """Return the time of a step of a job, and what it goes to.
+
+    ``folds`` says whether pieces that are the same are simulated once.
+    """
+    plan = _Plan(step, job, machine)
+    replicas = job.num_workers * job.replicas_per_worker
+    header_inside = plan.writer.inside_seconds([Announced()]) if replicas > 1 else 0.0
+    inside = plan.inside_seconds() - header_inside
+    if job.num_workers == 1:
+        seconds = step.compute_seconds + inside + header_inside
+        parts = (step.compute_seconds, inside, header_inside, 0.0, 0.0)
+        return Point(1, replicas, seconds, *parts)
+    options = MPI_OPTIONS[machine.mpi]
+    simulator = Simulator(network, job.num_workers, options)
+    fast = replace(network, bytes_per_second=network.bytes_per_second * _FAST)
+    # The same without the time that bytes take.
+    without = Simulator(fast, job.num_workers, options)
+    replays = _Replays(plan, step, folds=folds)
+    total = replays.step_seconds(simulator)
+    immediate = replays.step_seconds(without)
+    header = replays.seconds(simulator, [plan.writer.announcement()] * job.num_workers)
+    return Point(
+        job.num_workers,
+        replicas,
+        total,
+        step.compute_seconds,
+        inside,
+        header,
+        max(0.0, immediate - step.compute_seconds - inside - header),
+        total - immediate,
+        network=simulator.words,
+        wall_seconds=replays.wall_seconds,
+        most_bytes=replays.most_bytes,
+    )
+
+
+class _Replays:
+    """Replays of one plan, and what they took here."""
+
+    def __init__(self, plan: _Plan, step: Step, *, folds: bool) -> None:
+        self._plan, self._step, self._folds = plan, step, folds
+        self.wall_seconds, self.most_bytes = 0.0, 0
+
+    def seconds(self, simulator: Simulator, traces: Sequence[Sequence[str]]) -> float:
+        """Return how long the nodes take for traces."""
+        done = simulator.replay(traces)
+        self.wall_seconds += done.wall_seconds
+        self.most_bytes = max(self.most_bytes, done.most_bytes)
+        return done.seconds
+
+    def step_seconds(self, simulator: Simulator) -> float:
+        """Return how long the nodes take for a step."""
+        plan = self._plan
+        begin = plan.writer.sleep(self._step.compute_seconds)
+        kinds = [kind for kind, _ in plan.kinds]
+        if not self._folds:
+            return self.seconds(simulator, plan.traces(plan.sequence, begin))
+        seconds = once = self.seconds(simulator, plan.traces(kinds, begin))
+        for index, (kind, count) in enumerate(plan.kinds):
+            if count > 1:
+                # Where it was: messages of one piece end while the next one begins.
+                again = [*kinds[:index], kind, *kinds[index:]]
+                more = self.seconds(simulator, plan.traces(again, begin))
+                seconds += (count - 1) * (more - once)
+        return seconds

@@ -1,0 +1,92 @@
+"""Arrays without memory, which count the bytes that NumPy would move.
+
+Algorithms of `hpcstrat.engine.collectives` work on them as on arrays of NumPy, at any
+size, and compute nothing. Only what these algorithms do with flat arrays is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Phantom", "Traffic"]
+
+
+class Traffic:
+    """The bytes that were read and written since the last look."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, *arrays: Any) -> None:
+        """Count what an operation reads, and what it writes."""
+        self._nbytes += sum(getattr(array, "nbytes", 0) for array in arrays)
+
+    def take(self) -> int:
+        """Return the count, and begin anew."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes
+
+
+class Phantom:
+    """A flat array of a length and a type, of whose values nothing is known."""
+
+    __slots__ = ("_traffic", "dtype", "size")
+
+    def __init__(self, size: int, dtype: np.dtype[Any], traffic: Traffic) -> None:
+        self.size, self.dtype, self._traffic = size, dtype, traffic
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, were it an array."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+        return self.size
+
+    def __getitem__(self, part: slice) -> Phantom:
+        """Return a part; its operations are counted in the same place."""
+        start, stop, _ = part.indices(self.size)
+        return Phantom(max(0, stop - start), self.dtype, self._traffic)
+
+    def __setitem__(self, part: Any, values: Any) -> None:
+        """Count a copy to the whole."""
+        assert part is ...
+        self._traffic.add(values, self)
+
+    def view(self, dtype: np.dtype[Any]) -> Phantom:
+        """Return the same memory as another type."""
+        wanted = np.dtype(dtype)
+        return Phantom(self.nbytes // wanted.itemsize, wanted, self._traffic)
+
+    def copy(self) -> Phantom:
+        """Count a copy to new memory."""
+        self._traffic.add(self, self)
+        return self[:]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return zeros, for a copy into an array that has memory."""
+        del dtype, copy
+        self._traffic.add(self, self)
+        return np.broadcast_to(np.zeros((), self.dtype), self.size)
+
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...]
+    ) -> Any:
+        """Count what a sum or quotient reads and writes."""
+        del ufunc, method
+        self._traffic.add(*inputs, *out)
+        return out[0]
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Be apart from all other arrays, and make another one like this."""
+        del types, kwargs
+        if function is np.may_share_memory:
+            return args[0] is args[1]
+        if function is np.empty_like:
+            return self[:]
+        return NotImplemented

@@ -1,0 +1,301 @@
+"""A rehearsal of one replica's part in a reduction, without any other replica.
+
+The plan is the library's, of `hpcstrat.engine.reduction`, and so is the algorithm, of
+`hpcstrat.engine.collectives`: another choice, other pieces or other messages there are
+other ones here. The algorithm gets arrays without memory, and a channel that notes what
+it is asked for instead of doing it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from hpcstrat.engine.arrays.packing import Piece, Run, cut, wire_dtype
+from hpcstrat.engine.channel.awaited import HEADER
+from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.wire_headers import room_bytes
+from hpcstrat.engine.collectives.header_sum import fits_header, header_bytes
+from hpcstrat.engine.collectives.work import Work
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.topology.topology import slot_bytes
+from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.bench.prediction.phantoms import Phantom, Traffic
+
+__all__ = [
+    "AllReduced",
+    "Announced",
+    "Begun",
+    "Copied",
+    "Ended",
+    "Event",
+    "Job",
+    "Stepped",
+    "Turned",
+    "rehearse",
+]
+
+_IN_PLACE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Replicas on hosts that are all alike, one worker each."""
+
+    num_workers: int
+    replicas_per_worker: int = 1
+    # On which the replicas of a worker run; 0: one for each.
+    cores_per_worker: int = 0
+    # The largest piece in shared memory; 0: as a topology makes it.
+    slot_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The header of a call, which all replicas compare."""
+
+    # Of the values of each worker that travel in it.
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """The algorithm takes the next piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """All replicas of a worker came to the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """So many bytes were read and written in memory."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduced:
+    """MPI's nonblocking all-reduce, of all replicas or of those of a position."""
+
+    nbytes: int
+    num_ranks: int
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Messages to and from replicas of this position, by workers, were started."""
+
+    tag: int
+    sent: tuple[tuple[int, int], ...]
+    received: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The messages of a tag that were started first were waited for."""
+
+    begun: Begun
+
+
+Event = Announced | Turned | Stepped | Copied | AllReduced | Begun | Ended
+
+
+class _Topology:
+    """The part of a topology that algorithms and their choice use."""
+
+    def __init__(self, job: Job, worker: int, position: int) -> None:
+        each = job.replicas_per_worker
+        self.num_workers, self.worker_id = job.num_workers, worker
+        self.num_replicas = job.num_workers * each
+        self.replica_id = worker * each + position
+        self.smallest_worker = each
+        self.num_cores = job.cores_per_worker or each
+        self.slot_bytes = job.slot_bytes or slot_bytes(each, job.num_workers)
+        self.worker_comm = SimpleNamespace(size=each, rank=position)
+        self.replica_comm = SimpleNamespace(
+            size=self.num_replicas, rank=self.replica_id
+        )
+        self.cross_worker_comm = SimpleNamespace(size=job.num_workers, rank=worker)
+        self.mpi = SimpleNamespace(IN_PLACE=_IN_PLACE, SUM="sum")
+
+
+class _Places:
+    """Rings of a worker's replicas, of any size."""
+
+    def __init__(self, topology: _Topology, traffic: Traffic) -> None:
+        self._topology, self._traffic = topology, traffic
+
+    def place_bytes(self, nbytes: int) -> int:
+        return nbytes
+
+    def take(self, place_bytes: int) -> int:
+        del place_bytes
+        return 0
+
+    def rows(self, run: Run, place: int) -> list[Phantom]:
+        del place
+        ranks = range(self._topology.worker_comm.size)
+        return [Phantom(run.size, run.dtype, self._traffic) for _ in ranks]
+
+    def scratch(self, dtype: np.dtype[Any]) -> Phantom:
+        size = self._topology.slot_bytes // dtype.itemsize
+        return Phantom(size, dtype, self._traffic)
+
+
+class _Channel:
+    """Notes what an algorithm asks a channel for."""
+
+    def __init__(self, topology: _Topology) -> None:
+        self.topology, self.traffic = topology, Traffic()
+        workers = topology.num_workers
+        self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
+        self.places = _Places(topology, self.traffic)
+        self.events: list[Event] = []
+        # What goes over a wire comes in the order in which it was sent.
+        self.under_way: deque[_Messages] = deque()
+
+    def wait(self, awaited: Any) -> None:
+        """Let messages come until what an algorithm waits for has come."""
+        while not awaited.agreed():
+            self.under_way.popleft().come()
+
+    def note(self, event: Event) -> None:
+        nbytes = self.traffic.take()
+        if nbytes:
+            self.events.append(Copied(nbytes))
+        self.events.append(event)
+
+    def step(self, call: Any) -> _Come:
+        del call
+        self.note(Stepped())
+        return _Come()
+
+    def patient(self, comm: Any) -> _Comm:
+        return _Comm(comm, self)
+
+
+class _Come:
+    """Has come."""
+
+    def agreed(self) -> bool:
+        return True
+
+
+class _Messages:
+    """Messages under way."""
+
+    def __init__(self, begun: Begun, channel: _Channel) -> None:
+        self._begun, self._channel = begun, channel
+        self._here = False
+
+    def come(self) -> None:
+        self._here = True
+        self._channel.note(Ended(self._begun))
+
+    def agreed(self) -> bool:
+        return self._here
+
+
+class _Comm:
+    """A communicator that notes what goes over it; see `PatientComm`."""
+
+    def __init__(self, comm: Any, channel: _Channel) -> None:
+        self.size, self.rank, self._channel = comm.size, comm.rank, channel
+        self.mpi = channel.topology.mpi
+
+    def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
+        del op
+        noted = AllReduced(receive.nbytes, self.size, send is _IN_PLACE)
+        self._channel.note(noted)
+
+    def Iallreduce(self, send: Any, receive: Any, op: Any) -> _Come:  # noqa: N802
+        self.Allreduce(send, receive, op)
+        return _Come()
+
+    def start(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> _Messages:
+        channel = self._channel
+        begun = Begun(tag, _sizes(sent), _sizes(received))
+        channel.note(begun)
+        messages = _Messages(begun, channel)
+        channel.under_way.append(messages)
+        return messages
+
+    def take_room(self, nbytes: int) -> Phantom:
+        return Phantom(nbytes, np.dtype(np.uint8), self._channel.traffic)
+
+    def give_room(self, room: Any) -> None:
+        del room
+
+
+def _sizes(arrays: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((rank, array.nbytes) for rank, array in arrays.items())
+
+
+def rehearse(
+    shapes: Sequence[tuple[int, ...]],
+    job: Job,
+    *,
+    worker: int = 0,
+    position: int = 0,
+    ops: CrossDeviceOps | None = None,
+    options: CommunicationOptions | None = None,
+) -> list[Event]:
+    """Return what one replica does in a sum of float32 arrays of these shapes.
+
+    All arrays are reduced in one call, as an optimizer does with gradients; the results
+    lie in memory of their own. HpcstratError where values travel in half precision, or
+    the algorithm does something else that a rehearsal does not know.
+    """
+    options = options or CommunicationOptions()
+    if options.wire_dtype is not None:
+        raise HpcstratError(
+            "expected a reduction that sends full precision, found "
+            f"wire_dtype={options.wire_dtype!r}; leave it out"
+        )
+    float32 = np.dtype(np.float32)
+    signatures = tuple((float32, shape) for shape in shapes)
+    sizes = [math.prod(shape) for shape in shapes]
+    nbytes = sum(sizes) * wire_dtype(float32, means=False)[0].itemsize
+    topology = _Topology(job, worker, position)
+    channel = _Channel(topology)
+    if topology.num_replicas == 1:
+        return []
+    choice = (ops or CrossDeviceOps()).choose(nbytes, cast("Any", topology), options)
+    pieces = tuple(itertools.islice(cut(signatures, False, choice.piece_bytes), 2))
+    inline = topology.num_workers > 1 and choice.small and len(pieces) == 1
+    if inline and fits_header(pieces[0], cast("Any", channel)):
+        return [Copied(2 * nbytes), Announced(header_bytes(pieces[0]))]
+    arrays: Any = [Phantom(size, float32, channel.traffic) for size in sizes]
+    work = Work(
+        describe_call("rehearsal"),
+        pieces=_noted(cut(signatures, False, choice.piece_bytes), channel),
+        sources=arrays,
+        results=[array[:] for array in arrays],
+        piece_bytes=choice.piece_bytes,
+    )
+    for awaited in choice.algorithm(work, cast("Any", channel)):
+        if awaited is HEADER:
+            channel.note(Announced())
+        else:
+            channel.wait(awaited)
+    channel.note(Turned())
+    return channel.events
+
+
+def _noted(pieces: Iterable[Piece], channel: _Channel) -> Iterator[Piece]:
+    for piece in pieces:
+        channel.note(Turned())
+        yield piece

@@ -1,0 +1,196 @@
+"""Time-independent traces for SimGrid: what each node does, line by line.
+
+A line is an action of ``smpirun -replay``
+(https://simgrid.org/doc/latest/Tutorial_MPI_Applications.html). One simulated process
+stands for a node, as its replicas do the same at the same time: a message is what all
+of them send together, and what a node does in itself is a sleep.
+
+Where the library calls MPI's nonblocking all-reduce, the trace has SMPI's collectives,
+by the algorithm that the MPI library takes: Open MPI's `coll/libnbc` adds up a binomial
+tree and sends down another one where the message has less than 64 KiB, where there are
+fewer than four ranks, and where it is in place; else it does as Rabenseifner
+(https://doi.org/10.1007/978-3-540-24685-5_1), as does MPICH from 2 KiB on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hpcstrat.tools.bench.prediction.rehearsal import (
+    AllReduced,
+    Announced,
+    Begun,
+    Copied,
+    Ended,
+    Event,
+    Job,
+    Stepped,
+    Turned,
+)
+
+__all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks", "is_balanced"]
+
+_LIBNBC_TREE_BYTES = 65536
+_LIBNBC_TREE_RANKS = 4
+# Tags are less.
+_MOST_TAG = 100
+# A sum reads two numbers, and writes one.
+_TOUCHED = 3
+
+# A header is no collective of MPI, but goes the way that these do.
+_HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
+
+MPI_OPTIONS = {
+    "openmpi": {
+        "smpi/reduce": "binomial",
+        "smpi/bcast": "binomial_tree",
+        "smpi/allreduce": "rab_rdb",
+        **_HEADER,
+    },
+    "mpich": {"smpi/coll-selector": "mpich", **_HEADER},
+}
+"""Options of SMPI, which carry out what `Writer` writes as MPI libraries do."""
+
+# What is done with one piece.
+Block = tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measures inside of a node."""
+
+    # Of a message from one replica to another, and of a step of all.
+    inside_latency_seconds: float
+    inside_bytes_per_second: float
+    # What one replica reads and writes, while all of its node do.
+    memory_bytes_per_second: float
+    mpi: str = "openmpi"
+
+
+def blocks(events: Iterable[Event]) -> list[Block]:
+    """Cut what a replica does where it takes the next piece."""
+    found, current = list[Block](), list[Event]()
+    for event in events:
+        if isinstance(event, Turned):
+            if current:
+                found.append(tuple(current))
+            current = []
+        else:
+            current.append(event)
+    if current:
+        found.append(tuple(current))
+    return found
+
+
+def is_balanced(block: Block) -> bool:
+    """Whether as many messages of each tag end in a block as begin."""
+    begun = Counter(event.tag for event in block if isinstance(event, Begun))
+    ended = Counter(event.begun.tag for event in block if isinstance(event, Ended))
+    return begun == ended
+
+
+class _Numbers:
+    """Numbers of messages under way: what is matched by tag and order is by number."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = Counter[int](), Counter[int]()
+
+    def begin(self, tag: int) -> int:
+        """Return the number of what is started."""
+        self._begun[tag] += 1
+        return tag + _MOST_TAG * self._begun[tag]
+
+    def end(self, tag: int) -> int:
+        """Return the number of what was started first and has not ended."""
+        self._ended[tag] += 1
+        return tag + _MOST_TAG * self._ended[tag]
+
+
+class Writer:
+    """Writes down what a node of a job does."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self._job, self._machine = job, machine
+        # How often a tree doubles inside of a node.
+        self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
+
+    def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
+        """Return the actions of a worker's node, without its number."""
+        found, numbers = list[str](), _Numbers()
+        for event in events:
+            if isinstance(event, Begun):
+                found += self._begin(event, numbers.begin(event.tag))
+            elif isinstance(event, Ended):
+                found += self._end(event.begun, numbers.end(event.begun.tag), worker)
+            else:
+                found += self._event_lines(event)
+        return found
+
+    def inside_seconds(self, block: Sequence[Event]) -> float:
+        """Return how long the node sleeps in these actions."""
+        words = (line.split() for line in self.lines(block))
+        return sum(float(word[1]) for word in words if word[0] == "sleep")
+
+    def sleep(self, seconds: float) -> list[str]:
+        """Return the action of doing something else."""
+        return [f"sleep {float(seconds)!r}"] if seconds else []
+
+    def _event_lines(self, event: Event) -> list[str]:
+        machine = self._machine
+        if isinstance(event, Announced):
+            return self.announcement(event.nbytes)
+        if isinstance(event, Stepped):
+            return self.sleep(machine.inside_latency_seconds)
+        if isinstance(event, Copied):
+            return self.sleep(event.nbytes / machine.memory_bytes_per_second)
+        if isinstance(event, AllReduced):
+            return self._all_reduce(event)
+        return []
+
+    def announcement(self, nbytes: int = 0) -> list[str]:
+        """Return the actions of a header that carries so many bytes of each worker."""
+        job, step = self._job, self._machine.inside_latency_seconds
+        if job.num_workers == 1:
+            return self.sleep(step)
+        # Its own bytes take no time worth speaking of.
+        across = f"allgather {nbytes} {nbytes}" if nbytes else "barrier"
+        return [*(self.sleep(2 * step) if job.replicas_per_worker > 1 else ()), across]
+
+    def _begin(self, begun: Begun, tag: int) -> list[str]:
+        each = self._job.replicas_per_worker
+        lines = [f"irecv {peer} {tag} {size * each}" for peer, size in begun.received]
+        return lines + [
+            f"isend {peer} {tag} {size * each}" for peer, size in begun.sent
+        ]
+
+    def _end(self, begun: Begun, tag: int, worker: int) -> list[str]:
+        lines = [f"wait {peer} {worker} {tag}" for peer, _ in begun.received]
+        return lines + [f"wait {worker} {peer} {tag}" for peer, _ in begun.sent]
+
+    def _all_reduce(self, event: AllReduced) -> list[str]:
+        """Return the actions of MPI's all-reduce of all replicas, or of positions."""
+        job, machine = self._job, self._machine
+        nbytes, lines = event.nbytes, list[str]()
+        tree = machine.mpi == "openmpi" and (
+            event.num_ranks < _LIBNBC_TREE_RANKS
+            or nbytes < _LIBNBC_TREE_BYTES
+            or event.in_place
+        )
+        if event.num_ranks == job.num_workers:
+            # Of each position one, all at the same time.
+            nbytes *= job.replicas_per_worker
+        else:
+            one = machine.inside_latency_seconds
+            one += event.nbytes / machine.inside_bytes_per_second
+            lines += self.sleep(2 * self._inside_rounds * one)
+        if job.num_workers == 1:
+            return lines
+        rounds = math.ceil(math.log2(event.num_ranks)) if tree else 1
+        added = rounds * _TOUCHED * event.nbytes
+        lines += self.sleep(added / machine.memory_bytes_per_second)
+        if tree:
+            return [*lines, f"reduce {nbytes} 0 0", f"bcast {nbytes} 0"]
+        return [*lines, f"allreduce {nbytes} 0"]

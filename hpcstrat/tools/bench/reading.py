@@ -1,0 +1,179 @@
+"""Measures the reading of a user's own files in each order, and advises on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.files.rows import FileRows
+from hpcstrat.engine.tree import flatten
+
+__all__ = ["ORDERS", "Reading", "advice", "measure_reading"]
+
+ORDERS = ("in order", "by blocks", "shuffled")
+"""The orders that are measured."""
+
+_BLOCK_ROWS = 16
+_AHEAD = 4
+_RAW_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows that were read in an order, and the time that it took.
+
+    ``processor_seconds`` are those of all threads of this process.
+    """
+
+    order: str
+    ahead: int
+    num_rows: int
+    nbytes: int
+    seconds: float
+    processor_seconds: float
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows read in a second of the clock."""
+        return self.num_rows / self.seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of batches made in a second of the clock."""
+        return self.nbytes / self.seconds
+
+    @property
+    def processor_ms_per_mb(self) -> float:
+        """Milliseconds of processors for 10**6 bytes."""
+        return self.processor_seconds * 1e9 / max(self.nbytes, 1)
+
+
+def _dataset(rows: Dataset, order: str, ahead: int, batch_size: int) -> Dataset:
+    if order == "by blocks":
+        rows = rows.shuffle(blocks=_BLOCK_ROWS)
+    elif order == "shuffled":
+        rows = rows.shuffle()
+    return rows.batch(batch_size).repeat().prefetch(ahead)
+
+
+def _timed(batches: Iterator[Any], seconds: float, order: str, ahead: int) -> Reading:
+    num_rows = nbytes = 0
+    began, used = time.perf_counter(), time.process_time()
+    while (passed := time.perf_counter() - began) < seconds or not num_rows:
+        arrays = flatten(next(batches))[0]
+        num_rows += len(arrays[0])
+        nbytes += sum(array.nbytes for array in arrays)
+    used = time.process_time() - used
+    return Reading(order, ahead, num_rows, nbytes, max(passed, 1e-9), used)
+
+
+def measure_reading(
+    paths: Sequence[str],
+    *,
+    columns: Sequence[str] | None,
+    batch_size: int,
+    seconds: float,
+    is_cold: bool,
+) -> tuple[FileRows, float, list[Reading]]:
+    """Read files for some seconds in each order, without and with reading ahead.
+
+    Returns the rows, the bytes a second of plain reads of the same files, and what was
+    measured. ``is_cold`` has the kernel forget the files before each.
+    """
+    made = Dataset.from_files(paths, columns)
+    rows = made.stage
+    assert isinstance(rows, FileRows)
+    if not rows.cardinality:
+        raise ValueError(f"expected rows in {paths[0]}, found none")
+    found = []
+    raw = _raw(rows.paths, seconds, is_cold=is_cold)
+    for order in ORDERS:
+        for ahead in (0, _AHEAD):
+            if is_cold:
+                _forget(rows.paths)
+            # Anew for each, so that none finds unpacked chunks of the one before.
+            fresh = Dataset.from_files(paths, columns)
+            batches = iter(_dataset(fresh, order, ahead, batch_size))
+            found.append(_timed(batches, seconds, order, ahead))
+            del batches
+    return rows, raw, found
+
+
+def _forget(paths: Sequence[str]) -> None:
+    """Ask the kernel to drop what it keeps of files."""
+    for path in _plain_files(paths):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _plain_files(paths: Sequence[str]) -> Iterator[str]:
+    for path in paths:
+        if not os.path.isdir(path):
+            yield path
+            continue
+        for folder, _, names in os.walk(path):
+            yield from (os.path.join(folder, name) for name in names)
+
+
+def _raw(paths: Sequence[str], seconds: float, *, is_cold: bool) -> float:
+    """Return the bytes a second of reading the files from their beginnings."""
+    if is_cold:
+        _forget(paths)
+    buffer = np.empty(_RAW_BYTES, np.uint8)
+    nbytes, began = 0, time.perf_counter()
+    for path in _plain_files(paths):
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer.data):
+                nbytes += count
+                if time.perf_counter() - began > seconds:
+                    return nbytes / (time.perf_counter() - began)
+    return nbytes / max(time.perf_counter() - began, 1e-9)
+
+
+def advice(rows: FileRows, found: Sequence[Reading], batch_size: int) -> list[str]:
+    """Return sentences that say what would make reading faster."""
+    said = []
+    columns = rows.columns()
+    packed = [name for name, column in columns.items() if "by zlib" in column.how]
+    if packed:
+        said.append(
+            f"{', '.join(packed)}: pip install deflate: libdeflate unpacks chunks "
+            "up to four times as fast as zlib"
+        )
+    through = [name for name, column in columns.items() if "h5py" in column.how]
+    if through:
+        said.append(
+            f"{', '.join(through)}: h5py reads one thread at a time; written "
+            "contiguously, or packed by gzip, they are read by several"
+        )
+    rate = {(r.order, r.ahead): r.rows_per_second for r in found}
+    whole, blocks, mixed = (rate[order, 0] for order in ORDERS)
+    if blocks > 1.5 * mixed:
+        said.append(
+            f"shuffle(blocks={_BLOCK_ROWS}) reads {blocks / mixed:.1f} times as fast "
+            "as shuffle(); see the guide for what it mixes less"
+        )
+    if whole > 3 * blocks and any("chunks of" in c.how for c in columns.values()):
+        said.append(
+            "chunks hold more rows than a block: shuffle(blocks=ROWS_OF_A_CHUNK) "
+            "unpacks each once"
+        )
+    best = max(rate[order, _AHEAD] / rate[order, 0] for order in ORDERS)
+    if best > 1.2:
+        said.append(
+            f"prefetch({_AHEAD}) reads up to {best:.1f} times as fast, and while the "
+            "program computes"
+        )
+    if batch_size < 64 and whole > 0:
+        said.append("larger batches need fewer calls; try --batch-size 256")
+    return said

@@ -1,0 +1,277 @@
+"""One run: what is missing in its file is measured, and written after each part."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat._version import __version__
+from hpcstrat.engine.options import CommunicationImplementation, CommunicationOptions
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.topology.links import Link, Links, find_outliers, measure_links
+from hpcstrat.strategies.base import Strategy
+from hpcstrat.tools.bench.parts import Options, Planned, planned
+from hpcstrat.tools.bench.run_file import BenchError, Part, Run, read_run, write_run
+from hpcstrat.tools.bench.training import load_function, write_rows
+
+__all__ = ["Wish", "run_scaling"]
+
+# What Open MPI's launcher tells its ranks, not what a user has set.
+_OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
+# All pairs of 64 nodes.
+_MOST_LINKS = 2016
+_SUMMED = ("all_reduce", "gradients", "step")
+_ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL_")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A list of what to measure, and the file that keeps it.
+
+    ``output`` is the file's path, in which ``{n}`` stands for the number of replicas.
+    ``tell`` shows a line; replica 0 calls it.
+    """
+
+    options: Options
+    output: str
+    command: str
+    tell: Callable[[str], None]
+
+
+def run_scaling(strategy: Strategy, wish: Wish) -> str:
+    """Measure what is missing in the file, and return its path.
+
+    Collective over the strategy's replicas. Raises on every rank: BenchError if the
+    file is not of such a run, or cannot be written; what a step of the user's raised,
+    or ReplicaError on the others. What was measured before is kept.
+    """
+    # Not str.format, for which other braces of a path would be fields.
+    path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
+    run = _on_first(strategy, functools.partial(_open, path, _topology(strategy)))
+    plan = planned(wish.options)
+    # Of a save without its restore both are measured again: they share the file.
+    missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
+    if wish.options.step:
+        # Before anything takes minutes.
+        with strategy.collectives.section("--step"):
+            load_function(wish.options.step)
+    if strategy.replica_id == 0:
+        done = len(plan) - len(missing)
+        wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
+    if not missing:
+        return path
+    # Only where something is measured: each part refers to one of them.
+    run.sessions.append(_session(strategy, wish.command))
+    _prepare(strategy, run, wish.options, path)
+    for number, item in enumerate(missing, 1):
+        begun = f"[{number}/{len(missing)}] {item.title}"
+        with strategy.collectives.section(begun):
+            item.measure(strategy)
+        for part in item.parts:
+            _describe_reduction(part, strategy)
+            part.session = len(run.sessions) - 1
+        known = {part.key for part in item.parts}
+        run.parts = [part for part in run.parts if part.key not in known]
+        run.parts.extend(item.parts)
+        _on_first(strategy, functools.partial(_write, run, path))
+        if strategy.replica_id == 0:
+            wish.tell(f"{begun}: {_times(item)}")
+    return path
+
+
+def _prepare(strategy: Strategy, run: Run, options: Options, path: str) -> None:
+    """Measure the links, and write the rows that parts read."""
+    # A file goes on with the same ranks only, so that its links still serve.
+    if not run.links:
+        with strategy.collectives.section("links"):
+            run.links = _links(measure_links(strategy.topology))
+    run.reduction = _reduction(strategy)
+
+    def action() -> None:
+        _write(run, path)
+        os.makedirs(options.folder, exist_ok=True)
+        write_rows(options.folder, options.row_bytes)
+
+    _on_first(strategy, action)
+
+
+def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
+    """Do something on replica 0; return its result on all, or raise on all."""
+    outcome: Any = None
+    if strategy.replica_id == 0:
+        try:
+            outcome = "", action()
+        except BenchError as error:
+            outcome = str(error), None
+        except OSError as error:
+            outcome = _unwritten(error), None
+    # What failed on replica 0 alone travels, so that all raise it.
+    text, result = strategy.collectives.broadcast_object(outcome, 0, "bench")
+    if text:
+        raise BenchError(text)
+    return result
+
+
+def _unwritten(error: OSError) -> str:
+    # What NumPy raises where a file is cut off has no other words than its text.
+    words = error.strerror or str(error)
+    return (
+        f"expected to write {error.filename or 'the results'}, found "
+        f"{type(error).__name__}: {words}; make room, or choose another --output and "
+        "--folder: what was measured before is kept"
+    )
+
+
+def _open(path: str, topology: dict[str, Any]) -> Run:
+    """Return the run of a file, or a new one; see that it can be written."""
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        run = Run(topology=topology)
+        # What could not be kept must not take minutes first.
+        write_run(run, path)
+        return run
+    run = read_run(path)
+    # Numbers, not names of hosts: those may be others, and a note says so.
+    for name, value in topology.items():
+        if run.topology[name] != value:
+            raise BenchError(
+                f"expected the same ranks as in {path} to go on with it, found {name} "
+                f"{value}, there {run.topology[name]}; choose another --output, or "
+                "remove the file"
+            )
+    return run
+
+
+def _write(run: Run, path: str) -> None:
+    write_run(run, path)
+
+
+def _topology(strategy: Strategy) -> dict[str, Any]:
+    """Return what the file says of the ranks; collective over the replicas."""
+    topology = strategy.topology
+    own = topology.worker_comm.size, topology.num_cores
+    pairs = _of_workers(strategy, own)
+    return {
+        "num_replicas": topology.num_replicas,
+        "replicas_per_worker": [size for size, _ in pairs],
+        "cores_per_worker": [cores for _, cores in pairs],
+        "worker_of_replica": strategy.collectives.all_gather_object(
+            topology.worker_id, "bench"
+        ),
+        "device": strategy.device.partition(":")[0],
+    }
+
+
+def _of_workers(strategy: Strategy, value: Any) -> list[Any]:
+    """Return what the first replica of each worker gives; collective."""
+    topology = strategy.topology
+    own = (topology.worker_id, value) if topology.worker_comm.rank == 0 else None
+    # One of each worker answers: all ranks of a node would say the same.
+    told = strategy.collectives.all_gather_object(own, "bench")
+    return [pair[1] for pair in sorted(filter(None, told), key=lambda pair: pair[0])]
+
+
+def _session(strategy: Strategy, command: str) -> dict[str, Any]:
+    """Return what the file says of this start; collective over the replicas."""
+    names = ("mpi4py", "numpy", "h5py")
+    library = strategy.topology.mpi.Get_library_version().split("\n")[0]
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "hosts": _of_workers(strategy, platform.node()),
+        "versions": {
+            "hpcstrat": __version__,
+            "python": platform.python_version(),
+            "mpi": library.strip("\x00 "),
+            **{name: importlib.metadata.version(name) for name in names},
+            "system": f"{platform.system()} {platform.release()}",
+            "processor": _processor(),
+        },
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_ENVIRONMENT) and not name.endswith(_OF_LAUNCHER)
+        },
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line for line in file if line.startswith("model name")]
+    except OSError:
+        lines = []
+    return lines[0].partition(":")[2].strip() if lines else platform.machine()
+
+
+def _links(found: Links) -> dict[str, Any]:
+    """Return what the file says of links."""
+    slow = [
+        {
+            "hosts": list(one.link.hosts),
+            "latency_ratio": one.latency_ratio,
+            "bandwidth_ratio": one.bandwidth_ratio,
+        }
+        for one in find_outliers(found.between)
+    ]
+    kinds = {"inside": _link(found.inside), "between": _link(found.between)}
+    return {**kinds, "large_bytes": found.nbytes, "slow": slow}
+
+
+def _link(links: Sequence[Link]) -> dict[str, Any] | None:
+    if not links:
+        return None
+    latencies = [link.latency_seconds for link in links]
+    bandwidths = [link.bandwidth_bytes_per_second for link in links]
+    # Of many thousand nodes the slowest are enough.
+    slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_second)
+    return {
+        "latency_seconds": float(np.median(latencies)),
+        "bytes_per_second": float(np.median(bandwidths)),
+        "num_measured": len(links),
+        "measured": [
+            [*link.ranks, link.latency_seconds, link.bandwidth_bytes_per_second]
+            for link in slowest[:_MOST_LINKS]
+        ],
+    }
+
+
+def _reduction(strategy: Strategy) -> dict[str, Any]:
+    options = CommunicationOptions()
+    return {
+        "bytes_per_pack": options.bytes_per_pack,
+        "implementation": CommunicationImplementation.parse(
+            options.implementation
+        ).name,
+        "wire_dtype": options.wire_dtype,
+        "slot_bytes": strategy.topology.slot_bytes,
+    }
+
+
+def _describe_reduction(part: Part, strategy: Strategy) -> None:
+    """Note by which algorithm its gradients are summed."""
+    nbytes = part.parameters.get("nbytes", 0)
+    if strategy.num_replicas_in_sync == 1 or part.name not in _SUMMED or not nbytes:
+        return
+    chosen = CrossDeviceOps().choose(nbytes, strategy.topology, CommunicationOptions())
+    function: Any = chosen.algorithm
+    # Of a partial, which has no name, what it calls.
+    part.algorithm = getattr(function, "func", function).__name__
+    part.piece_bytes = chosen.piece_bytes
+
+
+def _times(item: Planned) -> str:
+    return ", ".join(_time(part, item.parts) for part in item.parts)
+
+
+def _time(part: Part, parts: Sequence[Part]) -> str:
+    name = f"{part.name} " if len(parts) > 1 else ""
+    return f"{name}{len(part.seconds)} repeats, median {np.median(part.seconds):.4g} s"

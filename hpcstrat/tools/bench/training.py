@@ -1,0 +1,142 @@
+"""A training step of a chosen size, and of the user's own; and the rows that it reads.
+
+A function of the user's is called once on every replica, with the strategy and the
+number of examples in a global batch, and returns what does one step::
+
+    def make_step(strategy, global_batch_size):
+        ...
+        def step():
+            strategy.run(train, args=(next(batches),))
+        return step
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data import Dataset
+from hpcstrat.engine.typing import Array
+from hpcstrat.optimizers import SGD
+from hpcstrat.strategies.base import Strategy
+from hpcstrat.tools.bench.measuring import compute
+from hpcstrat.tools.bench.run_file import BenchError
+from hpcstrat.tools.bench.shapes import MODELS
+from hpcstrat.variables import Variable
+
+__all__ = ["Rows", "StepSize", "TrainingStep", "load_function", "write_rows"]
+
+# A file of rows is read again and again: it need not be as large as what is read.
+_FILE_BYTES = 64 << 20
+_FILE = "rows.npy"
+
+
+def write_rows(folder: str, row_bytes: int) -> None:
+    """Write the file that `Rows` reads; one rank calls it."""
+    width = row_bytes // 4
+    count = max(1, _FILE_BYTES // row_bytes)
+    # Nothing that a file system could make smaller.
+    rows = np.random.default_rng(0).random((count, width), np.float32)
+    np.save(os.path.join(folder, _FILE), rows)
+
+
+class Rows:
+    """As many rows as asked for, out of a file that holds some; a source of data."""
+
+    def __init__(self, folder: str, count: int) -> None:
+        # Without the class of arrays in files, which those of other classes become.
+        file = np.load(os.path.join(folder, _FILE), mmap_mode="r")
+        self._rows = np.asarray(file)
+        self.shape = (count, *self._rows.shape[1:])
+        self.dtype = self._rows.dtype
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: slice) -> Array:
+        # Past the file's end it begins again.
+        places = np.arange(rows.start, rows.stop) % len(self._rows)
+        taken: Array = np.take(self._rows, places, axis=0)
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of a built-in step; ``batch_size`` examples take ``compute_seconds``.
+
+    ``global_batch_size`` are of all replicas.
+    """
+
+    model: str
+    compute_seconds: float
+    batch_size: int
+    global_batch_size: int
+
+
+class TrainingStep:
+    """Reads a batch, computes for a while, sums gradients, updates, sums a loss.
+
+    Collective over the strategy's replicas, as are its calls. There are batches for
+    ``num_steps``.
+    """
+
+    def __init__(
+        self, strategy: Strategy, size: StepSize, folder: str, num_steps: int
+    ) -> None:
+        self.strategy = strategy
+        # By the example, so that in strong scaling each replica computes less.
+        self.seconds_each = size.compute_seconds / size.batch_size
+        shapes = MODELS[size.model]()
+        with strategy.scope():
+            self.variables = [
+                Variable(np.zeros(shape, np.float32), name=f"weights_{number}")
+                for number, shape in enumerate(shapes)
+            ]
+            self.optimizer = SGD(0.01)
+        # Zeros stay zeros, however often they are added.
+        self.gradients = [np.zeros(shape, np.float32) for shape in shapes]
+        rows = Rows(folder, size.global_batch_size * num_steps)
+        dataset = Dataset(rows, size.global_batch_size)
+        self.batches = iter(strategy.experimental_distribute_dataset(dataset))
+
+    def __call__(self) -> None:
+        """Do one step."""
+        batch = next(self.batches)
+        loss = self.strategy.run(self._train, args=(batch,))
+        self.strategy.reduce("sum", loss)
+
+    def _train(self, batch: Array) -> float:
+        compute(self.seconds_each * len(batch))
+        pairs = zip(self.gradients, self.variables, strict=True)
+        self.optimizer.apply_gradients(pairs)
+        return 1.0
+
+
+def load_function(name: str) -> Callable[[Strategy, int], Callable[[], Any]]:
+    """Return the user's function ``module:function``; BenchError if there is none."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise BenchError(f"expected --step module:function, found {name!r}; name both")
+    # As for python -m: modules of the folder that one is in.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BenchError(
+            f"expected --step to name a function, found {name!r}: {error}; start in "
+            "the folder of the module, or set PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise BenchError(
+            f"expected --step to name a function, found {type(found).__name__} as "
+            f"{name!r}; name what makes a step"
+        )
+    function: Callable[[Strategy, int], Callable[[], Any]] = found
+    return function

@@ -1,0 +1,88 @@
+"""Advice from a report: how many replicas to use, and what is too slow.
+
+Series and points are those of `hpcstrat.tools.bench.analysis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpcstrat.tools.bench.shapes import size_text
+
+__all__ = ["GOOD_EFFICIENCY", "slow_parts", "verdicts"]
+
+GOOD_EFFICIENCY = 0.8
+"""From here on more replicas are worth their nodes, as computing centers count."""
+
+# Times the expected time: what was measured of a link varies by less.
+_TOO_SLOW = 2.0
+_SHARES = {
+    "communication": "spent in sums",
+    "late": "spent waiting for late replicas",
+    "input": "spent in next() of the data set",
+}
+
+
+def verdicts(series: Sequence[Any]) -> Iterator[str]:
+    """Say for each scaling of the step how many replicas to use, and why not more."""
+    for one in series:
+        points = [p for p in one.points if p.run.cores_per_replica >= 1]
+        if one.name == "step" and len(points) > 1:
+            yield f"{one.scaling.capitalize()} scaling: {_verdict(points)}"
+
+
+def _verdict(points: Sequence[Any]) -> str:
+    last = points[0]
+    for point in points[1:]:
+        if point.efficiency < GOOD_EFFICIENCY:
+            return (
+                f"use {_size(last)}. With {_size(point)} the efficiency is "
+                f"{point.efficiency:.0%}, below {GOOD_EFFICIENCY:.0%}{_reason(point)}."
+            )
+        last = point
+    return (
+        f"use {_size(last)}, or more: the efficiency of the largest run is still "
+        f"{last.efficiency:.0%}."
+    )
+
+
+def _size(point: Any) -> str:
+    replicas, nodes = point.run.num_replicas, point.run.num_workers
+    words = f"{replicas} replica{'s' * (replicas > 1)}"
+    return f"{words} on {nodes} node{'s' * (nodes > 1)}"
+
+
+def _reason(point: Any) -> str:
+    """Say what most of the time goes to that is not computing."""
+    shares = {name: getattr(point, name) or 0.0 for name in _SHARES}
+    most = max(shares, key=lambda name: shares[name])
+    if not shares[most]:
+        return ""
+    host = f" on {point.slowest_host}" if most == "late" and point.slowest_host else ""
+    return f", as {shares[most]:.0%} of a step is {_SHARES[most]}{host}"
+
+
+def slow_parts(series: Sequence[Any]) -> Iterator[str]:
+    """Say what took several times as long as was expected."""
+    for one in series:
+        slow = [
+            p
+            for p in one.points
+            if p.expected_seconds and p.median > _TOO_SLOW * p.expected_seconds
+        ]
+        if not slow:
+            continue
+        worst = max(slow, key=lambda p: p.median / (p.expected_seconds or p.median))
+        times = worst.median / (worst.expected_seconds or worst.median)
+        nbytes = one.parameters.get("nbytes")
+        what = one.name.replace("_", "-")
+        if nbytes and one.scaling == "same":
+            what += f" of {size_text(nbytes)}"
+        elif one.scaling != "same":
+            what += f" ({one.scaling})"
+        yield (
+            f"The {what} with {_size(worst)} took {times:.1f} times as long as "
+            f"{worst.expected_by} expects: look at the links in the table of the runs, "
+            "at other programs on these nodes, and at what hpcstrat doctor says there."
+        )

@@ -1,0 +1,41 @@
+"""Kills, stops and slows down ranks of a running job at random.
+
+For tests of how a program, a launcher and a batch system take it. What is done to which
+rank is drawn from a seed, before anything is done; one rank at a time is disturbed. A
+rank that was stopped goes on in any case: at the end of the time, when the caller is
+interrupted, and, by a guard process, when it is killed::
+
+    job = chaos.choose(chaos.find_jobs(), name)
+    acts = chaos.draw([p.rank for p in job.ranks], ["stop"], every=5, count=10, seed=1)
+    chaos.disturb(job, acts, chaos.Strength(stop_seconds=2))
+"""
+
+from hpcstrat.tools.chaos.disturbing import (
+    KINDS,
+    Act,
+    Strength,
+    disturb,
+    draw,
+    parse_ranks,
+)
+from hpcstrat.tools.chaos.processes import (
+    JobRanks,
+    NoSuchRankError,
+    RankProcess,
+    choose,
+    find_jobs,
+)
+
+__all__ = [
+    "KINDS",
+    "Act",
+    "JobRanks",
+    "NoSuchRankError",
+    "RankProcess",
+    "Strength",
+    "choose",
+    "disturb",
+    "draw",
+    "find_jobs",
+    "parse_ranks",
+]

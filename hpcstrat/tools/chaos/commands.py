@@ -1,0 +1,159 @@
+"""The command ``hpcstrat chaos``: disturb the ranks of a running job."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import signal
+import time
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hpcstrat.tools.chaos import disturbing as library
+from hpcstrat.tools.terminal import UncutGroup
+
+__all__ = ["chaos"]
+
+_COLUMNS = ("job", "Slurm job", "ranks", "processes", "command")
+
+
+@click.group(cls=UncutGroup)
+def chaos() -> None:
+    """Kill, stop or slow down ranks of a running job at random.
+
+    Only ranks of your own jobs on this machine, and only of the job that is named.
+    """
+
+
+@chaos.command("list")
+def chaos_list() -> None:
+    """List your jobs that have ranks on this machine; exit status 1 without any.
+
+    In a pipe the columns are separated by tabs.
+    """
+    jobs = library.find_jobs()
+    rows = [
+        (
+            job.name,
+            job.slurm_job,
+            ",".join(str(process.rank) for process in job.ranks),
+            ",".join(str(process.pid) for process in job.ranks),
+            job.ranks[0].command,
+        )
+        for job in jobs
+    ]
+    console = Console()
+    if console.is_terminal:
+        table = Table()
+        for title in _COLUMNS:
+            # The name is what --job takes: whole, to be copied.
+            table.add_column(title, no_wrap=title == "job", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for row in rows:
+            # For cut and awk: rich would draw lines between the columns.
+            click.echo("\t".join(row))
+    if not jobs:
+        click.echo("no job of yours has ranks on this machine", err=True)
+    raise SystemExit(int(not jobs))
+
+
+@chaos.command("run")
+@click.option("--job", "name", required=True, help="Its name from list, or Slurm's.")
+@click.option("--kill", is_flag=True, help="Kill ranks (SIGKILL).")
+@click.option("--stop", type=float, metavar="SECONDS", help="Stop ranks as long.")
+@click.option("--delay", type=float, metavar="SECONDS", help="Slow ranks down as long.")
+@click.option("--factor", default=4.0, show_default=True, help="How slow, for --delay.")
+@click.option("--every", default=10.0, show_default=True, help="Mean wait in seconds.")
+@click.option("--count", default=1, show_default=True, help="How many times.")
+@click.option("--ranks", metavar="LIST", help="Such as 0-3,7; default: all here.")
+@click.option("--seed", type=int, help="Draws the same again; default: a new one.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, do nothing.")
+def chaos_run(
+    name: str,
+    ranks: str | None,
+    seed: int | None,
+    *,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Disturb ranks of a job: one at a time, after waits drawn at random.
+
+    Exit status 0 if all was done, 1 if a rank had ended before, 2 for wrong options,
+    130 if interrupted. A stopped rank goes on in any case.
+    """
+    # Each event in one line, however narrow the terminal or wide the log.
+    console = Console(highlight=False, soft_wrap=True)
+    # Printed below, so that the same acts can be drawn again.
+    seed = secrets.randbelow(1 << 32) if seed is None else seed
+    # In our order, not that of the options, so that one seed draws the same acts.
+    kinds = [k for k in library.KINDS if options[k] not in (None, False)]
+    if not kinds:
+        raise click.UsageError(
+            "expected --kill, --stop or --delay, found none; choose at least one"
+        )
+    try:
+        wanted = None if ranks is None else library.parse_ranks(ranks)
+        strength = library.Strength(
+            stop_seconds=1.0 if options["stop"] is None else options["stop"],
+            delay_seconds=1.0 if options["delay"] is None else options["delay"],
+            factor=options["factor"],
+        )
+        job = library.choose(library.find_jobs(), name)
+        here = [process.rank for process in job.ranks]
+        every, count = options["every"], options["count"]
+        acts = library.draw(wanted or here, kinds, every=every, count=count, seed=seed)
+        # Of ranks of a job on several nodes, those of this one alone can be reached.
+        if missing := sorted(set(wanted or ()) - set(here)):
+            raise library.NoSuchRankError(
+                f"expected ranks of job {job.name} on this machine, some of {here}, "
+                f"found {missing}; see hpcstrat chaos list"
+            )
+    except library.NoSuchRankError as error:
+        raise click.ClickException(str(error)) from error
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    console.print(f"job {job.name}, ranks {wanted or here}, seed {seed}")
+    if dry_run:
+        at = 0.0
+        for act in acts:
+            at += act.wait_seconds
+            console.print(f"would {act.kind} rank {act.rank} after {at:.2f} s")
+        return
+    done = _disturb(console, job, acts, strength)
+    console.print(f"{done} of {count} done")
+    raise SystemExit(int(done < count))
+
+
+def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
+    """Do it, with a line for each thing that happens."""
+    start = time.monotonic()
+
+    def report(_: Any, process: Any, text: str) -> None:
+        # The wall clock, too: logs of the job are compared with these lines by it.
+        clock = datetime.datetime.now().strftime("%H:%M:%S.%f")[:-3]
+        at = time.monotonic() - start
+        console.print(
+            f"{clock} {at:8.2f} s: rank {process.rank} (process {process.pid}) {text}"
+        )
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    # Slurm ends a step by SIGTERM, a terminal that is closed by SIGHUP.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Only the main thread may set handlers, such as not that of a test.
+        with contextlib.suppress(ValueError):
+            signal.signal(number, interrupt)
+    try:
+        return library.disturb(job, acts, strength, report)
+    except KeyboardInterrupt:
+        console.print("interrupted; a stopped rank goes on")
+        # 128 and SIGINT, as of a program that the signal has ended.
+        raise SystemExit(130) from None

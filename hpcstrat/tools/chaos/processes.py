@@ -1,0 +1,299 @@
+"""The ranks of running MPI jobs on this machine, found in ``/proc``.
+
+A launcher tells each process its rank in the environment. Only processes of the same
+user are looked at; their children, which inherit the environment, are not taken for
+ranks. Nothing here needs MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcstrat.engine.topology.process_stat import PARENT, START, STATE, process_stat
+from hpcstrat.errors import HpcstratError
+
+__all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find_jobs"]
+
+# Which variable tells the rank, innermost launcher first: mpirun inside of a Slurm job
+# passes on what Slurm has told its daemon.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LAUNCHERS = (
+    *("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "orterun", "orted"),
+    *("hydra_pmi_proxy", "hydra_bstrap_pr", "srun", "slurmstepd", "palsd"),
+)
+
+
+class NoSuchRankError(HpcstratError, LookupError):
+    """A job or a rank that does not run here, or does so no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One rank.
+
+    Parameters
+    ----------
+    rank : int
+        Its number in the job.
+    pid : int
+        Its process.
+    started : str
+        When that was started, which tells a reused number apart.
+    command : str
+        What it runs.
+    """
+
+    rank: int
+    pid: int
+    started: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRanks:
+    """The ranks of one job on this machine.
+
+    Parameters
+    ----------
+    name : str
+        The launcher's name of the job.
+    slurm_job : str
+        Number of the Slurm job that it is part of; empty outside of Slurm.
+    ranks : tuple of RankProcess
+        In order.
+    """
+
+    name: str
+    slurm_job: str
+    ranks: tuple[RankProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedProcess:
+    """A process that a launcher has told a rank."""
+
+    pid: int
+    parent: int
+    started: str
+    name: str
+    environment: Mapping[str, str]
+
+
+def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
+    """Return a process's name, and the fields behind it; raise OSError if it ended."""
+    name, fields = process_stat(pid, str(proc))
+    # A zombie has ended, though its number is still taken.
+    if fields[STATE] in "ZX":
+        raise ProcessLookupError(pid)
+    return name, fields
+
+
+def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
+    """Return a process if it is this user's, and has a rank."""
+    # It may end at any moment, and the environment of others cannot be read.
+    with contextlib.suppress(OSError):
+        folder = proc / str(pid)
+        if folder.stat().st_uid != uid:
+            return None
+        pairs = (folder / "environ").read_bytes().split(b"\0")
+        environment = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+        name, fields = _stat(pid, proc)
+        if name not in _LAUNCHERS and _rank(environment) is not None:
+            return _LaunchedProcess(
+                pid, int(fields[PARENT]), fields[START], name, environment
+            )
+    return None
+
+
+def _rank(environment: Mapping[str, str]) -> int | None:
+    for variable in _RANKS:
+        text = environment.get(variable, "")
+        # The script of a batch job has a SLURM_PROCID, but is not of a step.
+        in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
+        if text.isdecimal() and in_step:
+            return int(text)
+    return None
+
+
+def _above(pid: int, proc: Path) -> Iterator[tuple[int, str]]:
+    """Give the number and the name of a process and of all above it."""
+    while pid > 0:
+        try:
+            name, fields = _stat(pid, proc)
+        except OSError:
+            return
+        yield pid, name
+        pid = int(fields[PARENT])
+
+
+def _job_name(top: _LaunchedProcess, proc: Path) -> str:
+    environment = top.environment
+    if environment.get("PMIX_NAMESPACE"):
+        return environment["PMIX_NAMESPACE"]
+    if environment.get("SLURM_STEP_ID"):
+        return f"slurm-{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+    launcher = top.parent, "launcher"
+    for number, (pid, name) in enumerate(_above(top.parent, proc)):
+        if number and name not in _LAUNCHERS:
+            break
+        launcher = pid, name
+    return f"{launcher[1]}-{launcher[0]}"
+
+
+def _uses_mpi(pid: int, proc: Path) -> bool:
+    try:
+        # A wrapper, such as a shell's script, has the same environment, but no MPI.
+        return "libmpi" in (proc / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[JobRanks]:
+    """Return the MPI jobs that have ranks on this machine.
+
+    Not collective.
+
+    Parameters
+    ----------
+    uid : int, optional
+        Whose; default: this user's.
+    proc : path
+        Where processes are looked up.
+
+    Returns
+    -------
+    list of JobRanks
+        By name. This process, and those above it, are of no job.
+    """
+    uid = os.geteuid() if uid is None else uid
+    # A program that disturbs its own launcher would end by its own hand.
+    own = {pid for pid, _ in _above(os.getpid(), Path("/proc"))}
+    pids = [int(path.name) for path in proc.glob("[0-9]*")]
+    looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
+    processes = {process.pid: process for process in looked if process is not None}
+    jobs: dict[str, dict[int, list[_LaunchedProcess]]] = {}
+    slurm: dict[str, str] = {}
+    for process in processes.values():
+        top = process
+        # Ranks that start processes hand them their environment: the uppermost counts.
+        while top.parent in processes:
+            top = processes[top.parent]
+        name = _job_name(top, proc)
+        rank = _rank(process.environment)
+        assert rank is not None
+        jobs.setdefault(name, {}).setdefault(rank, []).append(process)
+        slurm[name] = process.environment.get("SLURM_JOB_ID", "")
+    return [
+        JobRanks(
+            name,
+            slurm[name],
+            tuple(_chosen(rank, jobs[name][rank], proc) for rank in sorted(jobs[name])),
+        )
+        for name in sorted(jobs)
+    ]
+
+
+def _chosen(
+    rank: int, processes: Sequence[_LaunchedProcess], proc: Path
+) -> RankProcess:
+    """Return the process of a rank: the first that has MPI, else the uppermost."""
+    pids = {process.pid for process in processes}
+    order = sorted(processes, key=lambda p: (p.parent in pids, int(p.started), p.pid))
+    users = [process for process in order if _uses_mpi(process.pid, proc)]
+    chosen = (users or order)[0]
+    try:
+        words = (proc / str(chosen.pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    command = " ".join(os.fsdecode(word) for word in words).strip()
+    return RankProcess(rank, chosen.pid, chosen.started, command)
+
+
+def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
+    """Return the job that is meant.
+
+    Not collective.
+
+    Parameters
+    ----------
+    jobs : sequence of JobRanks
+        From `find_jobs`.
+    name : str
+        The job's name, or the number of the Slurm job that it is part of.
+
+    Returns
+    -------
+    JobRanks
+        The only one that fits.
+
+    Raises
+    ------
+    NoSuchRankError
+        If there is none, or several.
+    """
+    found = [job for job in jobs if job.name == name]
+    found = found or [job for job in jobs if name and job.slurm_job == name]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(job.name for job in found or jobs) or "none"
+    raise NoSuchRankError(
+        f"expected one job {name!r} with ranks of this user on this machine, found "
+        f"{names}; see hpcstrat chaos list"
+    )
+
+
+class Held:
+    """A process that signals reach even where its number is used again.
+
+    NoSuchRankError if it has ended, or is another user's. Holds a pidfd until `close`.
+    """
+
+    def __init__(self, process: RankProcess) -> None:
+        self.process = process
+        # A signal by number could reach a process that has been given it since.
+        try:
+            self.fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            raise self._gone() from None
+        # Only now it is sure whose number that is.
+        found = None
+        with contextlib.suppress(OSError):
+            found = _stat(process.pid, Path("/proc"))[1][START]
+        uid = -1
+        with contextlib.suppress(OSError):
+            uid = os.stat(f"/proc/{process.pid}").st_uid
+        if found != process.started or uid != os.geteuid():
+            os.close(self.fd)
+            raise self._gone()
+
+    def _gone(self) -> NoSuchRankError:
+        return NoSuchRankError(
+            f"expected the process {self.process.pid} of rank {self.process.rank}, "
+            "found that it has ended; see hpcstrat chaos list"
+        )
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal; return False where the process has ended."""
+        if self.ended():
+            return False
+        try:
+            signal.pidfd_send_signal(self.fd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Wait for the end of the process, at most so long; return whether it came."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def close(self) -> None:
+        """Let go of the process."""
+        os.close(self.fd)

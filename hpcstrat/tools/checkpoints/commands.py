@@ -1,0 +1,405 @@
+"""The commands that look into checkpoints; they need no MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import numpy as np
+
+from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.export import export_values
+from hpcstrat.checkpoint.file.image import Image
+from hpcstrat.checkpoint.file.other_files import NoCheckpointError
+from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header, read_values
+from hpcstrat.checkpoint.file.schema import (
+    Entry,
+    Header,
+    list_checkpoints,
+    named_dtype,
+    section_of,
+)
+from hpcstrat.engine.typing import Array
+from hpcstrat.errors import CheckpointError, CorruptCheckpointError
+from hpcstrat.tools.checkpoints.bench import bench
+from hpcstrat.tools.terminal import (
+    UncutGroup,
+    add_row,
+    new_console,
+    new_table,
+    progress,
+)
+
+__all__ = ["ckpt", "differences"]
+
+_DAMAGED = 1
+# As of diff(1).
+_DIFFERENT = 1
+
+
+@click.group(cls=UncutGroup)
+def ckpt() -> None:
+    """Look into checkpoints."""
+
+
+ckpt.add_command(bench)
+
+_file = click.argument("file", type=click.Path())
+
+
+def _line(error: Exception) -> str:
+    """Return the text of an error in one line."""
+    return " ".join(str(error).split())
+
+
+@ckpt.command()
+@click.argument("directory", type=click.Path())
+def ls(directory: str) -> None:
+    """List the checkpoints in DIRECTORY.
+
+    The exit status is 1 if one is damaged.
+    """
+    table = new_table("file", "step", "replicas", "variables", "bytes")
+    problems = []
+    for path in _listed(directory):
+        name = os.path.basename(path)
+        try:
+            # Of the link itself, which may lead to nothing.
+            size = f"{os.lstat(path).st_size:,}"
+            header = _read(path)
+        except FileNotFoundError:
+            # Replaced by newer ones since the folder was listed.
+            continue
+        except OSError as error:
+            # Such as a folder of which only the names may be read.
+            raise click.ClickException(_unreadable(path, error)) from error
+        except CheckpointError as error:
+            add_row(table, name, "damaged", "", "", size)
+            problems.append(f"{name}: {_line(error)}")
+            continue
+        words = (header.step, header.num_replicas, len(header.entries))
+        add_row(table, name, *words, size)
+    new_console().print(table)
+    for problem in problems:
+        click.echo(problem)
+    raise SystemExit(_DAMAGED if problems else 0)
+
+
+def _listed(directory: str) -> list[str]:
+    """Return the checkpoints of a folder, which must be there."""
+    if not os.path.isdir(directory):
+        found = "a file" if os.path.exists(directory) else "nothing"
+        raise click.ClickException(
+            f"expected a folder, found {found} at {directory}; give the folder of "
+            "checkpoints"
+        )
+    try:
+        return list_checkpoints(directory)
+    except OSError as error:
+        raise click.ClickException(_unreadable(directory, error)) from error
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    return (
+        f"expected a readable checkpoint, found {path}: {error.strerror}; check the "
+        "path and its permissions"
+    )
+
+
+def _read(path: str) -> Header:
+    """Read what a file holds; a CheckpointError says why it cannot be."""
+    _require_file(path)
+    return read_header(path)
+
+
+def _require_file(path: str) -> None:
+    """Refuse what a reader would take for a damaged file, or wait for."""
+    try:
+        kind = os.stat(path).st_mode
+        if stat.S_ISREG(kind):
+            # Whether it can be opened: a reader would say that it is damaged.
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    found = "a folder" if stat.S_ISDIR(kind) else "something else"
+    raise CheckpointError(
+        f"expected a file, found {found} at {path}; give one checkpoint"
+    )
+
+
+@ckpt.command()
+@_file
+def show(file: str) -> None:
+    """Show what the checkpoint FILE holds."""
+    header = _header(file)
+    console = new_console()
+    console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
+    for name, value in header.metrics.items():
+        console.print(f"metric {name}: {value}")
+    table = new_table("name", "dtype", "shape", "synchronization", "aggregation")
+    for entry in header.entries.values():
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        kinds = entry.synchronization, entry.aggregation
+        add_row(table, entry.path, entry.dtype, shape, *kinds)
+    console.print(table)
+    for name, state in header.iterators.items():
+        section = section_of(state)
+        # Words of generators say nothing to a reader.
+        about = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        console.print(f"{section}/{name}: {about}")
+    for name in header.python:
+        console.print(f"python/{name}")
+
+
+@ckpt.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
+def verify(paths: tuple[str, ...]) -> None:
+    """Check every byte of checkpoints.
+
+    PATHS are files or folders. The exit status is 1 if one is damaged, or has no hashes
+    to check it by.
+    """
+    files = [
+        file
+        for path in paths
+        for file in (_listed(path) if os.path.isdir(path) else [path])
+    ]
+    # A job that checks a folder of a wrong name must not find it good.
+    wrong = not files
+    for file in files:
+        good, words = _verdict(file)
+        # All are looked at: which others are good is what one needs to know then.
+        wrong |= not good
+        click.echo(f"{file}: {words}")
+    if not files:
+        click.echo("no checkpoints found")
+    raise SystemExit(_DAMAGED if wrong else 0)
+
+
+def _verdict(file: str) -> tuple[bool, str]:
+    """Return whether a file is good, and what to say of it."""
+    try:
+        count = _verify(file)
+    except NoCheckpointError as error:
+        return False, f"no checkpoint: {_line(error)}"
+    except CorruptCheckpointError as error:
+        return False, f"DAMAGED: {_line(error)}"
+    except CheckpointError as error:
+        # Of a newer version, or not readable now: it may be whole.
+        return False, f"not verified: {_line(error)}"
+    except OSError as error:
+        return False, f"not verified: {_unreadable(file, error)}"
+    if count is None:
+        return False, "not verified: format version 1 has no hashes"
+    return True, f"good, {count:,} bytes checked"
+
+
+def _verify(path: str) -> int | None:
+    """Return how many bytes of values were checked; None without hashes."""
+    _require_file(path)
+    found = open_checkpoint(path)
+    if found.vouched is None:
+        return None
+    plan, count = found.vouched.plan, 0
+    # One slot for all: a file may be larger than the memory of a login node.
+    slot = Image(1, plan.block_bytes).slot(0)
+    with (
+        Blocks(path, found.vouched, direct=False) as blocks,
+        progress(plan.data_end - plan.data_start, os.path.basename(path)) as tick,
+    ):
+        for block in range(plan.num_blocks):
+            nbytes = blocks.read(block, slot).nbytes
+            count += nbytes
+            tick(nbytes)
+    return count
+
+
+@ckpt.command()
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+def diff(first: str, second: str) -> None:
+    """Say how two checkpoints differ.
+
+    The exit status is 1 if they do, apart from the step.
+    """
+    steps, lines = differences(first, second, _by_value)
+    click.echo(f"steps {steps[0]} and {steps[1]}")
+    if lines:
+        table = new_table("name", "difference")
+        for name, text in lines:
+            add_row(table, name, text)
+        new_console().print(table)
+    else:
+        click.echo("no difference")
+    raise SystemExit(_DIFFERENT if lines else 0)
+
+
+def differences(
+    first: str, second: str, describe: Callable[[Array, Array], str]
+) -> tuple[tuple[int, int], list[tuple[str, str]]]:
+    """Return two checkpoints' steps, and the names and differences of what differs.
+
+    ``describe`` returns how two arrays of one shape and dtype differ, and an empty text
+    where they do not. Raises ClickException if a file is damaged or cannot be read.
+    """
+    # Checked before they are compared: a flipped bit would look like training.
+    headers = _checked(first), _checked(second)
+    lines = []
+    names = sorted(set(headers[0].entries) | set(headers[1].entries))
+    # For the bar: a value that both have is read twice.
+    sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
+    with progress(sum(sizes.values()), "comparing") as tick:
+        for name in names:
+            text = _difference(name, headers, (first, second), describe)
+            if text:
+                lines.append((name, text))
+            tick(sizes[name])
+    for section in ("iterators", "python"):
+        states = [getattr(header, section) for header in headers]
+        for name in sorted(set(states[0]) | set(states[1])):
+            one, other = states[0].get(name), states[1].get(name)
+            if not _same_state(one, other):
+                lines.append((f"{section}/{name}", "another state"))
+    return (headers[0].step, headers[1].step), lines
+
+
+def _entries(name: str, headers: tuple[Header, Header]) -> list[Entry]:
+    found = (header.entries.get(name) for header in headers)
+    return [entry for entry in found if entry is not None]
+
+
+def _nbytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * _dtype(entry.dtype).itemsize
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            np.array_equal(one[key], other[key]) for key in one
+        )
+    return bool(one == other)
+
+
+def _difference(
+    name: str,
+    headers: tuple[Header, Header],
+    paths: tuple[str, str],
+    describe: Callable[[Array, Array], str],
+) -> str:
+    """Return how a value differs; empty where it does not."""
+    entries = [header.entries.get(name) for header in headers]
+    if entries[0] is None or entries[1] is None:
+        return f"only in the {'second' if entries[0] is None else 'first'}"
+    kinds = [(entry.dtype, entry.shape) for entry in entries if entry is not None]
+    if kinds[0] != kinds[1]:
+        return " and ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
+    one, other = (_value(path, name, kinds[0][0]) for path in paths)
+    return describe(one, other)
+
+
+def _by_value(one: Array, other: Array) -> str:
+    """Return how two arrays differ, to which two NaN are no difference."""
+    unequal = np.asarray(one != other)
+    if one.dtype.kind not in "iub":
+        # Two NaN are no difference.
+        unequal &= ~(np.isnan(one) & np.isnan(other))
+    count = int(unequal.sum())
+    if not count:
+        return ""
+    index = tuple(int(i) for i in np.argwhere(unequal)[0]) if unequal.ndim else ()
+    values = f"first at {list(index)}: {one[index]} and {other[index]}"
+    # The difference of whole numbers may not fit their type: none is given.
+    if one.dtype.kind in "iub":
+        return f"{count:,} of {one.size:,} elements, {values}"
+    # In bfloat16 or float16 it would be rounded, or overflow.
+    wide = np.complex128 if one.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.nanmax(np.abs(one.astype(wide) - other.astype(wide)))
+    return f"{count:,} of {one.size:,} elements by at most {largest:.3g}, {values}"
+
+
+@ckpt.command()
+@_file
+@click.argument("output", type=click.Path(dir_okay=False))
+def export(file: str, output: str) -> None:
+    """Write the values of a checkpoint for others.
+
+    OUTPUT ends in .npz or, for plain HDF5, in .h5, and must not exist.
+    """
+    header = _checked(file)
+    if os.path.splitext(output)[1] not in (".npz", ".h5", ".hdf5"):
+        raise click.ClickException(
+            f"expected an output that ends in .npz, .h5 or .hdf5, found {output}; "
+            "rename it"
+        )
+    # To say it in good words; the file is made exclusively in any case.
+    if os.path.exists(output):
+        raise click.ClickException(
+            f"expected a name that is free, found the file {output}; choose another"
+        )
+    total = sum(map(_nbytes, header.entries.values()))
+    try:
+        with progress(total, os.path.basename(output)) as tick:
+            export_values(output, _values(file, header, tick))
+    except OSError as error:
+        raise click.ClickException(f"{output} could not be written: {error}") from error
+    click.echo(f"{output}: {len(header.entries)} values")
+
+
+def _values(
+    path: str, header: Header, tick: Callable[[int], None]
+) -> Iterator[tuple[str, Array]]:
+    for name, entry in sorted(header.entries.items()):
+        yield name, _value(path, name, entry.dtype)
+        tick(_nbytes(entry))
+
+
+def _header(path: str) -> Header:
+    with _explained(path):
+        return _read(path)
+
+
+def _checked(path: str) -> Header:
+    """Return what a file holds, after all its bytes were checked."""
+    header = _header(path)
+    # Once for all: values are read without their hashes later.
+    with _explained(path):
+        if _verify(path) is None:
+            text = "not verified: format version 1 has no hashes"
+            click.echo(f"{path}: {text}", err=True)
+    return header
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """End the command with one line about what is wrong with a file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise click.ClickException(_line(error)) from error
+    except OSError as error:
+        raise click.ClickException(_unreadable(path, error)) from error
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    # bfloat16 needs ml_dtypes, which whoever looks into a file may not have.
+    try:
+        return named_dtype(name)
+    except (ImportError, TypeError) as error:
+        raise click.ClickException(
+            f"expected a type that is known here, found {name}: {_line(error)}; "
+            "install what is missing"
+        ) from error
+
+
+def _value(path: str, name: str, dtype: str) -> Array:
+    with _explained(path):
+        return read_values(path, {name: _dtype(dtype)})[name]

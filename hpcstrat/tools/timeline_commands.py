@@ -1,0 +1,78 @@
+"""The commands around timelines; they need no MPI."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hpcstrat.engine.observe.timeline.last_arrivals import last_arrivals
+from hpcstrat.engine.observe.timeline.merging import Timeline, open_timeline
+from hpcstrat.tools.terminal import UncutGroup
+
+__all__ = ["timeline"]
+
+
+@click.group(cls=UncutGroup)
+def timeline() -> None:
+    """Look into timelines, which HPCSTRAT_TIMELINE or strategy.timeline() record."""
+
+
+def _opened(directory: str, run: str | None) -> Timeline:
+    try:
+        found = open_timeline(directory, run)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    # To standard error: what is printed on the other may be read by a program.
+    cut = [file.thread for file in found.files if not file.whole]
+    if cut:
+        click.echo(f"ended before their files: {', '.join(cut)}", err=True)
+    for path in found.unread:
+        click.echo(f"left out, because nothing is in it: {path}", err=True)
+    if found.other_runs:
+        runs = ", ".join(found.other_runs)
+        click.echo(f"run {found.run}; others with --run: {runs}", err=True)
+    return found
+
+
+_directory = click.argument("directory", type=click.Path(exists=True, file_okay=False))
+_run = click.option("--run", help="Which run; default: the newest.")
+
+
+@timeline.command()
+@_directory
+@click.option("-o", "--output", default="trace.json", show_default=True)
+@_run
+def merge(directory: str, output: str, run: str | None) -> None:
+    """Make one trace of the files in DIRECTORY, for ui.perfetto.dev.
+
+    The clocks of all hosts are put on replica 0's. An output that ends in .gz is
+    compressed. Files of killed jobs are taken as far as they go.
+    """
+    found = _opened(directory, run)
+    try:
+        count = found.write(output)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{output}: {count} events of {len(found.files)} replicas")
+
+
+@timeline.command()
+@_directory
+@_run
+def summary(directory: str, run: str | None) -> None:
+    """Show who was waited for in the files in DIRECTORY."""
+    found = _opened(directory, run)
+    try:
+        rows = last_arrivals(found.events())
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    headings = ("replica", "worker", "calls", "waited s", "came last", "cost s")
+    table = Table(*headings)
+    # By what it cost the others: being last often may have cost nothing.
+    ordered = sorted(rows.values(), key=lambda row: -row.cost_seconds)
+    for row in ordered:
+        share = f"{row.last} ({row.last / row.calls:.0%})" if row.calls else "0"
+        numbers = str(row.calls), f"{row.waited_seconds:.4g}", share
+        table.add_row(str(row.replica), row.where, *numbers, f"{row.cost_seconds:.4g}")
+    Console().print(table)
