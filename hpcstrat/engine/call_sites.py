@@ -15,7 +15,7 @@ __all__ = ["call_site", "is_of_program", "pass_over"]
 # Folders and files whose frames are no part of the program. Functions of this library
 # that are context managers or decorated by them are called out of contextlib.
 _passed_over: tuple[str, ...] = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.abspath(contextlib.__file__),
 )
 

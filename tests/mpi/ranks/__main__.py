@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("tests.mpi.ranks")
 from mpi4py import MPI  # noqa: E402
 
 from tests.mpi.ranks.plugin import RanksInStep  # noqa: E402
+from tests.reach.noted import VARIABLE, Noted  # noqa: E402
 
 OPTIONS = (
     "-p",
@@ -43,6 +44,8 @@ def main() -> int:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         plugins.append(ArraysOnGpu(node.rank))
         node.Free()
+    if os.environ.get(VARIABLE):
+        plugins.append(Noted())
     if comm.rank > 0:
         # What rank 0 must know of the others' tests comes through the plugin.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

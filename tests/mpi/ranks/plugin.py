@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shlex
 import signal
 import time
 import zlib
@@ -130,7 +131,9 @@ class RanksInStep:
         own = "\n".join(_text(report) for report in reports if report.failed)
 
         def late(ranks: list[int]) -> NoReturn:
+            again = self._again(item.nodeid)
             self._say(f"{item.nodeid} failed here; rank {ranks} still in it:\n{own}")
+            self._say(f"Again: {again}")
             for rank in ranks:
                 os.kill(self.pids[rank], signal.SIGUSR1)
                 time.sleep(0.3)  # One after the other, so that the lines do not mix.
@@ -150,9 +153,14 @@ class RanksInStep:
         # One phase stands for all, so that every rank counts one failure.
         joint = reports[-1]
         joint.outcome = "failed"
-        joint.longrepr = whole
+        joint.longrepr = f"{whole}\n\nAgain: {self._again(item.nodeid)}"
         joint.sections = []
         vars(joint).pop("wasxfail", None)
+
+    def _again(self, nodeid: str) -> str:
+        """Return the command that runs one test again, from the repository's root."""
+        start = ["mpirun", "--oversubscribe", "-n", str(self.comm.size)]
+        return shlex.join([*start, "python", "-m", "tests.mpi.ranks", nodeid])
 
     def pytest_internalerror(self, excrepr: Any) -> None:
         """End the job, because the other ranks would wait for this one."""

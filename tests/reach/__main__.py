@@ -1,0 +1,145 @@
+"""Run the tests that reach modules, or find out anew which these are.
+
+``python -m tests.reach hpcstrat/PATH.py ...`` prints and runs two commands: one of
+pytest, and one of mpirun for rank tests. The table behind it, ``table.json``, has for
+each module the test files that call its functions, those first that call many in little
+time. ``python -m tests.reach --note`` makes it anew, which takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcstrat.testing import launch_command
+from tests.reach.noted import VARIABLE
+
+__all__ = ["chosen", "main"]
+
+_ROOT = Path(__file__).parents[2]
+_TABLE = Path(__file__).parent / "table.json"
+_MOST_SECONDS = 60.0
+"""How long the tests of a module may take, by what they took when they were noted."""
+
+Noted = dict[str, tuple[float, set[str]]]
+
+
+def chosen(module: str, noted: Noted) -> list[str]:
+    """Return test files that call the functions of a module, within a limit of time.
+
+    The next one is that which calls most functions a second that no other one calls;
+    then those that call any, the quickest first.
+    """
+    calls = {
+        name: (seconds, {f for f in functions if f.startswith(f"{module}:")})
+        for name, (seconds, functions) in noted.items()
+    }
+    calls = {name: found for name, found in calls.items() if found[1]}
+    files: list[str] = []
+    seen: set[str] = set()
+    spent = 0.0
+
+    def worth(name: str) -> tuple[float, float]:
+        seconds, functions = calls[name]
+        return len(functions - seen) / (0.5 + seconds), -seconds
+
+    while calls:
+        best = max(calls, key=worth)
+        seconds, functions = calls.pop(best)
+        if files and spent + seconds > _MOST_SECONDS:
+            continue
+        files.append(best)
+        spent += seconds
+        seen.update(functions)
+    return files
+
+
+def _is_of_ranks(name: str) -> bool:
+    return Path(name).name.startswith("check_")
+
+
+def _commands(files: Sequence[str], n: int) -> list[list[str]]:
+    """Return the commands that run test files, from the root of the repository."""
+    alone = [name for name in files if not _is_of_ranks(name)]
+    ranks = [name for name in files if _is_of_ranks(name)]
+    found = []
+    if alone:
+        found.append([sys.executable, "-m", "pytest", "-q", *alone])
+    if ranks:
+        start = [*launch_command(n), sys.executable, "-m", "tests.mpi.ranks"]
+        found.append([*start, "--short", *ranks])
+    return found
+
+
+def _run(commands: list[list[str]], env: dict[str, str] | None = None) -> int:
+    codes = []
+    for command in commands:
+        print(f"$ {shlex.join(command)}", flush=True)
+        done = subprocess.run(command, cwd=_ROOT, env=env, check=False)
+        codes.append(done.returncode)
+    return max(codes, default=0)
+
+
+def _note() -> None:
+    """Run all files of quick tests, and write the table."""
+    tests = _ROOT / "tests"
+    names = [
+        os.fspath(path.relative_to(_ROOT))
+        for pattern in ("unit/**/test_*.py", "docs/test_*.py", "mpi/ranks/check_*.py")
+        for path in sorted(tests.glob(pattern))
+    ]
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-reach-") as folder:
+        env = {**os.environ, VARIABLE: folder}
+        _run([_with_plugin(c) for n in (3, 2) for c in _commands(names, n)], env)
+        noted: Noted = {}
+        for path in Path(folder).glob("*.json"):
+            for name, (seconds, functions) in json.loads(path.read_text()).items():
+                before = noted.get(name, (0.0, set()))
+                noted[name] = max(seconds, before[0]), before[1] | {*functions}
+    modules = sorted({f.partition(":")[0] for _, fs in noted.values() for f in fs})
+    table = {module: chosen(module, noted) for module in modules}
+    _TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _with_plugin(command: list[str]) -> list[str]:
+    # Rank tests look at the variable by themselves.
+    return [*command, "-p", "tests.reach.plugin"] if "pytest" in command else command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run tests; returns an exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reach", description=__doc__)
+    parser.add_argument("modules", nargs="*", metavar="hpcstrat/PATH.py")
+    parser.add_argument("--ranks", type=int, default=3, help="of rank tests")
+    parser.add_argument("--note", action="store_true", help="make the table anew")
+    parser.add_argument("--show", action="store_true", help="print the commands only")
+    arguments = parser.parse_args(argv)
+    if arguments.note:
+        _note()
+        return 0
+    table = json.loads(_TABLE.read_text())
+    files: list[str] = []
+    for given in arguments.modules:
+        name = os.path.relpath(Path(given).resolve(), _ROOT)
+        if name not in table:
+            parser.error(
+                f"expected a module that quick tests call, found {given}; see the "
+                "table of folders in docs/contributing.md, or note anew: --note"
+            )
+        files += [one for one in table[name] if one not in files]
+    commands = _commands(files, arguments.ranks)
+    if arguments.show:
+        print(*map(shlex.join, commands), sep="\n")
+        return 0
+    return _run(commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

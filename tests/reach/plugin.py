@@ -1,0 +1,14 @@
+"""Registers `Noted` for ``pytest -p tests.reach.plugin``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reach.noted import Noted
+
+__all__ = ["pytest_configure"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what tests call."""
+    config.pluginmanager.register(Noted())
