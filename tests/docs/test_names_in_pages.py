@@ -60,8 +60,11 @@ def _exists(parts: list[str]) -> bool:
             try:
                 name = ".".join(["hpcstrat", *parts[: number + 1]])
                 value = importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                return not (error.name or "").startswith("hpcstrat")
             except ImportError:
-                return False
+                # A framework that the integration needs is not installed.
+                return True
         else:
             value = getattr(value, part)
     return True

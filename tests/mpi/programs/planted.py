@@ -40,9 +40,9 @@ from hpcstrat.layers import (
 _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 # What surrounds a call from outside, and what no error can be raised in without the
 # call being one that was never made, or has ended.
-_SEAM = os.path.join(_PACKAGE, "channel", "entries.py")
+_SEAM = os.path.join(_PACKAGE, "engine", "channel", "entries.py")
 # An entry that is one function with what it surrounds; its first and its last line.
-_REPEAT = os.path.join(_PACKAGE, "reduction", "reductions.py")
+_REPEAT = os.path.join(_PACKAGE, "engine", "reduction", "reductions.py")
 _FIRST, _AFTER = "return planned.repeat(", "except BaseException"
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
