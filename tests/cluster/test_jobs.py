@@ -171,6 +171,7 @@ def test_programs_of_users_run_in_arrays_and_allocations(
     )
     for index in (0, 1):
         text = (tmp_path / f"{job.number}-{index}.out").read_text(encoding="utf-8")
+        print(text)
         assert "sum 3.0 3.0 --word" in text
 
 

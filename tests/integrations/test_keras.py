@@ -24,6 +24,10 @@ CHOSEN = {
 }
 
 
+# Logical replicas come after other tests, with whose threads XLA and TensorFlow stay.
+ENVIRONMENT = {"NPROC": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+
+
 def _cases() -> list[object]:
     backends = "torch", "jax", "tensorflow"
     return [
@@ -43,7 +47,8 @@ def test_rank_tests_pass(backend: str, n: int, words: str) -> None:
         pytest.skip(f"{backend} is not installed")
     chosen = ["-k", words] if words else []
     command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *chosen, *FILES]
-    finished = testing.launch(n, command, timeout=600, env={"KERAS_BACKEND": backend})
+    env = ENVIRONMENT | {"KERAS_BACKEND": backend}
+    finished = testing.launch(n, command, timeout=600, env=env)
     print(finished.stdout)
     print(finished.stderr, file=sys.stderr)
     assert finished.returncode == 0, "a rank test failed; see the report below"

@@ -33,7 +33,7 @@ def _numbers(code: str) -> list[float]:
         capture_output=True,
         text=True,
         timeout=180,
-        env=clean_environment({"PYTHONPATH": str(ROOT)}),
+        env=clean_environment({"PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}),
     )
     assert done.returncode == 0, done.stderr
     numbers: list[float] = json.loads(done.stdout.splitlines()[-1])

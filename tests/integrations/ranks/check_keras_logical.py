@@ -15,8 +15,8 @@ import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# TensorFlow may have computed before the first strategy is made.
-os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+# They may have computed before the first strategy is made.
+os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "NPROC": "1"}
 
 import keras
 
