@@ -1,6 +1,6 @@
 """A plugin of pytest that notes which functions of the library each test file calls.
 
-It is loaded where HPCSTRAT_REACH names a folder: there each process writes a file.
+It is loaded where NOTED_CALLS names a folder: there each process writes a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 __all__ = ["VARIABLE", "Noted"]
 
-VARIABLE = "HPCSTRAT_REACH"
+VARIABLE = "NOTED_CALLS"
 _ROOT = Path(__file__).parents[2]
 _LIBRARY = f"{_ROOT / 'hpcstrat'}{os.sep}"
 
@@ -35,7 +35,7 @@ class Noted:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Note what one test calls."""
-        self._codes.clear()
+        self._codes = set()
         begin = time.monotonic()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
@@ -46,9 +46,11 @@ class Noted:
             threading.setprofile(None)
             name = os.fspath(Path(item.path).relative_to(_ROOT))
             self._seconds[name] += time.monotonic() - begin
+            # Threads that a test has left may still call.
+            codes, self._codes = self._codes, set()
             self._reached[name] |= {
                 f"{os.path.relpath(code.co_filename, _ROOT)}:{code.co_qualname}"
-                for code in self._codes
+                for code in list(codes)
             }
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
