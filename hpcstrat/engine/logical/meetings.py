@@ -89,7 +89,7 @@ class Meetings:
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners
-        # How many of them there are, with those of a single replica.
+        # The number of runs under way; those of a single replica count, too.
         self.runs = 0
 
     @property

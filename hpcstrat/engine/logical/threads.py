@@ -11,9 +11,9 @@ __all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 _XLA = "NPROC"
 _TENSORFLOW = "TF_NUM_INTRAOP_THREADS"
 _DEVICES = "jax_num_cpu_devices"
-# What that was when XLA began to compute, or may have been.
+# The value that XLA has read, or will read, when it begins to compute.
 _of_xla = [os.environ.get(_XLA, "")]
-# Of strategies that were made before XLA began to compute.
+# The most replicas of a strategy that was made before XLA began to compute.
 _most_replicas = [0]
 
 

@@ -47,7 +47,8 @@ class _Seat:
         self.argument: Any = None
         self.answer: Any = None
         self.error: BaseException | None = None
-        # What goes on in its place with answer and error, once it has its turn.
+        # Called with answer and error once the replica has its turn again, where its
+        # thread does not wait here itself.
         self.then: Callable[[Any, BaseException | None], None] | None = None
         self.failure: BaseException | None = None
 

@@ -19,7 +19,7 @@ _replica = None if _make is None else _make(0)
 
 
 class _Turns:
-    """What a replica does in JAX before and after its turn; see `Listener`."""
+    """Tells JAX which replica has its turn, and waits at its end; see `Listener`."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait

@@ -138,8 +138,8 @@ class _MetadataExtension(ctypes.Structure):
     _fields_ = [("base", _Extension), ("metadata", POINTER(_Metadata))]
 
 
-# What is called for the key that XLA's program has: with what returns arguments and
-# results, and with what postpones the end.
+# A function that XLA's program calls by its key. The first argument returns arguments
+# and results of the program; the second one lets XLA wait for the end.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],
@@ -292,10 +292,10 @@ def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
         )
     arguments = _FutureArguments(ctypes.sizeof(_FutureArguments) - 8)
     api.future_create(ctypes.byref(arguments))
-    frame.future = arguments.future
+    frame.future = future = arguments.future
 
     def done(error: BaseException | None) -> None:
-        given = _FutureArguments(ctypes.sizeof(_FutureArguments), None, frame_future)
+        given = _FutureArguments(ctypes.sizeof(_FutureArguments), None, future)
         if error is None:
             given.size -= 8
             api.future_set_available(ctypes.byref(given))
@@ -303,7 +303,6 @@ def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
             given.error = _error(api.known, error)
             api.future_set_error(ctypes.byref(given))
 
-    frame_future = arguments.future
     return done
 
 
