@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -70,6 +71,17 @@ def compiled_steps(distributed: Any) -> CompiledSteps:
     return steps
 
 
+def _next(batches: Iterator[Any], count: int) -> list[Any]:
+    """Return the batches of a call of the model's function: so many, or what is left.
+
+    Raises StopIteration where there is none, as Keras expects it.
+    """
+    found = list(itertools.islice(batches, count))
+    if not found:
+        raise StopIteration
+    return found
+
+
 class _Eager:
     """With state in variables."""
 
@@ -80,13 +92,7 @@ class _Eager:
     def function(self, kind: str) -> Callable[..., Any]:
         def function(batches: Any) -> Any:
             logs = None
-            for number in range(self._model.steps_per_execution):
-                try:
-                    data = next(batches)
-                except StopIteration:
-                    if not number:
-                        raise
-                    break
+            for data in _next(batches, self._model.steps_per_execution):
                 logs, _ = self._distributed.step(kind, None, self._plain(data))
             return logs
 
@@ -231,13 +237,7 @@ class _OfJax:
     def function(self, kind: str) -> Callable[..., Any]:
         def function(state: Any, batches: Any) -> Any:
             logs = None
-            for number in range(self._model.steps_per_execution):
-                try:
-                    data = next(batches)
-                except StopIteration:
-                    if not number:
-                        raise
-                    break
+            for data in _next(batches, self._model.steps_per_execution):
                 logs, state = self._distributed.step(kind, state, data)
             return logs, state
 
