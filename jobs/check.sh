@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check style, types, layers, docstrings, spelling and shell scripts; the recipe of conda,
-# and the pages of docs/, where their tools are installed; no tests. Uses the tools of the active environment,
+# Check style, types, layers, docstrings, spelling, shell scripts and sizes of files; the recipe
+# of conda, and the pages of docs/, where their tools are installed; no tests. Uses the tools of the active environment,
 # or of the Python given: PYTHON=venv/bin/python. Needs pip install -e '.[dev]'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +22,14 @@ check() {
 mapfile -t scripts < <(find .ci jobs benchmarks tests/cluster \
     \( -name '*.sh' -o -name '*.sbatch' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
 
+# A file in git stays in every clone for ever. A copy without git holds nothing but its files.
+check_sizes() {
+    local large
+    large="$({ git ls-files -z --cached --others --exclude-standard 2>/dev/null || find . -type f -print0; } |
+        xargs -0 stat --format='%s bytes: %n' 2>/dev/null | awk '$1 > 1048576' || true)"
+    [[ -z $large ]] || { echo "expected files of 1 MiB at most, found" "$large" && false; }
+}
+check "sizes of files" check_sizes
 check "ruff check" ruff check --quiet .
 check "ruff format" ruff format --quiet --diff .
 check "mypy" mypy --no-error-summary
