@@ -10,7 +10,7 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.typing import SupportsCheckpoint
 from hpcstrat.strategies import Strategy, get_strategy
 
-__all__ = ["refuse_torch", "require_one_writer", "strategy_of"]
+__all__ = ["of_all_groups", "refuse_torch", "require_one_writer", "strategy_of"]
 
 _MOST_NAMES = 3
 
@@ -29,13 +29,18 @@ def strategy_of(things: Any) -> Any:
             continue
         strategy = getattr(thing, "distribute_strategy", None)
         if getattr(strategy, "distributes", False):
-            split = getattr(strategy, "split", None)
-            return strategy if split is None else split.whole
+            return of_all_groups(strategy)
         if isinstance(thing, SupportsCheckpoint):
             # What is faulty here is told by the caller, with its own error.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
-    return get_strategy()
+    return of_all_groups(get_strategy())
+
+
+def of_all_groups(strategy: Any) -> Any:
+    """Return the strategy of all replicas, of which this one may be a group's."""
+    split = getattr(strategy, "split", None)
+    return strategy if split is None else split.whole
 
 
 def refuse_torch(name: str, thing: Any) -> None:

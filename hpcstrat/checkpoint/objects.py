@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hpcstrat.checkpoint.arguments import refuse_torch
+from hpcstrat.checkpoint.arguments import of_all_groups, refuse_torch
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import (
     RESERVED,
@@ -143,14 +143,16 @@ class Objects:
                         "of all replicas, SyncGroups.everyone"
                     )
         # A manager of variables of groups is one of all replicas.
-        wholes = [s.split.whole if s and s.split else s for s in found]
+        wholes = [of_all_groups(strategy) for strategy in found]
         strategies = {id(strategy): strategy for strategy in wholes}
         if len(strategies) > 1:
             raise ValueError(
                 "expected variables and random streams of one strategy, found those of "
                 f"{list(strategies.values())}; use a CheckpointManager for each"
             )
-        return next(iter(strategies.values()), None) or get_strategy()
+        if strategies:
+            return next(iter(strategies.values()))
+        return of_all_groups(get_strategy())
 
     def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
         """Add plain state that checkpoints of before do not have, or replace such.

@@ -8,7 +8,6 @@ from tests.fuzz.program import Op, Program
 __all__ = ["GATES", "features"]
 
 GATES: dict[str, str] = {
-    "groups save no variable": "each group writes the file, as if it were alone",
     "halves in groups": "sums that overflow in half precision are not the oracle's",
 }
 """Features whose programs the tests leave out, with the reason; see `features`."""
@@ -23,8 +22,6 @@ def features(program: Program) -> set[str]:
     strategy = program.ops[0]
     if strategy.on_error != "raise" and any(_fails(op) for op in program.of("run")):
         found.add("caught")
-    if strategy.way == "groups" and program.of("save") and not program.of("variable"):
-        found.add("groups save no variable")
     if strategy.way == "groups" and "clipped halves" in found:
         found.add("halves in groups")
     accumulates = any(

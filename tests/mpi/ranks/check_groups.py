@@ -11,6 +11,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError, ReplicaError
+from tests.mpi.ranks.saved import Counter
 
 pytestmark = pytest.mark.rule
 
@@ -342,6 +343,20 @@ def test_copies_that_differ_in_one_group_are_told_everywhere(
     with pytest.raises(hs.DivergenceError, match="value"):
         manager.save(1)
     assert manager.checkpoints == []
+
+
+def test_plain_state_alone_is_saved_by_all_groups_together(
+    make: Any, folder: Path
+) -> None:
+    groups, counter = make(every=2, size=1), Counter()
+    with groups.strategy.scope():
+        manager = hs.CheckpointManager(folder, counter=counter)
+    counter.state = {"seen": 3}
+    path = manager.save(1)
+    counter.state = {}
+    manager.restore()
+    assert manager.checkpoints == [path]
+    assert counter.state == {"seen": 3}
 
 
 def test_what_groups_cannot_save_is_refused(make: Any, folder: Path) -> None:
