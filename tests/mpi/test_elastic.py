@@ -354,6 +354,15 @@ def test_ends_of_a_run_with_a_spare_rank() -> None:
     assert not all_ended[-1].survivors
 
 
+@ulfm
+def test_a_loss_ends_a_job_in_groups() -> None:
+    ended = _run(3, "elastic_ends.py", "groups_after_loss")
+    assert ended.returncode, str(ended)
+    assert not ended.survivors, str(ended)
+    assert "RankLostError" in ended.stderr, str(ended)
+    assert "restore a checkpoint" in ended.stderr, str(ended)
+
+
 def test_one_process_needs_no_launcher(expected: dict[str, Any]) -> None:
     assert expected["step"] == 16
     assert expected["ledger"] == [2]

@@ -26,6 +26,11 @@ def _leave(way: str, rank: int) -> None:
 
 def _make_train(way: str) -> Callable[..., str]:
     def train(strategy: hs.Strategy, memory: hs.elastic.Memory) -> str:
+        if way == "groups_after_loss":
+            groups = hs.SyncGroups(size=1, every=2)
+            if groups.everyone.replica_id == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            groups.everyone.barrier()
         memory.track()
         memory.restore()
         memory.commit(1)

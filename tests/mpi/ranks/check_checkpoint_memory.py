@@ -301,3 +301,23 @@ def test_saves_are_skipped_while_old_ones_are_freed(
     manager.wait()
     assert manager.save(3, asynchronous=True, on_busy="skip") is not None
     manager.close()
+
+
+@pytest.mark.slow
+def test_a_variable_of_more_than_four_gibibytes(
+    strategy: Any, folder: Path, job: Any
+) -> None:
+    if job.size > 2:
+        pytest.skip("takes 5 GB of each rank's memory")
+    count = (1 << 32) + (1 << 20) + 3
+    with strategy.scope():
+        large = hs.Variable(np.ones(count, np.int8), name="large")
+    marks = {0: 2, 1 << 31: 3, 1 << 32: 4, count - 1: 5}
+    for place, value in marks.items():
+        large.component[place] = value
+    manager = hs.CheckpointManager(folder, large=large)
+    manager.save(1)
+    large.component[:] = 0
+    manager.restore()
+    assert {place: int(large.component[place]) for place in marks} == marks
+    assert np.count_nonzero(large.component == 1) == count - len(marks)

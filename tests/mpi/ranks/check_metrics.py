@@ -79,6 +79,35 @@ def test_metrics_are_those_of_one_process(
     assert metric.result() == 0
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_on_one_replica_is_in_the_result_of_all(
+    strategy: Any, job: Any, bad: float
+) -> None:
+    with strategy.scope():
+        mean, total = hs.metrics.Mean(), hs.metrics.Sum()
+        error = hs.metrics.RootMeanSquaredError()
+        hits = hs.metrics.BinaryAccuracy()
+
+    def step(value: Any) -> None:
+        mean.update_state(value)
+        total.update_state(value)
+        error.update_state([0.0], [value])
+        # As in TensorFlow: what is not above the threshold is the other class.
+        hits.update_state([1.0], [value])
+
+    last = job.size - 1
+    strategy.run(step, args=(bad if job.rank == last else 1.0,))
+    np.testing.assert_equal(float(mean.result()), bad)
+    np.testing.assert_equal(float(total.result()), bad)
+    np.testing.assert_equal(float(error.result()), abs(bad))
+    assert hits.result() == (last + (bad > 0)) / job.size
+    for metric in (mean, total, error, hits):
+        assert_same_bits(job, metric.result())
+        metric.reset_state()
+    strategy.run(step, args=(1.0,))
+    assert mean.result() == hits.result() == error.result() == 1
+
+
 def test_values_of_uneven_replicas(strategy: Any, job: Any) -> None:
     # Rank r has r values: means of the replicas' means would be wrong, and replica 0
     # has none.
