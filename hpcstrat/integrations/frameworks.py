@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from hpcstrat.engine.call_sites import pass_over
 
 __all__ = ["refuse_logical_replicas", "require"]
 
@@ -23,13 +26,19 @@ def refuse_logical_replicas(strategy: Any, what: str, advice: str) -> None:
 
 
 def require(name: str, least: str, distribution: str | None = None) -> None:
-    """Refuse a library that is missing or too old; imports nothing of it."""
+    """Refuse a library that is missing or too old; imports nothing of it.
+
+    Messages name the lines of programs that call it, and none of its own.
+    """
     distribution = distribution or name
-    if find_spec(name) is None:
+    spec = find_spec(name)
+    if spec is None:
         raise ImportError(
             f"expected {distribution} {least} or newer, found none; install it: "
             f"pip install '{distribution}>={least}'"
         )
+    if spec.origin:
+        pass_over(str(Path(spec.origin).parent))
     try:
         found = metadata.version(distribution)
     except metadata.PackageNotFoundError:

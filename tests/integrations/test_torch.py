@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from hpcstrat import testing
+from hpcstrat.engine.call_sites import is_of_program
 from hpcstrat.integrations.frameworks import require
 from tests.integrations.going_on import assert_goes_on
 from tests.mpi.programs.started import ulfm
@@ -64,3 +66,9 @@ def test_a_framework_that_is_missing_or_too_old_is_one_sentence() -> None:
         require("numpy", "99.1")
     with pytest.raises(ImportError, match=r"found none; .*'no_such_library>=1\.0'"):
         require("no_such_library", "1.0")
+
+
+def test_messages_name_no_line_of_a_framework() -> None:
+    require("click", "8.0")
+    assert not is_of_program(click.__file__)
+    assert is_of_program(__file__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.call_sites import pass_over
 from hpcstrat.engine.context import own_index
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
@@ -357,5 +355,3 @@ def _give_rules() -> None:
     batching.primitive_batchers[_exchange] = _refuse_vmap
     mlir.register_lowering(_exchange, _inside, platform="cpu")
     mlir.register_lowering(_exchange, _elsewhere)
-    # Messages name the lines of programs that call jitted functions.
-    pass_over(os.path.dirname(jax.__file__))

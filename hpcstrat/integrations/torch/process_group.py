@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
-from hpcstrat.engine.call_sites import pass_over
 from hpcstrat.engine.collectives.areas import Areas
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.exchanges import Exchanges
@@ -591,8 +589,6 @@ def register() -> None:
             "it; install a build that has it"
         )
     if not hasattr(dist.Backend, BACKEND.upper()):
-        # Errors tell where the program made a call, not where torch passed it on.
-        pass_over(os.path.dirname(torch.__file__))
         dist.Backend.register_backend(
             BACKEND, _create, extended_api=True, devices=["cpu"]
         )
