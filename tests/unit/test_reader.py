@@ -77,6 +77,20 @@ def test_rows_come_to_their_places(
     np.testing.assert_array_equal(out, expected)
 
 
+@given(size=st.integers(1, 17), count=st.integers(0, 300))
+def test_shuffled_bytes_come_back_in_order(size: int, count: int) -> None:
+    built = native.load_reader()
+    if built is None:
+        pytest.skip("it was not built")
+    numbers = np.random.default_rng(count).integers(0, 256, (count, size), np.uint8)
+    out = np.zeros_like(numbers)
+    built.unshuffle(np.ascontiguousarray(numbers.T), out, size)
+    np.testing.assert_array_equal(out, numbers)
+    for planes, wrong in ((bytes(count * size + 1), size), (bytes(count * size), 0)):
+        with pytest.raises(ValueError, match="expected as many bytes"):
+            built.unshuffle(planes, out, wrong)
+
+
 @pytest.mark.parametrize("read", _readers())
 def test_the_end_of_the_file_and_errors_are_told(
     file: tuple[int, Any], read: Callable[..., int]
@@ -135,6 +149,10 @@ for seed in range(200):
     assert reader.read_rows(fd, rows * size, size, out, places, True) == len(rows)
     lines = data[: 100_000 // size * size].reshape(-1, size)
     assert (out[places] == lines[rows]).all()
+    numbers = data[: 97 * (size % 33 + 1)].reshape(97, -1)
+    planes, back = np.ascontiguousarray(numbers.T), np.empty_like(numbers)
+    reader.unshuffle(planes, back, numbers.shape[1])
+    assert (back == numbers).all()
 """
 
 

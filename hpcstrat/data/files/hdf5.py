@@ -22,10 +22,12 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
+from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
 __all__ = ["datasets_of", "hdf5_column", "open_hdf5"]
 
+_READER = load_reader()
 # Rows that h5py reads at once where it has to.
 _SLAB_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
@@ -169,7 +171,11 @@ def _inflate(packed: bytes, out: Array) -> None:
 
 def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
     """Undo HDF5's shuffling, which puts the first bytes of all numbers first."""
-    planes = np.frombuffer(_decompressed(packed, out.size), np.uint8).reshape(size, -1)
+    decompressed = _decompressed(packed, out.size)
+    if _READER is not None:
+        _READER.unshuffle(decompressed, out, size)
+        return
+    planes = np.frombuffer(decompressed, np.uint8).reshape(size, -1)
     numbers = out.reshape(-1, size)
     for index in range(size):
         numbers[:, index] = planes[index]

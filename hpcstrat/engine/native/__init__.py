@@ -20,7 +20,7 @@ __all__ = ["VERSION", "load", "load_reader", "type_codes"]
 VERSION = 2
 """Of the kernel that this package knows: one built from another version is not used."""
 
-_READER_VERSION = 1
+_READER_VERSION = 2
 
 # By kind and size of a type; as in the table of kernel.c.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
