@@ -10,11 +10,10 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device
-from hpcstrat.engine.gpu.optimizer_steps.gradient_sums import sum_rows
+from hpcstrat.engine.arrays.row_updates import summed_rows
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import Gradient
-from hpcstrat.optimizers.on_device import add
 from hpcstrat.optimizers.slots import Slots
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable, share_of
@@ -86,23 +85,19 @@ class Accumulation:
         if self._start is None and strategy.raises_together:
             strategy.run_ends.append(self._end_run)
             self._start = _Start(self.calls, self.inherits, dict(self._pending), {})
-        on_device: list[tuple[Array, Array]] = []
         # Quiet, as the sums over replicas are.
         with np.errstate(all="ignore"):
             for gradient, variable in pairs:
                 self._pending[id(variable)] = variable
                 if gradient is not None:
-                    self._add(gradient, variable, on_device)
-            add(self._slots.tables, on_device)
+                    self._add(gradient, variable)
         self._calls.component[...] += 1
         if self.calls < self.steps:
             return None
         sums = [(*self._sum_and_count(v), v) for v in self._pending.values()]
         return [(total if count else None, v) for total, count, v in sums]
 
-    def _add(
-        self, gradient: Gradient, variable: Variable, on_device: list[Any]
-    ) -> None:
+    def _add(self, gradient: Gradient, variable: Variable) -> None:
         total, count = self._sum_and_count(variable)
         start = self._start
         # Copied once for each run, and not where going back means to begin anew.
@@ -110,8 +105,6 @@ class Accumulation:
             start.before[id(variable)] = variable, total.copy(), count.copy()
         if isinstance(gradient, IndexedSlices):
             _add_rows(total, gradient)
-        elif is_device(total):
-            on_device.append((total, gradient))
         else:
             total += gradient
         count += 1
@@ -240,8 +233,7 @@ class Accumulation:
 
 def _add_rows(total: Array, rows: IndexedSlices) -> None:
     if is_device(total):
-        # CuPy's own way adds in any order, with other bits each time.
-        values, indices = sum_rows(rows.values, rows.indices)
+        indices, values = summed_rows(rows.indices, rows.values)
         total[indices] += values
     else:
         np.add.at(total, rows.indices, rows.values)

@@ -7,7 +7,6 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.engine.typing import Array
-from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import (
     CommonOptions,
@@ -72,6 +71,3 @@ class Adagrad(Optimizer):
         gradient /= scratch
         gradient *= number(step.rate)
         value -= gradient
-
-    def _fused(self, step: Step) -> Fused:
-        return "adagrad", (step.rate, self.epsilon)

@@ -10,7 +10,6 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.engine.typing import Array
-from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import (
     CommonOptions,
@@ -96,17 +95,6 @@ class Adam(Optimizer):
         scratch += number(self.epsilon)
         np.divide(m, scratch, out=gradient)
         gradient /= number(1 - self.beta_1**step.number)
-
-    def _fused(self, step: Step) -> Fused:
-        return "adam", (*self._numbers(step), step.rate, 1.0)
-
-    def _numbers(self, step: Step) -> tuple[float, ...]:
-        """Return the numbers of `_direction`, in the order in which it needs them."""
-        return (
-            *(1 - self.beta_1, self.beta_1, 1 - self.beta_2, self.beta_2),
-            math.sqrt(1 - self.beta_2**step.number),
-            *(self.epsilon, 1 - self.beta_1**step.number),
-        )
 
 
 class AdamWithDecay(Adam):
@@ -205,7 +193,3 @@ class AdamW(AdamWithDecay):
             # Before the step, as decay is of the variable as it was.
             value *= value.dtype.type(1 - step.rate * self.weight_decay)
         super().update(step, gradient, value, *slots)
-
-    def _fused(self, step: Step) -> Fused:
-        kept = 1 - step.rate * self.weight_decay
-        return "adam", (*self._numbers(step), step.rate, kept)

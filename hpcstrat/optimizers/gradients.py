@@ -20,9 +20,6 @@ from hpcstrat.engine.arrays.kinds import (
 )
 from hpcstrat.engine.arrays.row_updates import summed_rows
 from hpcstrat.engine.context import second_strategy
-from hpcstrat.engine.gpu.optimizer_steps.gradient_sums import Norm, sum_rows
-from hpcstrat.engine.gpu.optimizer_steps.update_kernels import prepare
-from hpcstrat.engine.gpu.optimizer_steps.updates import Spans, real_view
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
@@ -136,8 +133,6 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
 
 def merged_rows(rows: IndexedSlices) -> IndexedSlices:
     """Add up the rows that come several times; fresh arrays, indices ascending."""
-    if is_device(rows.values):
-        return IndexedSlices(*sum_rows(rows.values, rows.indices), rows.dense_shape)
     # An index may come from several replicas, or twice from one batch.
     indices, values = summed_rows(rows.indices, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
@@ -149,13 +144,12 @@ def sum_of_squares(array: Array) -> Any:
     Equal bits give equal bits, whatever the alignment of the contiguous array. Does not
     wait for a GPU: of an array there, the result is there, too.
     """
-    if is_device(array):
-        reals = real_view(array)
-        norm = Norm([Spans(reals.dtype, [reals.size])])
-        return norm.factor([[reals]], [1.0], math.inf)[1]
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
+    if is_device(flat):
+        doubles = flat.astype(np.float64)
+        return array_module(flat).sum(doubles * doubles)
     total = 0.0
     for start in range(0, flat.size, _BLOCK):
         # In double: squares of large float32 numbers overflow.
@@ -168,8 +162,10 @@ def sum_of_squares(array: Array) -> Any:
 
 def clip_to_norm(
     arrays: Sequence[Array], limit: float, norm: float | None = None
-) -> float:
+) -> Any:
     """Scale arrays in place to a norm over all of them, and return the norm before.
+
+    Of arrays on a GPU the norm is there, too.
 
     ``norm`` is that, where it is known, as of arrays of which other ranks have parts.
     Where it is not finite, all elements become NaN, so that a broken step is seen, as
@@ -177,10 +173,28 @@ def clip_to_norm(
     training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
     if norm is None:
-        norm = math.sqrt(sum(sum_of_squares(array) for array in arrays))
+        squares: Any = sum(sum_of_squares(array) for array in arrays)
+        if is_device(squares) and all(map(is_device, arrays)):
+            return _clip_on_device(arrays, limit, squares)
+        norm = math.sqrt(squares)
     # Also where it is NaN.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)
+    return norm
+
+
+def _clip_on_device(arrays: Sequence[Any], limit: float, squares: Any) -> Any:
+    """Clip by the square of a norm on a GPU; the host does not wait for it."""
+    module = array_module(squares)
+    norm = module.sqrt(squares)
+    factor = module.where(module.isfinite(norm), limit / norm, math.nan)
+    # NaN is not at least 1.
+    factor = module.where(factor >= 1, 1.0, factor)
+    for array in arrays:
+        if is_half(array.dtype):
+            array[...] = array.astype(np.float32) * factor.astype(np.float32)
+        else:
+            np.multiply(array, factor.astype(array.dtype), out=array)
     return norm
 
 
@@ -230,8 +244,6 @@ def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     ]
     require_names(variable for _, variable in pairs)
     _require_owner(variable for _, variable in pairs)
-    # What fails here fails before the replicas meet, so that the others are told.
-    prepare({v.dtype for _, v in pairs if is_device(v.component)})
     return pairs
 
 

@@ -12,7 +12,6 @@ from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
-from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 
 __all__ = ["LAMB"]
@@ -91,9 +90,6 @@ class LAMB(AdamWithDecay):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])
         gradient *= rate if is_device(rate) else number(rate)
         value -= gradient
-
-    def _fused(self, step: Step) -> Fused:
-        return "lamb", (*self._numbers(step), self.weight_decay, step.rate)
 
 
 def _trusted(rate: float, value: Any, direction: Any) -> Any:

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
-from hpcstrat.engine.arrays.kinds import is_device, to_host
-from hpcstrat.engine.gpu.optimizer_steps.updates import Tables
+from hpcstrat.engine.arrays.kinds import array_module, is_device, is_half, to_host
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import NonFiniteError
-from hpcstrat.optimizers import on_device
 from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
@@ -73,12 +71,17 @@ class NonFinite:
         return skips
 
 
-def are_finite(combined: Sequence[Gradient], tables: Tables) -> bool:
+def are_finite(combined: Sequence[Gradient]) -> bool:
     """Return whether all gradients are finite; waits for a GPU that has any of them."""
     arrays = _arrays(combined)
     host = [array for array in arrays if not is_device(array)]
-    device = [array for array in arrays if is_device(array)]
-    return all_finite(host) and on_device.all_finite(tables, device)
+    found: Any = True
+    for array in arrays:
+        if is_device(array):
+            shown = array.astype(np.float32) if is_half(array.dtype) else array
+            found = found & array_module(array).isfinite(shown).all()
+    # The one wait, for all arrays together.
+    return all_finite(host) and bool(found)
 
 
 def all_finite(arrays: Iterable[Array]) -> bool:

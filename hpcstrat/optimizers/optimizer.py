@@ -68,8 +68,8 @@ class Optimizer(MadeTogether, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, `update`, and names the state that it needs.
-    Variables on a GPU, whose gradients are there, too, are updated there, without
-    waiting for it; the rules of this package take one launch for all of a type.
+    Variables on a GPU, whose gradients are there, too, are updated there, one by one,
+    without waiting for it.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class Optimizer(MadeTogether, ABC):
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Return whether kernels treat a variable in another way than the rest."""
+        """Return whether a variable is updated in another way than the rest."""
         return False
 
     @property
@@ -515,9 +515,7 @@ class Optimizer(MadeTogether, ABC):
         number = int(self.iterations.component) + 1
         for step in routine.steps:
             step.rate, step.number = rate, number
-        if routine.on_device is not None:
-            routine.on_device.update(reduced, self._mean, self._limit)
-        elif sharded:
+        if sharded:
             self._update_sharded(wholes, reduced, pairs, routine)
         elif slices is None:
             self._update_all(reduced, routine)
@@ -536,7 +534,7 @@ class Optimizer(MadeTogether, ABC):
         """Return whether a step is left out, since its gradients are not finite."""
         strategy, slices = get_strategy(), routine.slices
         if not routine.repeats:
-            finite = are_finite(reduced, self._slots.tables)
+            finite = are_finite(reduced)
         elif routine.flat is None:
             finite = all_finite(reduced)
         else:

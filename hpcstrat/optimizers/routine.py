@@ -10,7 +10,6 @@ import numpy as np
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.packing import side_by_side
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.optimizers.on_device import DeviceStep
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.variables import Variable
@@ -136,17 +135,13 @@ class Routine:
         self.apart: list[int] = []
         # All combined gradients side by side, where all are bundled and of one type.
         self.flat: Array | None = None
-        self.on_device: DeviceStep | None = None
 
     def begin(self, rule: Any, targets: list[Target], gradients: Sequence[Any]) -> None:
         """Take the variables and their state, which the first step has made."""
         self.begun, self.targets = True, targets
-        if any(is_device(wholes[0]) for _, wholes in targets):
-            self.on_device = DeviceStep(rule, rule._slots.tables, targets, gradients)
-            self.steps = [step for step, _ in targets]
-            return
         dense = all(type(gradient) is np.ndarray for gradient in gradients)
-        # Rows are updated one by one: a bundle would touch the others, too.
+        # Rows are updated one by one: a bundle would touch the others, too. So is what
+        # is on a GPU, where each copy is a launch.
         self.bundles = _bundles(rule, targets) if dense else []
         bundled = {index for bundle in self.bundles for index in bundle.indices}
         self.apart = [i for i in range(len(targets)) if i not in bundled]
@@ -155,7 +150,8 @@ class Routine:
 
     def repeat(self) -> None:
         """Let the sums of further steps be made as before."""
-        if self.on_device is not None or self.slices is not None:
+        on_gpu = any(is_device(wholes[0]) for _, wholes in self.targets)
+        if on_gpu or self.slices is not None:
             return
         flat, sums = None, None
         if len(self.bundles) == 1 and not self.apart:

@@ -7,7 +7,6 @@ from typing import Unpack
 import numpy as np
 
 from hpcstrat.engine.typing import Array
-from hpcstrat.optimizers.on_device import Fused
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 
@@ -81,9 +80,3 @@ class SGD(Optimizer):
             velocity, number(self.momentum), out=self._scratch(value)
         )
         value += gradient
-
-    def _fused(self, step: Step) -> Fused:
-        if not self.state:
-            return "sgd", (-step.rate,)
-        kernel = "nesterov" if self.nesterov else "momentum"
-        return kernel, (-step.rate, self.momentum)

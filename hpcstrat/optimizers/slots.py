@@ -17,10 +17,8 @@ import numpy as np
 
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_device
 from hpcstrat.engine.context import pop, push
-from hpcstrat.engine.gpu.optimizer_steps.updates import Tables
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.optimizers.on_device import set_zero
 from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_of_own
 
 __all__ = ["Slots", "file_names", "spellings", "unescaped"]
@@ -47,7 +45,6 @@ class Slots:
     def __init__(self) -> None:
         self._owned: dict[int, _Owned] = {}
         self._waiting: dict[str, Variable] = {}
-        self.tables = Tables()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
         """Return copies that wait for variables of these names, as restored ones do."""
@@ -246,15 +243,10 @@ class Slots:
 
     def clear(self, *kinds: str) -> None:
         """Set this replica's part of some state to zero, for all variables."""
-        arrays = []
         for kind in kinds:
             slots = [slot for _, slot in self.of_kind(kind)]
             for slot in (*slots, *self.waiting(kind).values()):
-                if is_device(slot.component):
-                    arrays.append(slot.component)
-                else:
-                    slot.component[...] = 0
-        set_zero(self.tables, arrays)
+                slot.component[...] = 0
 
 
 def _made(

@@ -14,8 +14,12 @@ __all__ = ["apply_at", "replace_at", "summed_rows"]
 def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
     """Add up the rows that come several times, in their order; fresh, and ascending.
 
-    In host memory. NumPy adds at indices slowly, so only what comes again.
+    Rows on a GPU go through host memory: CuPy adds them in any order, with other bits
+    each time. NumPy adds at indices slowly, so only what comes again.
     """
+    if is_device(values):
+        own = summed_rows(to_host(indices), to_host(values))
+        return to_device(own[0]), to_device(own[1])
     unique, first, places = np.unique(indices, return_index=True, return_inverse=True)
     sums = values[first]
     if unique.size < indices.size:

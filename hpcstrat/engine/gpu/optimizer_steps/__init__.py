@@ -1,1 +1,0 @@
-"""Steps of optimizers on a GPU: all arrays of a type in one launch."""
