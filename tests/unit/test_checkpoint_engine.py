@@ -736,3 +736,16 @@ def test_everything_is_flushed_before_the_next_step(
         *("link file", "unlink file", "fsync folder"),
     ]
     assert happened.count("pwrite file") >= 3 + 2
+
+
+@pytest.mark.parametrize("locking", [False, None, True])
+def test_a_checkpoint_that_the_program_has_open_is_restored(
+    tmp_path: Path, locking: bool | None
+) -> None:
+    value = hs.Variable(np.arange(3.0), name="value")
+    manager = hs.CheckpointManager(tmp_path, value=value)
+    path = manager.save(1)
+    value.assign(np.zeros(3))
+    with h5py.File(path, "r", locking=locking):
+        assert manager.restore() == 1
+    assert value.numpy().tolist() == [0, 1, 2]

@@ -210,6 +210,16 @@ def test_without_libdeflate_zlib_unpacks(
     np.testing.assert_array_equal(batch, np.arange(1000.0))
 
 
+def test_a_file_that_the_program_has_open_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "open.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(5)
+    for locking in (True, False, None):
+        with h5py.File(path, "r", locking=locking):
+            rows = list(Dataset.from_files(path, "x"))
+        assert [int(row) for row in rows] == [0, 1, 2, 3, 4]
+
+
 def test_descriptors_are_closed_and_opened_again(tmp_path: Path) -> None:
     paths = []
     for index in range(12):

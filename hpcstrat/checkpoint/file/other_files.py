@@ -7,11 +7,10 @@ import contextlib
 import os
 import stat
 
-import h5py
-
 from hpcstrat.checkpoint.file.commit_record import has_record
 from hpcstrat.checkpoint.file.schema import FORMAT, step_of
 from hpcstrat.checkpoint.file.structure import attribute
+from hpcstrat.engine.hdf5 import open_to_read
 from hpcstrat.errors import CorruptCheckpointError
 
 __all__ = ["NoCheckpointError", "other_file"]
@@ -62,7 +61,7 @@ def other_file(path: str) -> str:
 
 def _other_hdf5(path: str) -> str:
     # One that HDF5 cannot open may be a checkpoint.
-    with contextlib.suppress(Exception), h5py.File(path, "r", locking=False) as file:
+    with contextlib.suppress(Exception), open_to_read(path) as file:
         with contextlib.suppress(LookupError, ValueError):
             if attribute(file, "hpcstrat_format") == FORMAT.encode():
                 return ""

@@ -22,6 +22,7 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
+from hpcstrat.engine.hdf5 import open_to_read
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
@@ -34,9 +35,7 @@ _PLAIN_KINDS = "biufc"
 
 
 def open_hdf5(path: str) -> Any:
-    """Open a file for reading, without locks, which clusters' file systems lack."""
-    import h5py
-
+    """Open a file for reading; raise ValueError where it cannot be."""
     with open(path, "rb") as file:
         magic = file.read(3)
     if magic == b"CDF":
@@ -45,7 +44,7 @@ def open_hdf5(path: str) -> Any:
             "read; convert it: nccopy -k netCDF-4 OLD NEW"
         )
     try:
-        return h5py.File(path, "r", locking=False)
+        return open_to_read(path)
     except OSError as error:
         raise ValueError(
             f"expected an HDF5 file at {path}, found one that h5py cannot open: "
@@ -92,6 +91,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
         shape=shape,
         dtype=dtype,
         how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
+        load_into=chunks.load_into,
     )
 
 
@@ -231,7 +231,22 @@ class _Chunks:
             rows[(slice(None), *inside)] = chunk[(slice(0, num_rows), *kept)]
         return rows
 
+    def load_into(self, slab: int, out: Array) -> bool:
+        """Unpack a slab into memory of its size; return whether it is one chunk."""
+        places = self._places.get(slab, [])
+        if len(places) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
+            return False
+        self._unpack_at(self._files.get(self._path).number, places[0], out)
+        return True
+
     def _chunk_at(self, fd: int, place: tuple[tuple[int, ...], int, int]) -> Array:
+        chunk = self._cache.empty(self._chunk, self._dtype)
+        self._unpack_at(fd, place, chunk)
+        return chunk
+
+    def _unpack_at(
+        self, fd: int, place: tuple[tuple[int, ...], int, int], chunk: Array
+    ) -> None:
         _, offset, size = place
         packed = os.pread(fd, size, offset)
         if len(packed) < size:
@@ -239,7 +254,6 @@ class _Chunks:
                 f"expected a chunk of {size} bytes at {offset} of {self._path}, found "
                 f"{len(packed)}: the file was shortened; make the data set anew"
             )
-        chunk = self._cache.empty(self._chunk, self._dtype)
         try:
             self._unpack(packed, chunk.reshape(-1).view(np.uint8))
         # Each library has errors of its own.
@@ -249,4 +263,3 @@ class _Chunks:
                 f"({self._name}), found damaged bytes: {error}; check it: h5dump -d "
                 f"{self._name} {self._path}"
             ) from error
-        return chunk
