@@ -227,6 +227,11 @@ class SlabCache:
                 self._keep(key, found)
         return found
 
+    def holds(self, key: Any) -> bool:
+        """Return whether a slab is kept, or being loaded."""
+        with self._lock:
+            return key in self._kept or key in self._loading
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return memory for a slab, of one that is not kept any more."""
         with self._lock:
@@ -246,6 +251,8 @@ class SlabColumn:
     """Rows that are read in slabs: chunks, row groups, or runs of another library.
 
     ``load(slab)`` returns the rows of a slab; slabs begin at the rows ``starts``.
+    ``load_into(slab, out)`` reads a whole one to where it belongs, where it can, and
+    returns whether it did: what is wanted as a whole is not wanted again soon.
     """
 
     def __init__(
@@ -259,11 +266,13 @@ class SlabColumn:
         shape: tuple[int, ...],
         dtype: Any,
         how: str,
+        load_into: Callable[[int, Array], bool] | None = None,
     ) -> None:
         self.how = how
         self._cache = cache
         self._key = key
         self._starts = starts
+        self._load_into = load_into
         self._load = load
         self.num_rows, self.shape = num_rows, shape
         self.dtype = np.dtype(dtype).newbyteorder("=")
@@ -274,12 +283,24 @@ class SlabColumn:
         borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
         for start, end in itertools.pairwise(borders if len(rows) else []):
             slab = int(slabs[start])
-            values = self._cache.get((self._key, slab), partial(self._load, slab))
             inside = rows[start:end] - self._starts[slab]
             first, last = int(inside[0]), int(inside[-1])
             is_run = last - first == end - start - 1
+            if is_run and places is None and self._read_whole(slab, out[start:end]):
+                continue
+            values = self._cache.get((self._key, slab), partial(self._load, slab))
             found = values[first : last + 1] if is_run else values[inside]
             out[slice(start, end) if places is None else places[start:end]] = found
+
+    def _read_whole(self, slab: int, out: Array) -> bool:
+        """Read a slab of which all rows are wanted, past the cache, where that can be.
+
+        Not one that is kept, or being loaded for another reader.
+        """
+        load = self._load_into
+        if load is None or self._cache.holds((self._key, slab)):
+            return False
+        return load(slab, out)
 
 
 class PaddedColumn:

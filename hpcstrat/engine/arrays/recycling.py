@@ -70,10 +70,12 @@ class Recycler:
     def _block(self, nbytes: int) -> Array:
         blocks = self._blocks.setdefault(nbytes, [])
         self._blocks.move_to_end(nbytes)
-        for index in range(len(blocks)):
+        for _ in range(len(blocks)):
             # Whatever shares the memory of a block, such as a view, holds the block.
-            if _holders(blocks, index) == self._unused:
-                return blocks[index]
+            if _holders(blocks, 0) == self._unused:
+                return blocks[0]
+            # Blocks in use go to the end, so that the next search does not begin there.
+            blocks.append(blocks.pop(0))
         block = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
         while self._kept_bytes + nbytes > self._limit_bytes and len(self._blocks) > 1:
             size, forgotten = self._blocks.popitem(last=False)
