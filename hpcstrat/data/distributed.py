@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 from hpcstrat.cluster_resolver import launch_from_environment
@@ -224,18 +225,21 @@ class _Batches:
         self._placer = placer
         self.place = place
         self._ended = False
+        self._main = threading.main_thread().ident
         self._reader: ReadAhead | None = None
+        # The reader's threads must not hold the iterator, which ends them. What they
+        # can do is not done in `next`, whose code has left the caches during a step.
+        self._read = partial(_read_own, stage, strategy, placer)
         if ahead > 0:
-            calls = self._calls(stage, place.epoch, place.position, strategy)
+            calls = self._calls(stage, place.epoch, place.position, self._read)
             self._reader = ReadAhead(calls, ahead, num_readers(ahead))
 
-    # The reader's threads must not hold the iterator, which ends them.
     @staticmethod
     def _calls(
-        stage: Batched, epoch: int, position: int, strategy: Replicas
+        stage: Batched, epoch: int, position: int, read: Callable[..., Tree]
     ) -> Iterator[Callable[[], Tree]]:
         while position != stage.num_rows:
-            yield _reading_own(stage, epoch, position, strategy)
+            yield partial(read, epoch, position)
             position = stage.stop(position)
 
     def __iter__(self) -> Self:
@@ -245,7 +249,7 @@ class _Batches:
         place, stage, strategy = self.place, self._stage, self._strategy
         channel = strategy.collectives.channel
         # A thread that reads ahead is at no point of the program that ranks compare.
-        own = threading.get_ident() == threading.main_thread().ident
+        own = threading.get_ident() == self._main
         if channel is not None and own:
             if channel.elsewhere is not None:
                 channel.elsewhere()
@@ -264,26 +268,27 @@ class _Batches:
         stop = place.position = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
             if self._reader is None:
-                batch = _reading_own(stage, place.epoch, start, strategy)()
+                pieces = self._read(place.epoch, start)
             else:
-                batch = next(self._reader)
-            pieces = [self._placer.place(piece) for piece in batch]
+                pieces = next(self._reader)
+            if not self._placer.leaves_on_host:
+                pieces = [self._placer.place(piece) for piece in pieces]
             if len(pieces) > 1:
                 return strategy.joined(pieces, "a batch")
             several = strategy.num_replicas_in_sync > 1
             return tree_map(PerReplica, pieces[0]) if several else pieces[0]
 
 
-def _reading_own(
-    stage: Batched, epoch: int, start: int, strategy: Replicas
-) -> Callable[[], Tree]:
-    """Return what reads the pieces of a batch that this rank's replicas have."""
+def _read_own(
+    stage: Batched, strategy: Replicas, placer: Placer, epoch: int, start: int
+) -> list[Tree]:
+    """Read the pieces of a batch that this rank's replicas have, in any thread."""
     count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
-    reads = [
-        reading(stage, epoch, start, *piece(length, count, replica))
+    pieces = [
+        reading(stage, epoch, start, *piece(length, count, replica))()
         for replica in strategy.local_replicas
     ]
-    return lambda: [read() for read in reads]
+    return [placer.place(p) for p in pieces] if placer.leaves_on_host else pieces
 
 
 # Policies under which workers do not read the same global batches.

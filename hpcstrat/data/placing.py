@@ -50,6 +50,11 @@ class Placer:
         # Made with the first batch: it takes memory that cannot be paged out.
         self._feeder: Feeder | None = None
 
+    @property
+    def leaves_on_host(self) -> bool:
+        """Whether batches stay in host memory, so that any thread may place them."""
+        return not self._wanted
+
     def _takes(self, leaf: Any) -> bool:
         if not self._wanted or not isinstance(leaf, np.ndarray):
             return False
