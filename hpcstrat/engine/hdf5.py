@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["open_to_read"]
+__all__ = ["open_for_reading"]
 
 
-def open_to_read(path: str) -> Any:
+def open_for_reading(path: str) -> Any:
     """Return an open ``h5py.File``; raise what h5py raises.
 
     Without locks, which file systems of clusters lack. But HDF5 opens a file that the

@@ -148,6 +148,8 @@ def _words(dataset: h5py.Dataset, read: _Read) -> Array:
 
 
 def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
+    # Most have these four, without which the file is refused, and no other.
+    has_more = h5a.get_num_attrs(dataset.id) != 4
     entry = Entry(
         name,
         tuple(dataset.shape),
@@ -155,8 +157,8 @@ def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
         _text(attribute(dataset, "synchronization")),
         _text(attribute(dataset, "aggregation")),
         bool(attribute(dataset, "trainable")),
-        bool(h5a.exists(dataset.id, b"replica_axis")),
-        bool(h5a.exists(dataset.id, b"group_axis")),
+        has_more and bool(h5a.exists(dataset.id, b"replica_axis")),
+        has_more and bool(h5a.exists(dataset.id, b"group_axis")),
     )
     require_stored_as(dataset, entry.dtype)
     if entry.per_replica and entry.shape[:1] != (num_replicas,):

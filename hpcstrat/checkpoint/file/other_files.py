@@ -10,7 +10,7 @@ import stat
 from hpcstrat.checkpoint.file.commit_record import has_record
 from hpcstrat.checkpoint.file.schema import FORMAT, step_of
 from hpcstrat.checkpoint.file.structure import attribute
-from hpcstrat.engine.hdf5 import open_to_read
+from hpcstrat.engine.hdf5 import open_for_reading
 from hpcstrat.errors import CorruptCheckpointError
 
 __all__ = ["NoCheckpointError", "other_file"]
@@ -61,7 +61,7 @@ def other_file(path: str) -> str:
 
 def _other_hdf5(path: str) -> str:
     # One that HDF5 cannot open may be a checkpoint.
-    with contextlib.suppress(Exception), open_to_read(path) as file:
+    with contextlib.suppress(Exception), open_for_reading(path) as file:
         with contextlib.suppress(LookupError, ValueError):
             if attribute(file, "hpcstrat_format") == FORMAT.encode():
                 return ""

@@ -18,7 +18,7 @@ from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
 from hpcstrat.checkpoint.file.schema import Header, saved_dtype
 from hpcstrat.checkpoint.file.structure import place_of
-from hpcstrat.engine.hdf5 import open_to_read
+from hpcstrat.engine.hdf5 import open_for_reading
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
@@ -68,7 +68,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
     """
     with _readable(path):
         vouched = _vouched(path)
-        with open_to_read(path) as file:
+        with open_for_reading(path) as file:
             found = CheckpointFile(path, header_of(file, vouched), vouched)
             found.extents = read_contents(file, found.header, vouched)
     return found
@@ -87,7 +87,7 @@ def read_root(path: str) -> Header:
     """
     with _readable(path):
         vouched = _vouched(path)
-        with open_to_read(path) as file:
+        with open_for_reading(path) as file:
             return header_of(file, vouched)
 
 
@@ -155,7 +155,7 @@ def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]
     values = {}
     try:
         nbytes = os.path.getsize(path)
-        with open_to_read(path) as file:
+        with open_for_reading(path) as file:
             for name, dtype in wanted.items():
                 dataset = file[name]
                 # A shape that the file has no bytes for must not allocate memory.

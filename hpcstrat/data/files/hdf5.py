@@ -22,7 +22,7 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
-from hpcstrat.engine.hdf5 import open_to_read
+from hpcstrat.engine.hdf5 import open_for_reading
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
@@ -44,7 +44,7 @@ def open_hdf5(path: str) -> Any:
             "read; convert it: nccopy -k netCDF-4 OLD NEW"
         )
     try:
-        return open_to_read(path)
+        return open_for_reading(path)
     except OSError as error:
         raise ValueError(
             f"expected an HDF5 file at {path}, found one that h5py cannot open: "
