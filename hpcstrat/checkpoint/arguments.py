@@ -31,7 +31,7 @@ def strategy_of(things: Any) -> Any:
         if getattr(strategy, "distributes", False):
             return of_all_groups(strategy)
         if isinstance(thing, SupportsCheckpoint):
-            # What is faulty here is told by the caller, with its own error.
+            # The caller tells what is faulty here, with its own error.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return of_all_groups(get_strategy())
@@ -62,7 +62,7 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Refuse objects of which each rank of a job would write the same files."""
-    # Of the launcher: a strategy of one replica has started no MPI to ask.
+    # The launcher's number: a strategy of one replica has started no MPI to ask.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(

@@ -121,9 +121,9 @@ class CheckpointManager:
         retention, memory = Retention(folder.path, rules), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
-        # What went wrong with a save in the background, until `wait` may raise it.
+        # Error of a save in the background, until `wait` may raise it.
         self._pending: CheckpointError | None = None
-        # Which part of the variables the next asynchronous save compares.
+        # Number of the part of the variables that the next asynchronous save compares.
         self._turn = 0
         on_first(strategy, _CREATION, folder.prepare)
 

@@ -65,7 +65,7 @@ class Objects:
         self._nested: list[SupportsCheckpoint] = []
         self._iterators: dict[str, Any] = {}
         self._python: dict[str, Any] = {}
-        # Of these, those that a checkpoint may lack.
+        # Names among these that a checkpoint may lack.
         self._optional: set[str] = set()
         for name, thing in objects.items():
             _check_name(name)
@@ -179,7 +179,7 @@ class Objects:
     def variables(self) -> dict[str, Variable]:
         """Return all variables there are now, by path in the file."""
         for thing in self._nested:
-            # What a metric has yet to add to its totals.
+            # A metric adds to its totals what it has put off.
             thing.checkpoint_variables()
         # Anew at each call: optimizers make state in their first step.
         found = dict(self._variables)

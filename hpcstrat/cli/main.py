@@ -54,7 +54,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
-    # Of the mask that a launcher has set, not of the machine.
+    # Cores of the mask that a launcher has set, not of the machine.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
     each = ranks_per_worker or launch.local_size or 1
     count = workers or max(1, launch.size // each)

@@ -87,7 +87,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
                 int(env[place]) for place in places if env.get(place, "").isdecimal()
             )
             started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
-            # Of unlike nodes, such as 2(x3),1, it says nothing of this one.
+            # A count of unlike nodes, such as 2(x3),1, does not tell this node's.
             found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
             here = next((int(match[1]) for match in found if match), None)
             return Launch(

@@ -111,7 +111,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
     ValueError
         For a name that is empty, or has commas, brackets or blanks.
     """
-    # Of each group: text before and after the number, and the ranges of numbers.
+    # For each group: text before and after the number, and the ranges of numbers.
     groups: list[tuple[str, str, list[list[str]]]] = []
     for node in nodes:
         if not node or not _NAME.fullmatch(node):

@@ -66,7 +66,7 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         self._variables = os.environ if variables is None else variables
         self._rank = self._number("SLURM_PROCID")
-        # Of the step, never of the job: sbatch sets the latter for its own script, too.
+        # Variables of the step: sbatch sets those of the job for its own script, too.
         num_tasks = self._number("SLURM_STEP_NUM_TASKS")
         nodes = expand_node_list(self._text("SLURM_STEP_NODELIST"))
         if tasks_per_node is None:
@@ -123,9 +123,9 @@ class SlurmClusterResolver(ClusterResolver):
         """Return each rank's node, and its number there."""
         places = [(node, i) for node, count in enumerate(counts) for i in range(count)]
         stated = self._variables.get("SLURM_DISTRIBUTION", "")
-        # What follows is the distribution over sockets and cores, which moves no rank.
+        # The distribution over sockets and cores follows; it moves no rank.
         across = stated.partition(":")[0].partition(",")[0]
-        # Of neither does the environment say which rank is where.
+        # The environment does not say which rank is where with these two.
         if across in ("plane", "arbitrary"):
             raise RuntimeError(
                 f"expected tasks distributed by block or cyclic, found {stated}; "
@@ -165,7 +165,7 @@ class SlurmClusterResolver(ClusterResolver):
         # by another resolver.
         whole = not visible or len(visible) == per_node
         if per_task is None:
-            # Of its own node: others may have more tasks.
+            # Share of its own node: others may have more tasks.
             share = per_node // counts[node]
             per_task = share if whole else min(share, len(visible))
         if per_task * counts[node] > per_node:

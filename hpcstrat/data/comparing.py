@@ -54,7 +54,7 @@ def digest(batch: Tree, *, on_gpus: bool) -> int:
 def _hashed(array: Array, mark: int) -> int:
     dtype = array.dtype
     if dtype.names is not None:
-        # What lies between fields is anybody's guess, as is a part of a long double.
+        # Bytes between fields, and some of a long double, have no meaning.
         for name in dtype.names:
             mark = _hashed(array[name], mark)
         return mark
@@ -105,7 +105,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
     if len(groups) > _SHOWN_BATCHES:
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
-    # What most workers have is taken for right: somebody has to be named.
+    # The batch that most workers have is taken for right: somebody has to be named.
     most = max(groups.values(), key=len)
     return CollectiveError(
         "expected that the iterable gives the same batches on every worker, found in "

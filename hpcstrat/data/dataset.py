@@ -128,12 +128,12 @@ class Dataset:
         files: Sequence[str] | None = None,
     ) -> None:
         self._stage = stage
-        # How it was made, so that it can be made again of a part of the files.
+        # Recipe for making it again from a part of the files.
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
         self._is_hint = False
-        # Of a part of the files: what the whole is, which has the same specs.
+        # The whole data set, with the same specs, of whose files this has a part.
         self._whole: Dataset | None = None
         self._opens_files: bool = any(parent._opens_files for parent in parents)
         self._options: DatasetOptions = (
@@ -857,7 +857,7 @@ class Dataset:
             if any(spec.dtype.kind != "U" for spec in flatten(self.element_spec)[0]):
                 return False
             made = map_func(next(iter(self._stage.iterate(0))))
-        # What fails here will fail again where the program sees it.
+        # An error here will come again where the program sees it.
         except Exception:
             return False
         return isinstance(made, Dataset) and made._opens_files
@@ -1261,7 +1261,7 @@ class Dataset:
         """
         return f"a data set of {self._stage.describe()}"
 
-    # What distribution asks
+    # Methods that distribution calls.
 
     @property
     def stage(self) -> Stage:

@@ -38,7 +38,7 @@ from hpcstrat.errors import CollectiveError
 
 __all__ = ["DealtDataset"]
 
-# What a replica says of a step: no batch on any replica any more, no batch and none
+# States of a replica in a step: no batch on any replica any more, no batch and none
 # before, none any more, a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
 _NEXT = "next of a data set"
@@ -144,11 +144,11 @@ class _Elements:
         self._position = position
         self._skips = position.position
         self._index = -1
-        # Of the step's batch, to be compared with the other workers'.
+        # Hash of the step's batch, to be compared with the other workers'.
         self._mark = _UNSEEN
         self._seen: Tree = None
         self._running: Iterator[list[Tree]] | None = None
-        # Of a step that another worker could not make.
+        # Batch of a step that another worker could not make.
         self._kept: list[Tree] | None = None
         self._empty: Tree = None
         self._has_failed = self._ended = False

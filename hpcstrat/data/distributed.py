@@ -73,7 +73,7 @@ class DistributedDataset(ReducibleDataset):
         self._dataset = dataset
         self._stage: Batched = stage
         self._placer = Placer(strategy, options)
-        # Of the batches that a replica holds, one is the program's.
+        # The program has one of the batches that a replica holds.
         buffered = options.experimental_per_replica_buffer_size - 1
         # Threads would take rows on a GPU in another order than the program's stream.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
@@ -338,7 +338,7 @@ def distribute_dataset(
     ValueError
         For ``single_pipeline`` with a Dataset, and for arrays that are no batches.
     """
-    # Of one data set each replica would go through everything by itself.
+    # Each replica would go through all of one data set by itself.
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "expected one pipeline per worker for a data set of global batches, found "

@@ -92,7 +92,7 @@ class Placer:
 
         It is in the library that it came from, unless numbers are wanted on the GPU.
         """
-        # What is unpickled was pickled by a rank of this job: nobody else's data.
+        # A rank of this job pickled it: this is nobody else's data.
         return self.place(pickle.loads(data))
 
     def own(self, part: Tree) -> Tree:

@@ -301,7 +301,7 @@ def _num_rows(parent: Stage) -> int:
         return parent.cardinality
     try:
         leaf = flatten(parent.spec())[0][0]
-    # What fails here fails again where the program asks for elements.
+    # An error here comes again where the program asks for elements.
     except Exception:
         return UNKNOWN
     if not leaf.shape or leaf.shape[0] is None:

@@ -129,7 +129,7 @@ class Memory:
         place = strategy.topology.worker_id
         report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
-        # Of those who are active now: partners change with every loss.
+        # Partners among the ranks that are active now: they change with every loss.
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
         self._restored = True
@@ -142,7 +142,7 @@ class Memory:
         restore = restore_whole if strategy.logical else restore_snapshot
         restore(commit, key, objects, strategy, reports)
         for other in held:
-            # What came later has been lost, and is to be done again.
+            # Later commits have been lost, and their steps are done again.
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
@@ -175,7 +175,7 @@ class Memory:
         ValueError
             If the state would come back as another one.
         """
-        # Of a commit that fails on this replica, too, which others may have made.
+        # A commit counts that fails on this replica, too: others may have made it.
         self._number += 1
         self._tracked("commit")
         if not self._restored:

@@ -175,7 +175,7 @@ def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
     """Restore plain objects, and check that variables are equal on all replicas."""
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
-    # What is wrong with a commit is found now, and not by a diverging training.
+    # A wrong commit is found now, and not by a diverging training.
     check_mirrored(strategy, objects.variables())
 
 
@@ -263,7 +263,7 @@ def _fill_newcomers(
         if kind == "sum" and own:
             values[path] = np.zeros_like(like)
         elif kind == "mean":
-            # Of those who have a part, so that the mean stays theirs.
+            # The mean is over those who have a part, so that it stays theirs.
             term = np.zeros_like(like) if own else values[path]
             what = f"mean of {path} for newcomers"
             total = collectives.batch_reduce(ReduceOp.SUM, term, what)

@@ -84,7 +84,7 @@ class Pool:
         self._rank = world.rank
         self._size = world.size
         self._generation = 0
-        # Of each replica's place: which rank has it, and where that runs.
+        # The rank that has each replica's place, and where it runs.
         self._places: dict[int, Member] = {}
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}

@@ -213,7 +213,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     channel: Any = strategy.collectives.channel
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
-        # Of a communicator of the program's own, or of the topology's.
+        # A communicator of the program's own, or of the topology's, may be at fault.
         return channel.deaths.found(error, "the training function") is not None
     return False
 

@@ -50,7 +50,7 @@ class Snapshot:
         """Copy everything; the arrays of the last time are used again."""
         self.key = None
         variables = objects.variables()
-        # Of variables on a GPU this waits for their last update.
+        # This waits for the last update of variables on a GPU.
         values = {path: to_host(v.component) for path, v in variables.items()}
         entries = {
             path: Entry(

@@ -20,7 +20,7 @@ __all__ = ["PREFIX", "Settings"]
 PREFIX = "HPCSTRAT_"
 """What the names of all variables of the environment begin with."""
 
-# Of our own test suite and its stand-in for CuPy, and of hpcstrat.testing.
+# Variables of our own test suite, of its stand-in for CuPy, and of hpcstrat.testing.
 _NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
 
 _TRUE = ("1", "true", "yes", "on")

@@ -132,10 +132,10 @@ class SyncGroups:
             settings=settings,
         )
         self._pairs: list[tuple[MirroredVariable, Variable]] = []
-        # What the groups' parameters were when the sum that is under way began.
+        # Parameters of the groups when the sum that is under way began.
         self._starts: list[Variable] = []
         self._sum: Started | None = None
-        # Of the outer optimizer, for the sum of this round.
+        # Learning rate of the outer optimizer for the sum of this round.
         self._rate = 0.0
         try:
             self._agree(by, size, every, delay, outer)

@@ -236,7 +236,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count
     centered = array - mean
-    # What rounding has left of the mean; in exact arithmetic it is zero.
+    # Rounding error of the mean; in exact arithmetic it is zero.
     rest = centered.sum(axis=axes)
     library.square(centered, out=centered)
     row[0] = count

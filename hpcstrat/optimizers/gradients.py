@@ -306,7 +306,8 @@ class Filling:
         replica if any has one for a variable that is not given.
         """
         others = unclaimed or {}
-        # Who has dense ones, and who rows; summed, the same table on all replicas.
+        # Marks of the replicas with dense gradients, and with rows; their sums are
+        # the same table on all replicas.
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):

@@ -54,10 +54,10 @@ from hpcstrat.variables import (
 
 __all__ = ["Optimizer"]
 
-# Which of an optimizer's handles is the newest.
+# Numbers for handles of optimizers; the largest is the newest.
 _handles = itertools.count()
 
-# What is of one process, or of its variables.
+# Attributes that belong to one process, or to its variables.
 _STATEFUL = (
     *("_slots", "_current", "_accumulation", "_buffers", "_labels", "_filling"),
     *("_routine", "_non_finite", "iterations", "learning_rate"),
@@ -338,7 +338,7 @@ class Optimizer(MadeTogether, ABC):
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, given, routine)
-            # What a checkpoint saves state of, while old variables await collection.
+            # A checkpoint saves their state alone; others await garbage collection.
             self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
@@ -676,7 +676,7 @@ class Optimizer(MadeTogether, ABC):
         label = self._labels.get(key)
         if label is None:
             names = ", ".join(v.name for g, v in pairs if g is not None)
-            # What is missing comes first: the end of a long text is not shown.
+            # Missing gradients come first: the end of a long text is not shown.
             without = ", ".join(v.name for g, v in pairs if g is None)
             without = f" without gradients for {without}," if without else ""
             label = self._labels[key] = f"apply_gradients{without} to {names}"

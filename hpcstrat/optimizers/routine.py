@@ -124,7 +124,7 @@ class Routine:
         # arrays for their sums, where they are always the same.
         self.repeats = False
         self.sums: list[Array] | None = None
-        # What this rank updates, in central storage; None elsewhere.
+        # Slices that this rank updates, in central storage; None elsewhere.
         self.slices: StepSlices | None = None
         # For each gradient, or slice of one; they are there from the first step on.
         self.begun = False

@@ -101,7 +101,7 @@ class Slots:
         each_has = is_sum or sharded
         slot = self._claimed(name, strategy, array, is_sum=is_sum, each_has=each_has)
         if sharded:
-            # What is restored is whole, on each rank.
+            # Restored state is whole, on each rank.
             whole = array if slot is None else slot.component
             token = push(strategy.cross_entry)
             try:
@@ -157,7 +157,7 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        # What waited is on each replica; some strategies' variables are not.
+        # Each replica has the state that waited; central variables lie elsewhere.
         stays = each_has or strategy is None or not strategy.is_central
         if same and stays and not is_device(array):
             return saved

@@ -69,7 +69,7 @@ class StepSlices:
         self._pieces: list[SlicedPiece] = []
         # Sums in the type in which they are made, and in that of the variables.
         self._narrowed: list[tuple[Array, Array]] = []
-        # Of each slice: which variable, from where to where, and its gradient.
+        # For each slice: number of the variable, start, end, and gradient.
         self._own: list[tuple[int, int, int, Array]] = []
         self._nbytes = 1
         signatures = tuple((array.dtype, array.shape) for array in arrays)

@@ -52,7 +52,7 @@ class Bells:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        # How many threads sleep: the one that is woken may not be the one meant.
+        # Number of threads that sleep: the one that is woken may not be the one meant.
         self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)

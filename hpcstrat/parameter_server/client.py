@@ -31,12 +31,12 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # What is not known to be made, of functions that have ended.
+        # Updates of ended functions that are not known to be made.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
-        # Of servers of this node: what they have done for this rank, and their errors.
+        # Counts that servers of this node keep: updates made for this rank, and errors.
         self._counts: dict[int, tuple[Array, Array]] = {}
-        # What is known of the second.
+        # Number of errors that are known.
         self._failed: Counter[int] = Counter()
         self._rules: dict[tuple[int, int], Any] = {}
         self.use(servers)

@@ -286,7 +286,7 @@ class Mailbox:
             while (found := self._take(rank, REPLY)) is not None:
                 if found[1][0] == number:
                     return found[1]
-                # Of a question whose wait was interrupted.
+                # The answer to a question whose wait was interrupted.
             return rank in self.lost
 
         what = f"rank {rank} to answer {message[0]!r}"

@@ -128,7 +128,7 @@ class Reader:
         try:
             return self.read(copy)
         finally:
-            # Who reads large arrays in pieces has no memory for all of their pages.
+            # Readers of large arrays in pieces may lack memory for all of the pages.
             begin = self._start + start
             begin -= begin % mmap.PAGESIZE
             end = self._start + stop

@@ -71,9 +71,9 @@ class VariableServer:
         self._shards: dict[int, _Shard] = {}
         # By who makes steps with it, and the optimizer: options are each client's own.
         self._rules: dict[tuple[int, int], Any] = {}
-        # Whose update is being made.
+        # Client whose update is being made.
         self._client = -1
-        # Of optimizers, the steps made before what was restored.
+        # Steps of optimizers before the restored ones.
         self._begun: dict[int, int] = {}
         # By client: the numbers of updates that have failed, and their errors.
         self._errors: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)

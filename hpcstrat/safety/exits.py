@@ -25,7 +25,7 @@ from hpcstrat.safety.watchdog import watchdog
 __all__ = ["install", "register", "unregister"]
 
 _LONGEST_NAP_SECONDS = 0.01
-# How long a rank lets others print first.
+# A rank lets others print first for so long.
 _SECONDARY_SECONDS = 0.5
 _CLOCKS_SECONDS = 5.0
 

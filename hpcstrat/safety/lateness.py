@@ -18,10 +18,10 @@ __all__ = ["conclude", "forget", "watch"]
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_SECONDS = 10.0
-# How long the other ranks of a worker have to show their newest numbers.
+# The other ranks of a worker have so long to show their newest numbers.
 _ANSWER_SECONDS = 0.3
 
-# What is open, and how it is to be summed up at the end.
+# Open statistics, each with the name for its summary at the end.
 _watched: dict[Arrivals, str] = {}
 
 

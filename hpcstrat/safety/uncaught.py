@@ -23,7 +23,7 @@ from hpcstrat.safety.presence import FAILED, own_board
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
-# How long a rank lets others print first.
+# A rank lets others print first for so long.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
 _FORWARD_SECONDS = 0.1
@@ -117,7 +117,7 @@ def _end_job(
 
 def _is_first(kind: type[BaseException], error: BaseException) -> bool:
     board = own_board()
-    # What was expected is the same on all ranks; what each found may not be.
+    # The expected value is the same on all ranks; the found ones may differ.
     words = _words(error).partition(", found ")[0]
     return board is None or board.claims(f"{kind.__qualname__}: {words}")
 
@@ -162,7 +162,7 @@ def abort(message: str, code: int) -> None:
     # The launcher must have passed on the lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        # Where the launcher lets others live, it may not answer a second rank's call.
+        # A launcher that lets others live may not answer a second rank's call.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ABORT_SECONDS)
     mpi = running_mpi()

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaContext", "Strategy"]
 
 
-# What names an operation, and can be looked up.
+# Types that name an operation, and can be looked up.
 _OPERATIONS = str, ReduceOp
 
 
@@ -433,7 +433,7 @@ class Strategy:
             self._ranks, TreeOrder(self._num_replicas, self._ranks.size), rank
         )
         self.local_replicas = self._sums.block
-        # What has state of its own for each replica that runs.
+        # Objects that keep state for each replica that runs.
         self.listeners: list[Listener] = []
         # The sum of two ranks is the same in any order: they need no other way.
         plain = self._num_replicas == self._ranks.size <= 2
@@ -456,7 +456,7 @@ class Strategy:
         self.digests: StepDigests | None = None
         # Called once with whether the `run` under way failed, on any replica.
         self.run_ends: list[Callable[[bool], None]] = []
-        # How the replicas form groups; None where they are in sync.
+        # Division of the replicas into groups; None where they are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
@@ -938,7 +938,7 @@ class Strategy:
             self._require_cross("reduce")
         plain = self.meetings is None and axis is None
         if plain and type(value) is np.ndarray:
-            # What most calls have; each look more of a small one costs a microsecond.
+            # Most calls are of this kind; each further look costs a microsecond.
             op = ReduceOp.parse(reduce_op)
             return self.collectives.reduce_inside(op, value, "reduce", out=out)
         return value_reduction.reduce(self, reduce_op, value, axis, out)

@@ -338,8 +338,8 @@ def _found(key: Any, wish: Wish) -> Connection:
     """Return an open connection, or form one."""
     connection, settings = _connections.get(key), wish.settings
     if connection is not None and connection.channel is not None:
-        # What was started there uses the communicators of the calls below. The ranks
-        # have met over the channel of another connection, if there are several.
+        # Calls that were started there use the communicators of the calls below. The
+        # ranks have met over the channel of another connection, if there are several.
         connection.channel.started.drain()
     if connection is None:
         given = settings or Settings()
@@ -366,7 +366,7 @@ def _found(key: Any, wish: Wish) -> Connection:
         try:
             connection.channel.use_progress_thread(connection.enter_device)
         except TopologyError:
-            # Of all ranks together, so that closing is, too.
+            # The error is one of all ranks together, so that all of them close.
             connection.close(key)
             raise
     return connection

@@ -367,7 +367,7 @@ class StrategyExtended:
         """
         return v.read_value()
 
-    # What programs for the first tf.distribute still call.
+    # Methods that programs for the first tf.distribute still call.
 
     @property
     def experimental_between_graph(self) -> bool:

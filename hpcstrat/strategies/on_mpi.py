@@ -93,7 +93,7 @@ class MpiStrategy(Strategy):
         )
         self._key, connection = connect(wish, problem)
         self._connection = connection
-        # Of this strategy; the connection lives on with others over the same ranks.
+        # Whether this strategy is closed; its connection may live on with others.
         self._closed = False
         collectives = Collectives(
             connection.channel, cross_device_ops, communication_options

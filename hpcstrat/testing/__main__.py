@@ -14,7 +14,7 @@ from typing import NoReturn
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.testing.job import start_time, wait_until
 
-# How long a rank that failed lets the others write down how they failed.
+# A rank that failed lets the others write down how they failed for so long.
 _GRACE_SECONDS = 1.0
 
 

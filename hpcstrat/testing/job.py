@@ -34,7 +34,7 @@ __all__ = ["Job", "start_time", "wait_until"]
 _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
 _TERMINATE_SECONDS = 2.0
-# How often to look what is left beside a launcher, and how long it may then be alone.
+# Interval between looks for processes beside a launcher, and time that it may be alone.
 _LOOK_SECONDS = 2.0
 _ALONE_SECONDS = 6.0
 _PROC = Path("/proc")
@@ -42,7 +42,7 @@ _PROC = Path("/proc")
 # The folders of the jobs that a process is in, the innermost last.
 _MARK = "HPCSTRAT_TESTING_JOBS"
 
-# Where Open MPI's mpirun makes its session directory.
+# Folder in which Open MPI's mpirun makes its session directory.
 _SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 
 

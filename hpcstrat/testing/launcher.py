@@ -14,8 +14,8 @@ from hpcstrat.errors import HpcstratError
 
 __all__ = ["clean_environment", "find_launcher", "launch_command"]
 
-# What a launcher tells its processes. A job started inside a job must not inherit it:
-# its ranks would take themselves for those of the outer job.
+# Variables that a launcher sets. A job started inside a job must not inherit them: its
+# ranks would take themselves for those of the outer job.
 _JOB_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 _JOB_SIGNS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 

@@ -124,7 +124,7 @@ class MaxSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         length = shape[axis] if shape else 1
-        # Of one index of the axis: shards are cut between these only.
+        # Size of one index of the axis: shards are cut between indices only.
         row_bytes = math.prod(shape) * np.dtype(dtype).itemsize // max(1, length)
         rows = max(1, self._largest // max(1, row_bytes))
         wanted = max(1, -(-length // rows))

@@ -136,7 +136,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
     _kind, _danger = "mirrored", "its copies could come to differ"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
-        # What AUTO means here.
+        # AUTO means this here.
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
@@ -309,7 +309,8 @@ class SyncOnReadVariable(DistributedVariable):
         self._components = [component, *(component.copy() for _ in more)]
         self._views = [view_of(own) for own in self._components]
 
-    # Of the replica that runs; in cross-replica context of the first of this process.
+    # The value of the replica that runs; in cross-replica context that of the first
+    # replica of this process.
     @property
     def _component(self) -> Array:  # type: ignore[override]
         return self._components[own_index() or 0]

@@ -33,7 +33,7 @@ from hpcstrat.engine.values import (
 __all__ = ["NOT_SUMMABLE", "Variable", "apply_into", "scatter_into", "view_of"]
 
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
-# What arrays have, of whatever library, and numbers of Python have not.
+# Attributes that arrays of any library have, and numbers of Python have not.
 _MARKS = ("dtype", "__dlpack__", "__array__", "__cuda_array_interface__")
 _SCATTER = {
     "scatter_add": "add",
@@ -43,7 +43,7 @@ _SCATTER = {
     "scatter_min": "minimum",
     "scatter_max": "maximum",
 }
-# Of rows that several replicas give, these have no sum, nor a mean.
+# These have no sum or mean over replicas that give rows.
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 
@@ -103,7 +103,7 @@ class Variable(MadeTogether, ArrayOperators):
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # What is wrong with an argument, __init__ finds, and says to all replicas.
+            # __init__ finds wrong arguments, and tells all replicas.
             synchronization = VariableSynchronization.AUTO
             with contextlib.suppress(ValueError):
                 synchronization = VariableSynchronization.parse(

@@ -162,7 +162,7 @@ class _Comparison:
         way, nbytes = measured.way, measured.nbytes
         plan = Plan(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
-        # What another has written is not in one's own caches.
+        # The caches of this rank do not hold what another has written.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))

@@ -122,7 +122,7 @@ def _open(path: str, flags: int, direct: bool) -> int:
         try:
             return os.open(path, flags | _DIRECT)
         except OSError as error:
-            # What file systems without it say, such as tmpfs of older kernels.
+            # File systems without it say EINVAL, such as tmpfs of older kernels.
             if error.errno != errno.EINVAL:
                 raise
     return os.open(path, flags)

@@ -16,7 +16,7 @@ __all__ = ["flush_folder", "publish", "remove", "wait_for_room"]
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
-# Of the process, not of a manager: the next save may be another one's.
+# One list for the process: the next save may be another manager's.
 _freeing: list[threading.Thread] = []
 
 

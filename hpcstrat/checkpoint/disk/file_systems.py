@@ -26,8 +26,8 @@ _NAMES = {
     0xFE534D42: "SMB",
     0x65735546: "FUSE",
 }
-# Where direct writes of several processes into one file are both allowed and faster.
-# Parallel file systems have their own ways.
+# ext4 and XFS, where direct writes of several processes into one file are both allowed
+# and faster. Parallel file systems have their own ways.
 _LOCAL_TYPES = (0xEF53, 0x58465342)
 
 

@@ -122,7 +122,7 @@ class ImageMemory:
         held = [self._region]
         self.leave()
         with contextlib.suppress(RuntimeError):
-            # Where the system gives no more threads, it goes here.
+            # This thread frees it where the system gives no more threads.
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:

@@ -71,7 +71,7 @@ class Maker:
     def attribute(self, path: str, name: str, value: Any) -> None:
         """Give an object that was made here an attribute; the root has no path."""
         if isinstance(value, str):
-            # Of fixed length: HDF5 keeps other text in a heap, between the data.
+            # Text of fixed length: HDF5 keeps other text in a heap, between the data.
             value = np.array(value.encode("ascii", "replace") or b" ")
         value = np.asarray(value)
         kind = h5t.py_create(value.dtype)

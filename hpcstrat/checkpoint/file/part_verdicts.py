@@ -80,7 +80,7 @@ def read_verdict(
     if len(said) < _HEAD.size + _TAIL.size:
         return None
     magic, which, whose, code, found = _HEAD.unpack_from(said)
-    # What another save has left there says nothing of this one.
+    # A verdict that another save has left there says nothing of this one.
     if (magic, which, whose) != (_MAGIC, nonce, rank) or found > count:
         return None
     end = _HEAD.size + 8 * found

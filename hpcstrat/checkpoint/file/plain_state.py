@@ -19,7 +19,7 @@ __all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
 MOST_STATE_BYTES = 256 << 20
 """Of all objects together; as many readers take."""
 
-# Of JSON itself each level takes up to three, and readers have a limit of about 1000.
+# Each level takes up to three of JSON's, of which readers allow about 1000.
 _MOST_DEPTH = 100
 # Python refuses to read decimal numbers of more than 640 digits, if it is told to.
 _MOST_INT = 1 << 2048

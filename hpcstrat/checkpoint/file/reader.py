@@ -32,7 +32,7 @@ __all__ = [
     "read_values",
 ]
 
-# What h5py and this package raise in damaged files, as seen by tests that change bytes.
+# Errors of h5py and this package in damaged files, as tests that change bytes saw them.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),

@@ -132,9 +132,9 @@ class Skeleton:
 
         The table of hashes in it is empty.
         """
-        # Who is interrupted here leaves HDF5's file open until it is collected, which
-        # then writes: into a descriptor of its own, whose number no other file gets,
-        # and into a skeleton that is used no more.
+        # An interrupt here leaves HDF5's file open until it is collected, which then
+        # writes: into a descriptor of its own, whose number no other file gets, and
+        # into a skeleton that is used no more.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:

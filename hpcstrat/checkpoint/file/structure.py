@@ -105,7 +105,7 @@ def _read(found: Any, name: str) -> Any:
         not isinstance(kind, _KINDS)
         or varies
         or kind.get_size() > _MOST_ATTRIBUTE_BYTES
-        # Of a single value.
+        # More than a single value.
         or found.get_storage_size() != kind.get_size()
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")

@@ -74,7 +74,7 @@ class Folder:
 
     def _make(self) -> None:
         if self._is_known:
-            # What has vanished since is not made again: its file system may be away,
+            # A folder that has vanished is not made again: its file system may be away,
             # and the files would go to the disk below its mount point.
             return
         missing = [self.path]

@@ -48,7 +48,7 @@ def take(directory: str) -> bool:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:
-            # What is wrong with the folder, the save finds out.
+            # The save finds out what is wrong with the folder.
             return False
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,7 +24,7 @@ class Retention:
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
         self._rules = rules
-        # What has been read, and of which file of the name.
+        # Contents that have been read, with the identity of the file of that name.
         self._known: dict[str, tuple[Identity | None, Found]] = {}
         self._distrusted: set[tuple[str, Identity | None]] = set()
 

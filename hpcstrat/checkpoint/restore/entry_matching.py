@@ -41,7 +41,7 @@ class Match:
     variable: Variable | None
     owner: Any = None
     name: str = ""
-    # What to do with the rows of another number of replicas.
+    # Rule for the rows of another number of replicas.
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:

@@ -31,9 +31,9 @@ from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["restore_values"]
 
-# How many bytes a replica reads once only; of more, the rest is read twice.
+# A replica reads so many bytes once only, and the rest twice.
 _KEPT_BYTES = 1 << 30
-# Where values go elsewhere, whose memory may be all that they fit into.
+# The same where values go elsewhere, whose memory may be all that they fit into.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -145,7 +145,7 @@ class _ParallelRead:
         passes = any(sink.elsewhere is not None for sink in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
-        # Of a restore of some objects, blocks of others are not read.
+        # A restore of some objects does not read the blocks of others.
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
@@ -176,8 +176,8 @@ class _ParallelRead:
 
     def read(self) -> None:
         """Read and check this replica's part; nothing changes, nobody is waited for."""
-        # What is kept is not read again; each thread needs a place more, and one is for
-        # what is read again.
+        # Kept blocks are not read again; each thread needs a place more, and one is for
+        # blocks that are read again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)

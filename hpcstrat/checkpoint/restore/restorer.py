@@ -125,7 +125,7 @@ class Restorer:
         saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
         rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
         if rows and split is not None:
-            # What a group accumulates is of its own replicas.
+            # A group accumulates over its own replicas only.
             saved, now = saved // rows[0], now // split.num_groups
         self._objects.end_restore(saved, now, only)
         self._objects.restore_states(header, only)

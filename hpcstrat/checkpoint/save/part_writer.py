@@ -75,13 +75,13 @@ class PartWriter:
         self._hurry = threading.Event()
         self._file = -1
         self._downloads = downloads
-        # What the GPU still copies, by the place of the block.
+        # Copies that the GPU has not finished, by the place of the block.
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Which of the blocks, and where they have been copied to, if they have.
+        # Numbers of blocks, each with the place that it has been copied to, or None.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
-        # Where the next can be.
+        # Free places.
         self._free: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -104,7 +104,7 @@ class PartWriter:
                 if ahead:
                     self._copy_all(values, asks)
         finally:
-            # Where all is copied, sums and others' rows need not stay in memory.
+            # Sums and others' rows need not stay in memory once all is copied.
             self._values = {} if ahead else values
             feeds = asks and not ahead and self.error is None
             if not feeds:
@@ -269,7 +269,7 @@ class PartWriter:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # What it belongs to holds this: without a cycle, all goes when that goes.
+        # Its owner holds this: without a cycle, both are freed together.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:

@@ -35,7 +35,7 @@ __all__ = [
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
-# How long a thread stays for the freeing of old files: see `gives_back`.
+# A thread stays so long for the freeing of old files: see `gives_back`.
 _FREEING_SECONDS = 5.0
 
 
@@ -190,7 +190,7 @@ class PendingSave:
                     return
                 nap = min(1.5 * nap, _LAST_NAP_SECONDS)
             if isinstance(verdict, int):
-                # Which rank, and why, is said when the main threads meet.
+                # The main threads say which rank, and why, when they meet.
                 publication.drop(OSError(verdict, os.strerror(verdict)))
                 return
             hashes[list(blocks)] = verdict

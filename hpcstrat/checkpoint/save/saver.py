@@ -120,7 +120,7 @@ class Saver:
                 downloads.begin(self._memory.lock())
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # Of a server: this is the only replica, and may go on without it.
+            # A server is its only replica, and may go on without the save.
             self._drop(save, error)
             raise
         except Exception as error:
@@ -157,7 +157,7 @@ class Saver:
         """Have replica 0 make the file, and compare meanwhile."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
-                # Where the system gives no more threads, it is made when all meet.
+                # It is made when all meet where the system gives no more threads.
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
@@ -246,7 +246,7 @@ class Saver:
         """Return the structures: those of a save before, or new ones."""
         known = [each for each in self._skeletons if each.fits(header, python)]
         others = [each for each in self._skeletons if each not in known]
-        # Of two kinds of saves in turn, such as with metrics now and then, both stay.
+        # Both skeletons stay where two kinds of saves take turns, as with metrics.
         for old in others[:-1]:
             self._skeletons.remove(old)
             old.close()
@@ -268,7 +268,7 @@ class Saver:
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        # Where it has failed on one replica, the others may wait for that one's part.
+        # The others may wait for the part of a replica on which the save has failed.
         return not all(ended for ended, _ in votes) and not any(
             failed for _, failed in votes
         )
@@ -287,7 +287,7 @@ class Saver:
             save.join()
         except BaseException as interrupt:
             if not save.order.asynchronous:
-                # What the threads still have to copy may change from here on.
+                # The program may change the variables from here on.
                 self._drop(save, interrupt)
             raise
         error = save.error or (part.error if part is not None else None)
@@ -354,7 +354,7 @@ def _num_cores(strategy: Replicas) -> int:
     """Return how many cores are there for this replica."""
     if strategy.num_ranks > 1:
         return int(strategy.topology.cores_each)
-    # Of a job of several ranks, each with a strategy of its own, not all is known.
+    # Not all ranks are known of a job in which each has a strategy of its own.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
 
@@ -376,7 +376,7 @@ def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float
     """Publish, if the thread has not, on replica 0; return how long it all took."""
     publication = save.publication
     assert publication is not None
-    # Whose part is empty may fail without harm.
+    # A replica whose part is empty may fail without harm.
     if wrong and not publication.ended:
         error = CheckpointError("; ".join(wrong))
         publication.drop(error)

@@ -149,7 +149,7 @@ class ContiguousColumn:
         flat: Any = out.reshape(len(out), -1).view(np.uint8)
         offsets = rows * self._row_bytes + self._offset
         began = time.perf_counter()
-        # Of a file on a disk the kernel is told first which rows will be read.
+        # The kernel is told first which rows of a file on a disk will be read.
         read = _read_rows if _READER is None else _READER.read_rows
         done = read(file.number, offsets, self._row_bytes, flat, places, self._is_cold)
         waited = time.perf_counter() - began - flat.nbytes / _BYTES_PER_SECOND

@@ -203,7 +203,7 @@ class _Chunks:
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
-        # Of a chunk to which not all filters were applied h5py knows.
+        # h5py knows how to read chunks to which not all filters were applied.
         self.are_plain = self.are_plain and not found.filter_mask
         slab = found.chunk_offset[0] // self._chunk[0]
         place = found.chunk_offset[1:], found.byte_offset, found.size

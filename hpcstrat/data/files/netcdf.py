@@ -18,7 +18,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["decoded", "fields_of", "is_netcdf", "padded"]
 
-# What the NetCDF library writes where nothing was written, by type.
+# Fill values of the NetCDF library where nothing was written, by type.
 _DEFAULT_FILLS = {
     "i1": -127,
     "u1": 255,

@@ -119,7 +119,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
         groups = _RowGroups(path, name)
         first = groups.empty(file.schema_arrow)
         if first is None:
-            # Of lists the length of the first row must be that of all.
+            # All lists must have the length of the first row's.
             first = groups(0) if sizes else np.empty((0, 0))
         found[name] = SlabColumn(
             cache,

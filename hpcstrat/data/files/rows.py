@@ -147,7 +147,7 @@ class FileRows(Rows):
             where = np.argsort(rows)
             rows = rows[where]
             if (rows[1:] == rows[:-1]).any():
-                # Of rows that come several times each is read once.
+                # Rows that come several times are read once.
                 rows, inverse = np.unique(places, return_inverse=True)
                 where = None
         ends = np.searchsorted(rows, self._starts)

@@ -117,7 +117,7 @@ class PreemptionCheckpointHandler:
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
-        # What an earlier handler has not come to act on; all ranks know it alike.
+        # Notices on which an earlier handler has not acted, the same on all ranks.
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
@@ -282,7 +282,7 @@ class PreemptionCheckpointHandler:
             self._config.save_fn(*args, **kwargs)
         else:
             self._manager.save(*args, **kwargs)
-            # What was saved in the background must be on the disk.
+            # A save in the background must be on the disk.
             self._manager.wait()
         self._longest_save = max(self._longest_save, time.monotonic() - began)
         if self._config.grace_period and not self._in_grace:

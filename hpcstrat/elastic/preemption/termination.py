@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["TerminationConfig"]
 
-# What the kernel keeps for itself.
+# Signals that no process can catch.
 _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 

@@ -76,7 +76,7 @@ class Watch:
             )
         for number in config.signals:
             before = signal.signal(number, self._on_signal)
-            # What C code has set cannot be given back; the default can.
+            # A handler of C code cannot be given back; the default can.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -102,7 +102,7 @@ class Watch:
             try:
                 self._look_once()
             except Exception as error:
-                # Of the program's function. A job that is told too early can go on.
+                # An error of the program's function: a job told too early can go on.
                 get_logger("preemption").warning(
                     "the termination_watcher_fn raised %s: %s; that is no notice",
                     type(error).__name__,

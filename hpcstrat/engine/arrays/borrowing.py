@@ -17,10 +17,10 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["borrow"]
 
-# What nothing here holds any more, and the end of the work that may read it.
+# Released arrays, each with the event after which it may be freed.
 _returned: deque[tuple[Any, Array]] = deque()
 _giving_back = threading.Lock()
-# Of which nobody knows whether it has been read: the GPU is at fault.
+# Released arrays whose event failed with the GPU: they are never freed.
 _never_returned: list[Array] = []
 
 

@@ -52,7 +52,7 @@ A sum that overflows to infinity is a value like any other: with warnings as err
 numpy.seterr, it would take one rank out of a call that the others are in. What the
 program gives us to call keeps the program's settings, so that it is not called in here.
 """
-# What it decorates is called out of NumPy.
+# NumPy's own frames call the functions that it decorates.
 pass_over(os.path.dirname(np.__file__))
 
 
@@ -141,7 +141,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _holds(result: Array, array: Array, kind: str) -> bool:
     if kind in ("f", "c"):
         return bool((np.isfinite(result) == np.isfinite(array)).all())
-    # Of types of other libraries nothing is known.
+    # Nothing is known of types of other libraries.
     foreign = result.dtype.num >= FIRST_FOREIGN_TYPE
     return foreign or bool((result == array).all())
 

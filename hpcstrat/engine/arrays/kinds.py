@@ -37,7 +37,7 @@ __all__ = [
 
 # Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
-# What libraries raise for arrays that they do not share, or of unknown types.
+# Errors that libraries raise for arrays that they do not share, or of unknown types.
 _REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
@@ -175,7 +175,7 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
 def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
     """Return what is in host memory as an array; plain numbers of a wanted type."""
     if isinstance(value, np.ndarray):
-        # Of subclasses, such as matrices, only the numbers travel.
+        # Only the numbers of subclasses, such as matrices, travel.
         return np.asarray(unmasked(value))
     if isinstance(value, np.generic) or hasattr(value, "__array__"):
         try:

@@ -41,9 +41,9 @@ class Bucket:
     """The arrays of one type, laid out one behind the other."""
 
     dtype: np.dtype[Any]
-    # Which arrays, in order.
+    # Indices of the arrays, in order.
     indices: tuple[int, ...]
-    # Where each begins and ends, in elements, and its shape.
+    # Start and end of each, in elements, and its shape.
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     size: int
 
@@ -71,8 +71,8 @@ class Run:
     dtype: np.dtype[Any]
     start: int
     size: int
-    # Which array; from which to which of its elements, in C order; and where in the
-    # piece the first of them lies, in elements.
+    # Index of the array, its first element and the one behind its last, in C order, and
+    # the place of the first in the piece; all in elements.
     spans: tuple[tuple[int, int, int, int], ...]
 
 

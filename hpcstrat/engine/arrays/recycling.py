@@ -106,7 +106,7 @@ class DeviceRecycler:
             self._limit_bytes = 0
         # The calls made last at the end.
         self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
-        # How often an array is held that only this holds; found on the first one.
+        # Reference counts of an array that only this holds; found on the first one.
         self._unused: tuple[int, int, int] | None = None
 
     def arrays(
@@ -138,7 +138,7 @@ class DeviceRecycler:
         with contextlib.suppress(MemoryError):
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         if len(made) < len(kinds):
-            # What is kept here may be what is missing.
+            # The memory that is missing may be kept here.
             kept = None
             self.clear()
             made = [module.empty(shape, dtype) for shape, dtype in kinds]

@@ -42,7 +42,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")
     ascending = rows[order]
-    # How often each row has come before: one round for each time.
+    # Number of times that each row has come before: one round for each.
     times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
     operation = getattr(array_module(array), name)
     for time in range(times.max(initial=-1) + 1):

@@ -129,7 +129,7 @@ class Arrivals:
         ended, self._ended = self._ended, []
         for start, end, call, late in ended:
             self._header.add(end - start, call)
-            # Who came last is the one waited for.
+            # The rank that came last is the one that the others waited for.
             if self._looks and late:
                 share = (end - start) / len(late)
                 for replica in late:

@@ -48,7 +48,7 @@ Awaits = Iterator[Awaited]
 class Carried(Protocol):
     """Values that travel in a header, see `hpcstrat.engine.channel.wire_headers`."""
 
-    # Of each worker's values.
+    # Size of the values of each worker.
     nbytes: int
 
     def gather(self) -> None:
@@ -68,7 +68,7 @@ class Header:
     """Stands for the header of a call, which only who drives the call can post."""
 
     def __init__(self, carried: Carried | None = None) -> None:
-        # What is to travel in it; only of calls that are started.
+        # Values that travel in the header; started calls have them only.
         self.carried = carried
 
     def agreed(self) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["Breaks"]
 _TAG = 11
 # Far below what MPI libraries send at once, without the receiver's help.
 _MOST_BYTES = 600
-# How often ranks have gone on together before, and where the sender is.
+# Number of earlier times that ranks went on together, and the sender's position.
 _HEAD = struct.Struct("=qqq")
 _NOWHERE = -1, -1
 _ON_THE_WAY_SECONDS = 2.0
@@ -42,11 +42,11 @@ class Breaks:
         self._turn = 0
         self._point: _Point = _NOWHERE
         self._text = ""
-        # Which ranks have to hear of it, and which have been told.
+        # Ranks that have to hear of the break, and ranks that have been told.
         self._asks: set[int] = set()
         self._told: set[int] = set()
         self._came: _Came = {}
-        # Of ranks that have gone on before this one, and left another call.
+        # Messages of ranks that went on before this one, and left another call.
         self._ahead: _Came = {}
         # Since when this rank waits for data that may be on their way, of which call.
         self._awaited = -1, 0.0

@@ -24,7 +24,7 @@ class Call:
     text: str
     # 63 bits of a hash of all that ranks must agree on; the same in every process.
     digest: int
-    # How much data this rank brings, where that is known; for timelines.
+    # Bytes that this rank contributes, where they are known; for timelines.
     nbytes: int = 0
     # By which algorithm, where there are several; likewise.
     how: str = ""

@@ -64,7 +64,7 @@ _MEETING = describe_call("meeting after ranks had made different numbers of step
 _RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
 
-# What MPI may write to after a death, as long as it has not given up these calls.
+# Buffers that MPI may still write to after a death, until it gives up these calls.
 _abandoned: list[Any] = []
 
 
@@ -99,9 +99,9 @@ class Channel:
         # Waits for calls that the program has made before, but that other threads, such
         # as XLA's, still carry out; they come first. None where there are no such.
         self.elsewhere: Callable[[], None] | None = None
-        # What this rank has to tell the others, such as a signal that it got: it rides
-        # with the next header of a call that waits, and ends nothing. And what the
-        # ranks have told, the same on all after each call.
+        # This rank's notice to the others, such as a signal that it got: the next
+        # header of a call that waits carries it, and it ends nothing. The notices
+        # of all ranks are the same on all after each call.
         self.notice = ""
         self.noticed: dict[int, str] = {}
         # Ranks have told each other different numbers of steps.
@@ -115,7 +115,7 @@ class Channel:
         self._patient: dict[int, PatientComm] = {}
         self.breaks = Breaks(topology, self._comm)
         self.deaths = Deaths(topology, self._comm)
-        # What sums in this worker's memory, where all its ranks have it.
+        # The kernel that sums in this worker's memory, where all its ranks have it.
         self.kernel = make_kernel(topology) if native else None
         self.steps = (
             SegmentHeaders(topology)
@@ -126,7 +126,7 @@ class Channel:
         self.waiter = Waiter(topology, self.look, self.steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
         self._headers: Any = self.steps
-        # Of several workers, whose headers carry the values of small reductions.
+        # Headers between workers, which carry the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
             self.wire = WireHeaders(topology, self._comm, self.steps, self.places)
@@ -429,7 +429,7 @@ class Channel:
         check_progress_thread(self.topology)
         self.started.use_thread(enter)
 
-    # What all ranks learn where one has failed, or ranks differ.
+    # Errors that all ranks raise where one has failed, or ranks differ.
 
     def meet(self) -> None:
         """Let ranks that are apart count their steps from 0 again.
@@ -531,7 +531,7 @@ class Channel:
         setattr(failure.error, _ANNOUNCED, (id(self), self.num_calls))
         return failure
 
-    # What becomes of a rank that cannot go on.
+    # The end of a channel on which no call can be made any more.
 
     def refuse_if_broken(self, call: Call) -> None:
         if self.broken or self.closed:
@@ -623,7 +623,7 @@ class Channel:
         broken, self._meets = self.broken, True
         try:
             met = self.arrivals.wait(self.waiter, self.breaks, call, None)
-            # Where it has told once, it is not asked again.
+            # A rank that has told once is not asked again.
             self.between_calls = False
             if met:
                 self.breaks.forget()

@@ -12,7 +12,7 @@ from hpcstrat.errors import RankLostError
 __all__ = ["Deaths"]
 
 _NAP_SECONDS = 0.002
-# How long a rank that was woken waits for the launcher to tell it who has died.
+# A rank that was woken waits so long for the launcher to tell it who has died.
 _TOLD_SECONDS = 2.0
 
 
@@ -22,7 +22,7 @@ class Deaths:
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._topology = topology
         self._comm = comm
-        # What every further call raises.
+        # The error that every further call raises.
         self.error: RankLostError | None = None
 
     def found(self, error: BaseException, what: str) -> RankLostError | None:

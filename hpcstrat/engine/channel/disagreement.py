@@ -60,15 +60,15 @@ class Announcement:
     site: str = ""
     # As `Position.steps`.
     steps: tuple[int, int, int] = (0, 0, 0)
-    # How many of the rank's started calls have not ended.
+    # Number of the rank's started calls that have not ended.
     pending: int = 0
-    # How many sections the rank is in.
+    # Number of sections that the rank is in.
     depth: int = 0
-    # Of the call; with `run_mark`, of a call that waits.
+    # Hash of the call; combined with `run_mark` for a call that waits.
     digest: int = 0
-    # What stands for its steps, and for the copies of variables, in the record.
+    # Number that stands for the rank's steps and copies of variables in the record.
     run_mark: int = 0
-    # What the rank has to tell that ends no call.
+    # Text that the rank tells the others without ending a call.
     notice: str = ""
 
 
@@ -188,7 +188,7 @@ def _combined(kind: Any) -> type[ReplicaError] | None:
     for base in kind.__mro__:
         if base in _COMBINABLE or base in (Exception, HpcstratError):
             break
-        # What it makes of its arguments cannot be had from a message alone.
+        # A class with one of these may need other arguments than a message.
         if {"__init__", "__new__", "__str__"} & vars(base).keys():
             return None
         if base.__module__ == "builtins":

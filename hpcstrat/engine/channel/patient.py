@@ -33,7 +33,7 @@ answer stands in the queue behind the data of other messages.
 
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
-# Of memory that is kept.
+# Buffers of so many sizes are kept.
 _MOST_SIZES = 8
 
 

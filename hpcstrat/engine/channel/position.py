@@ -10,8 +10,8 @@ from hpcstrat.engine.typing import CopyCheck
 
 __all__ = ["Position"]
 
-# How far next() and a backward move what headers carry: no number of runs is a multiple
-# of them.
+# next() and a backward move the mark in headers by these; no number of runs is a
+# multiple of them.
 _NEXT = 0x1E3779B97F4A7C15
 _BACKWARD = 0x2545F4914F6CDD1D
 _MASK = (1 << 63) - 1
@@ -29,13 +29,13 @@ class Position:
     )
 
     def __init__(self) -> None:
-        # How often this rank has entered run, and asked for a batch of any data set
-        # that all replicas share.
+        # Number of times that this rank has entered run, and has asked for a batch of
+        # any data set that all replicas share.
         self.run_index = 0
         self.next_index = 0
-        # How many backwards of replicated modules it has begun.
+        # Number of backwards of replicated modules that it has begun.
         self.backward_index = 0
-        # What headers carry in their place: all, and what copy_check makes of them.
+        # Headers carry one number in their place, with the result of copy_check.
         # Calls that are started carry step_mark alone: when their headers are compared,
         # ranks may be at different points of the program.
         self.run_mark = 0

@@ -73,7 +73,7 @@ class Sections:
     """The sections that this rank is in."""
 
     def __init__(self) -> None:
-        # How many.
+        # Number of sections that this rank is in.
         self.depth = 0
         # Why this rank is leaving them; no call can be made meanwhile.
         self.failure: Failure | None = None

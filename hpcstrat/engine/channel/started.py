@@ -56,7 +56,7 @@ class Started:
         self.call = call
         self.part = part
         self._join = join
-        # Which of this rank's started calls it is, in a timeline.
+        # Name in timelines that tells this rank's started calls apart.
         self.mark = ""
         self._channel = channel
         self._steps = steps
@@ -67,7 +67,7 @@ class Started:
         self._awaited: Awaited | None = None
         self._done = channel is None
         self._error: BaseException | None = None
-        # Of this rank, before the header, which then tells the others.
+        # Error of this rank before the header, which then tells the others.
         self._own_error: Exception | None = None
         if channel is None:
             exhaust(steps)

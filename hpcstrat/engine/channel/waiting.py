@@ -25,17 +25,17 @@ __all__ = ["Spin", "Waiter", "Waiting"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
-# Of the kernel, which take some 25 ns each.
+# Looks of the kernel take some 25 ns each.
 _KERNEL_LOOKS_PER_SECOND = 4e7
 _MOST_KERNEL_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
-# Of the time waited so far: by so much more at most a nap makes a wait longer.
+# A nap makes a wait longer by at most this share of the time waited so far.
 _NAP_SHARE = 1 / 32
 _LONGEST_NAP_SECONDS = 0.001
-# What values take that travel in a header between workers, at 1 Gbit/s; how many are
-# waited for without a nap, in which the wire might stand still.
+# Values in a header between workers travel at 1 Gbit/s or more; up to so many bytes
+# are awaited without a nap, in which the wire might stand still.
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
@@ -114,25 +114,25 @@ class Waiter:
     ) -> None:
         self._look = look
         self._steps = steps
-        # How long this rank waits for others, where a call has no limit of its own.
+        # This rank waits so long for others, where a call has no limit of its own.
         self.limit_seconds = _LIMIT_SECONDS
-        # What it waits for, once that takes longer than a moment.
+        # The wait that is under way, once it takes longer than a moment.
         self.waiting: Waiting | None = None
         # Whether a watchdog looks at it.
         self.watched = False
         # Until when this rank had said that it would be slow.
         self.slow_until = -math.inf
-        # Who was missing at the last look; see hpcstrat.engine.channel.arrivals.
+        # Ranks that were missing at the last look; see `arrivals`.
         self.late: list[int] = []
-        # How often to look for dead processes. Survivors are in a hurry.
+        # Interval between looks for dead processes; survivors of a loss are in a hurry.
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
-        # Where ranks share cores, one that looks keeps the awaited one from running.
+        # A rank that spins keeps the awaited one from running where they share a core.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
-        # How often a caller may look before it calls `wait`.
+        # Number of looks that a caller may make before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
-        # How often the compiled kernel may look before it comes back.
+        # Number of looks that the compiled kernel makes before it comes back.
         self.kernel_looks = self._looks_of_kernel()
 
     def _looks_of_kernel(self) -> int:

@@ -42,21 +42,21 @@ HEADER_BYTES = _HEADER.size
 # No header that a rank announces: sequence numbers are positive.
 _DIFFERENT = b"\xff" * HEADER_BYTES
 _TAG = 17
-# What a wire carries in the time of a message: 10 Gbit/s for 13 us.
+# A wire carries so much in the time of a message: 10 Gbit/s for 13 us.
 _DELAY_BYTES = 16 << 10
 # Larger values are better sent in pieces, so that a wire is busy while ranks add.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
-# How many bits of a header are flags; the rest of that number is what follows.
+# So many bits of a header's first number are flags; the rest is the size behind it.
 _FLAG_BITS = 8
 
-# Of how many sizes messages are kept; a program may have ever other ones.
+# Messages of so many sizes are kept; a program may have ever other ones.
 _MOST_KEPT = 256
 
-# What MPI may still write to.
+# Buffers that MPI may still write to.
 _left: list[Any] = []
 
-# Where a rank is in the comparison of a header.
+# Stages of the comparison of a header on a rank.
 _INSIDE, _ACROSS, _TOLD, _DONE = range(4)
 
 
@@ -81,9 +81,9 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
 class _Messages:
     """Requests of one step, which are used again: that takes half of the time."""
 
-    # Of the header, and of what goes with it.
+    # Request of the header, with the values in it.
     first: Any
-    # Of what comes behind it.
+    # Requests of the values behind it.
     sends: Sequence[Any]
     receives: Sequence[Any]
 
@@ -105,7 +105,7 @@ class WireHeaders:
         me, size = topology.worker_id, len(firsts)
         self.worker, self.num_workers = me, size
         self.room_bytes = room = room_bytes(size)
-        # Of each step: to whom, from whom, and the values of how many workers.
+        # For each step: receiver, sender, and number of workers whose values travel.
         self._peers, self.counts = [], list[int]()
         distance = 1
         while distance < size:
@@ -113,7 +113,7 @@ class WireHeaders:
             self._peers.append((to, source))
             self.counts.append(min(distance, size - distance))
             distance *= 2
-        # What is sent, with the values of this worker first, and what comes.
+        # Buffers for sending, with the values of this worker first, and for receiving.
         largest = max(self.counts) if self._leads else 0
         self.out = np.zeros(HEADER_BYTES + largest * room, np.uint8)
         self.came = [
@@ -132,7 +132,7 @@ class WireHeaders:
         # By the bytes of each worker's values, for each step.
         self._kept: dict[int, list[_Messages]] = {}
         self._messages = self._make_messages(0)
-        # What is to travel in the next header.
+        # Values that travel in the next header.
         self.carried: Carried | None = None
         self._load: Carried | None = None
         self._sequence = 0
@@ -261,7 +261,7 @@ class WireHeaders:
             _start(messages.sends, self._behind)
 
     def _compare_across(self) -> None:
-        # What is sent next is laid out where this one is sent from.
+        # The next message is laid out in the memory that this one is sent from.
         while self._received.Test() and self._sent.Test():
             step = self._step
             if not self._looked:

@@ -29,13 +29,13 @@ __all__ = ["LEAST_AREA_BYTES", "Areas", "reduce_in_areas"]
 LEAST_AREA_BYTES = 512 << 10
 """Size of a call from which it pays to look for areas."""
 
-# Of an array, in a row of integers: whether it lies in no area, in one that all ranks
-# have mapped, or in one that they have not; then which it is, and the first that its
-# rank still has; and how to find it, how large it is, and how to know it.
+# A row of integers describes an array: its state (in no area, in one that all ranks
+# have mapped, or in one that is offered), the number of its area, the lowest number
+# that its rank still has, then process, descriptor, size, device and inode.
 _NONE, _MAPPED, _OFFERED = range(3)
 _STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
 _ROW = 8
-# What a core sums before it writes that to the others, from its cache.
+# A core sums so much, in its cache, before it writes the sums to the others.
 _PIECE_BYTES = 256 << 10
 
 
@@ -61,9 +61,9 @@ class Areas:
         # By their addresses.
         self._own: dict[int, _Area] = {}
         self._number = 0
-        # Of the others, by rank and number.
+        # Mapped areas of the other ranks, by rank and number.
         self._others: dict[tuple[int, int], Array] = {}
-        # Where one could not be mapped, such as between containers, none is.
+        # No area is mapped once one could not be, such as between containers.
         self.off = False
 
     def offer(

@@ -171,7 +171,7 @@ def rounded_sum(values: Array, comm: PatientComm, wire_dtype: np.dtype[Any]) -> 
     sums = {rank: np.empty(sizes[rank], np.uint8) for rank in others}
     yield comm.start(dict.fromkeys(others, own), sums, _SUMS_TAG)
     for rank, message in {**sums, me: own}.items():
-        # What the others get of this rank's, it takes itself.
+        # This rank decodes its own sums, too, so that all have the same bits.
         parts[rank][:] = _decoded(message, values, wire_dtype)
 
 
@@ -184,7 +184,7 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     if not np.isfinite(largest):
         largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
-    # Where all are finite, who gets it need not look.
+    # The receiver need not look for NaN where all values are finite.
     message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
     out = message[_EXPONENT_BYTES:]
     if fast:

@@ -30,7 +30,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
     Collective over ``topology.replica_comm``.
     """
     mpi, comm = channel.topology.mpi, channel.topology.replica_comm
-    # Of each type: what to send, and the sum.
+    # For each type: the buffer to send, and the one for the sum.
     scratch: dict[Any, tuple[Array, Array]] = {}
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):

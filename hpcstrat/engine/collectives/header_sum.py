@@ -26,7 +26,7 @@ IN_HEADER = "in the header of the call"
 # Long doubles begin at multiples of it.
 _ALIGNMENT_BYTES = 16
 
-# Of each array: its index, where its values are laid, where its sum lies, and whether
+# For each array: its index, the place for its values, the place of its sum, and whether
 # it has the type in which it is added.
 _Views = list[tuple[int, Array, Array, bool]]
 
@@ -64,11 +64,11 @@ class HeaderSum(Plan):
         self.nbytes = nbytes = header_bytes(piece)
         self._place, self._place_bytes = 0, channel.places.place_bytes(nbytes)
         self._copies: list[tuple[Array, Array]] = []
-        # Of each run: this worker's values, and those of all in their order.
+        # For each run: this worker's values, and those of all in their order.
         self._blocks: list[tuple[Array, list[Array]]] = []
         if self._rank == 0:
             self._make_blocks(nbytes)
-        # Of each run, the sums of all workers, and the views, where this rank is alone.
+        # The sums of all workers for each run, and the views, where this rank is alone.
         self._totals: list[Array] = []
         self._views: _Views | None = None
         if channel.topology.worker_comm.size == 1:
@@ -147,7 +147,7 @@ class HeaderSum(Plan):
         # The place of the worker's first rank, which nobody else has looked at.
         return self._channel.places.rows(run, self._place)[0]
 
-    # What the header asks for, on the first rank of a worker.
+    # Methods that the header calls, on the first rank of a worker.
 
     def gather(self) -> None:
         """Lay the sum of the worker's values behind the header."""

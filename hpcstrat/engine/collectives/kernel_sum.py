@@ -30,7 +30,7 @@ __all__ = ["KernelSum", "serves"]
 # The kernel makes smaller results itself; larger ones lie in memory used again.
 _SMALL_BYTES = 32 << 10
 
-# What the kernel returns: done; the header or a step has not come; ranks differ in it.
+# Results of the kernel: done; the header or a step has not come; ranks differ in it.
 _DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
 
 
@@ -46,7 +46,7 @@ class KernelSum(Plan):
     """
 
     def __init__(self, request: Request, choice: Choice, channel: Channel) -> None:
-        # Of more than a few values of three and more ranks, each adds a segment.
+        # Each of three and more ranks adds a segment, unless the values are few.
         scattered = channel.topology.num_replicas > 2 and not choice.small
         algorithm = functools.partial(_reduce, scattered=scattered)
         super().__init__(request, choice.replaced(algorithm), channel)
@@ -80,7 +80,7 @@ class KernelSum(Plan):
         try:
             found = self._reduce(value, out, mark, self._digest, looks)
         except MemoryError:
-            # Of the results: nothing has been announced.
+            # Memory for the results is missing: nothing has been announced.
             channel.num_calls -= 1
             raise
         except BaseException as error:

@@ -92,7 +92,7 @@ def _scatter_in_memory(
         count, terms = parts[me][start:stop].size, []
         for rank in range(size):
             if rank != me:
-                # Where that rank has put what is for this one.
+                # Place at which that rank has put the values for this one.
                 at = place // itemsize + ((me - rank) % size - 1) * columns
                 terms.append(rings[rank, at : at + count])
         combine(start, stop, terms)

@@ -14,7 +14,7 @@ class _Flow:
 
     def __init__(self, steps: Awaits, pipeline: Pipeline) -> None:
         self._steps, self._pipeline = steps, pipeline
-        # How many steps it has begun. What it waits for; None at its end.
+        # Number of steps that it has begun, and what it waits for; None at its end.
         self.num_begun = 0
         self.awaited: Awaited | None = None
         self.begin_step()

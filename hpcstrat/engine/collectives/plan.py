@@ -180,7 +180,7 @@ class Plan:
         if len(some) <= _MOST_KEPT_PIECES:
             self._pieces = some
             return some
-        # Of huge arrays they are cut anew in each call, which costs little then.
+        # Huge arrays are cut anew in each call, which costs little then.
         return pieces()
 
 

@@ -156,7 +156,7 @@ def hierarchical(
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
     algorithm = functools.partial(reduce_hierarchically, wire_dtype=dtype)
-    # What a rank sums over the workers.
+    # Size of the segment that a rank sums over the workers.
     segment = min(nbytes, piece) // topology.worker_comm.size
     parts = dtype is not None or exchanges(segment, topology.num_workers)
     across = "parts" if parts else "all-reduce of MPI"

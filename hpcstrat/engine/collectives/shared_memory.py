@@ -60,7 +60,7 @@ def reduce_in_memory(
     _lay_out(piece, place, work, places, me)
     yield HEADER
     pipeline = Pipeline()
-    # Whose sums are on their way.
+    # Steps whose sums are on their way.
     behind: deque[_Behind] = deque()
     while piece:
         following, after = next(pieces, ()), 0

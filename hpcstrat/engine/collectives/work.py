@@ -37,12 +37,12 @@ class Work:
     """One reduction."""
 
     call: Call
-    # What to reduce, in order; at least one.
+    # Pieces to reduce, in order; at least one.
     pieces: Iterable[Piece]
     # This replica's values, flat and contiguous; of different lengths.
     sources: Sequence[Array]
-    # Where the results go: contiguous, of the types of the results; each is the memory
-    # of its source, or overlaps with none.
+    # Memory for the results: contiguous, of their types; each is the memory of its
+    # source, or overlaps with none.
     results: Sequence[Array]
     piece_bytes: int
     # By what to divide the sums; 0 for sums.

@@ -32,7 +32,7 @@ __all__ = [
 
 Span = tuple[int, int, int, int]
 
-# How many buffers are added, or read from, in one launch; as in ``kernels.cu``.
+# Most buffers that one launch adds, or reads from; as in ``kernels.cu``.
 MOST_TERMS = 32
 
 _FEW_SPANS = 24
@@ -67,7 +67,7 @@ class SpanLayout(NamedTuple):
     spans: Sequence[Span]
     # The array of each span.
     indices: list[int]
-    # Where each begins in its array, and, with one more at the end, in the buffer: in
+    # Start of each in its array, and in the buffer, with the end of the last; in
     # elements.
     offsets: Array
     starts: Array

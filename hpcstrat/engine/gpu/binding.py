@@ -49,7 +49,7 @@ class Binding:
     """The device of a rank."""
 
     gpu: Gpu | None = None
-    # Which of the host's GPUs it is, as `worker_gpus` counts them.
+    # Number among the host's GPUs, as `worker_gpus` counts them.
     number: int = 0
     # Whether another rank of the host has the same GPU, or another part of it (MIG).
     shared: bool = False

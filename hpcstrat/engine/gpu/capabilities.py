@@ -29,7 +29,7 @@ _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 class Ability:
     """Whether something can be done, on all ranks; true in conditions if it can."""
 
-    # How that is known, or why not, is said with rank and host.
+    # The reason says how that is known, or why not, with rank and host.
     ok: bool
     reason: str
 
@@ -86,7 +86,7 @@ def gather(topology: Topology) -> Capabilities:
     return found
 
 
-# What a rank finds: whether it can, and how it knows or why not.
+# Finding of a rank: whether it can, and how it knows or why not.
 _Found = tuple[bool, str]
 
 

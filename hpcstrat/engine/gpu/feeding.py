@@ -26,9 +26,9 @@ __all__ = ["Feeder", "fits_device"]
 
 # As CuPy's own memory is aligned.
 _ALIGNED_BYTES = 512
-# How many copies may be waiting in page-locked memory before `put` waits for one.
+# Most copies that wait in page-locked memory before `put` waits for one.
 _MOST_STAGED = 4
-# How many pieces of memory are kept that no batch is in.
+# Most pieces of memory that are kept without a batch.
 _MOST_READY = 4
 
 
@@ -85,7 +85,7 @@ class Feeder:
 
     def __del__(self) -> None:
         """Wait for the copies under way: others may get the page-locked memory then."""
-        # Of what a GPU has done wrong, the program learns elsewhere.
+        # The program learns elsewhere of errors of the GPU.
         with contextlib.suppress(Exception):
             for staged in self._staged:
                 staged.copied.synchronize()

@@ -219,7 +219,7 @@ def free_bytes(gpu: Gpu) -> int:
         free = int(runtime.memGetInfo()[0])
         runtime.setDevice(before)
     except Exception:
-        # Of CUDA.
+        # An error of CUDA.
         return -1
     return free
 
@@ -254,7 +254,7 @@ def _version(ask: Callable[[], int]) -> str:
     try:
         number = int(ask())
     except Exception:
-        # Of CUDA, where there is no driver.
+        # An error of CUDA, where there is no driver.
         return ""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 

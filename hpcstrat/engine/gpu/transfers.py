@@ -233,7 +233,7 @@ class Uploads:
         self._lane = Lane()
         self._lane.enter()
         self._halves = [pinned_memory(_HALF_BYTES) for _ in range(2)]
-        # What is copied from each half, when the GPU has come to an event.
+        # The copy from each half has ended when the GPU has come to its event.
         self._events: list[Any] = [None, None]
         self._turn = self._used = 0
 

@@ -84,8 +84,8 @@ class Meetings:
         self._cross_entry = cross_entry
         self.block = sums.block
         self.size = sums.order.num_replicas
-        # Of runs that lie in each other, as one in a merged function of another; the
-        # last is the innermost that is under way.
+        # Turns of runs that lie in each other, as one in a merged function of another;
+        # the last is the innermost that is under way.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners

@@ -179,7 +179,7 @@ class ReplicaSums:
     def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
         """Add the roots of all ranks; returns arrays of their own."""
         if self.order.num_ranks == 1:
-            # What a rank without others has added up is the sum itself.
+            # The sum of a rank without others is the whole sum.
             return [found[0] for found in roots]
         if self.order.is_pair:
             firsts = [found[0] for found in roots]

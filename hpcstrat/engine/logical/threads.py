@@ -43,7 +43,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_num_threads"):
         torch.set_num_threads(count)
-    # What is loaded later looks at these.
+    # Libraries that are loaded later look at these.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     return threadpool_limits(limits=count)

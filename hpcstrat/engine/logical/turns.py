@@ -41,7 +41,7 @@ class _Seat:
         # Between the beginning of its function and the end.
         self.running = False
         self.job: Callable[[], Any] | None = None
-        # Of the call that it waits in; None once its function has ended.
+        # Name of the call that it waits in; None once its function has ended.
         self.what: str | None = None
         self.act: Act | None = None
         self.argument: Any = None
@@ -71,7 +71,7 @@ class Turns:
         self._ended.acquire()
         # Number of the one whose turn it is.
         self.current = 0
-        # Which failed first: the others may have failed because of it.
+        # The first error: the others may follow from it.
         self._first: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:

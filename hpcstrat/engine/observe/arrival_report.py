@@ -16,7 +16,7 @@ BINS = 28
 _MOST_AWAITED = 4
 _MOST_ROWS = 24
 _MOST_NAMED = 3
-# Who comes last by less than this share of the longest waiting is in nobody's way.
+# Lateness below this fraction of the longest wait is not reported.
 _NOTABLE = 0.2
 _NOTABLE_SECONDS = 0.001
 
@@ -284,7 +284,7 @@ class ArrivalReport:
             f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
             f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
         ]
-        # Who waits least comes first: the others wait for it.
+        # The replica that waits least comes first: the others wait for it.
         ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
         for row in ordered[:_MOST_ROWS]:
             lines.append(

@@ -56,7 +56,7 @@ class Exchanges:
         channel: Any = self.collectives.channel
         own = parts[self._rank]
         yield from algorithms.reduce_scatter(parts, own, function, call, channel)
-        # Where it is empty on some, it is so by its length, on all ranks alike.
+        # All ranks know which parts are empty, by the length of the whole.
         yield from algorithms.all_gather(own, parts, flat, call, channel, begins=False)
 
     @collective
@@ -194,7 +194,7 @@ class Exchanges:
         receives = [flat if rank == root else flat[:0] for rank in range(size)]
         if self._rank == root:
             self._check_parts(parts or (), result, self._rank)
-            # What is received may lie over what is sent.
+            # The received part may overlap with those to send.
             sends = [_flat(part).copy() for part in parts or ()]
             if any(part.size != flat.size for part in sends):
                 raise ValueError(

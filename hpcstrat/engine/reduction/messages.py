@@ -33,8 +33,8 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-# How long the parts of the data may be, one after the other; those that follow are as
-# long as the last. Little data so need little other memory, and much data few messages.
+# Sizes of the parts of a message, one after the other; further parts are as long as the
+# last. Little data so need little other memory, and much data few messages.
 _PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
 # For each tag of the program: one of the header, then one for each length of a part.
 _NUM_TAGS = 1 + len(_PART_BYTES)
@@ -125,7 +125,7 @@ class Messages:
         self._most_tag = (most or _LEAST_MOST_TAG) // _NUM_TAGS - 1
         # By source and tag, the headers that no receive has compared yet.
         self._expected: dict[tuple[int, int], deque[_Expected]] = {}
-        # Of a single replica, to itself: headers and arrays, by tag.
+        # Headers and arrays that a single replica sends to itself, by tag.
         self._own: dict[int, deque[tuple[Array, Array]]] = {}
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class Messages:
     def _begin(self, call: Call) -> None:
         channel: Any = self.collectives.channel
         channel.refuse_if_broken(call)
-        # Of messages that the program has dropped.
+        # Requests of messages that the program has dropped are freed here.
         let_go_of_complete()
 
     def _call(self, what: str, array: Array, tag: int) -> Call:

@@ -22,7 +22,7 @@ class ObjectCollectives:
     def __init__(
         self, channel: Channel | None, timeout_seconds: float | None = None
     ) -> None:
-        # How long a call waits for late ranks.
+        # Calls wait so long for late ranks.
         self.timeout_seconds = timeout_seconds
         self.channel: Channel | ClosedChannel | None = channel
         # Number of replicas.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Reductions"]
 
 _MOST_PLANS = 1024
-# Of a call that no header carries.
+# No header carries a call of this size.
 _LARGE_BYTES = 1 << 20
 
 # Operation, name of the call, and what holds the arrays; None for a single array.
@@ -55,7 +55,7 @@ class Reductions:
     def __init__(
         self, gathers: Gathers, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> None:
-        # What an entry asks for its channel.
+        # The object from which an entry gets its channel.
         self.collectives = gathers.collectives
         self._gathers = gathers
         self._ops = ops
@@ -64,7 +64,7 @@ class Reductions:
         # By call, operation, and type and shape of an array, or the number of arrays:
         # the plan that was used last.
         self._repeated: dict[Any, Plan] = {}
-        # Where arrays may lie that the ranks of a worker have all mapped.
+        # Memory for arrays that all ranks of the worker have mapped.
         self._areas: Areas | None = None
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()

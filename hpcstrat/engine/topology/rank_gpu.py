@@ -15,7 +15,7 @@ class Gpu:
     index: int
     # Its place in the machine, such as ``0000:3B:00.0``.
     pci_bus_id: str
-    # What tells apart the parts of one GPU, and GPUs in general; empty if unknown.
+    # Identifier of the GPU, or of the part of one (MIG); empty if unknown.
     uuid: str = ""
     # Such as ``NVIDIA H100``.
     name: str = ""

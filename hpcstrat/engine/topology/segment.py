@@ -111,7 +111,7 @@ class Segment:
 
         Not collective; a window is left to the end of the process.
         """
-        # Where somebody still holds a view, the mapping goes with the last of them.
+        # The mapping goes with the last view, if somebody still holds one.
         with contextlib.suppress(BufferError):
             self.buffer.release()
             if self._map is not None:

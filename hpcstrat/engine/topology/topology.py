@@ -104,8 +104,8 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
-    # How often this rank has got on with an exchange of data; what takes long, but
-    # moves, is not stuck.
+    # Number of times that this rank has got on with an exchange of data: an exchange
+    # that takes long, but moves, is not stuck.
     moves = 0
     # This rank's GPU; None where it computes on the CPU. The strategy sets it, and the
     # next three.

@@ -37,7 +37,7 @@ _NAMES |= {15: "complex64", 16: "bfloat16", 18: "complex128"}
 DTYPES = {number: jax.numpy.dtype(name) for number, name in _NAMES.items()}
 
 
-# What most structures begin with.
+# First fields of most structures.
 _HEAD: list[Any] = [("size", c_size_t), ("extension", c_void_p)]
 
 

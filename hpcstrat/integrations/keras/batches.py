@@ -81,7 +81,7 @@ class Batches(keras.utils.PyDataset):
             seed=seed,
             drop_remainder=drop_remainder,
         )
-        # Whose rows come next; set by `distribute`'s fit.
+        # Epoch whose rows come next; `distribute`'s fit sets it.
         self.epoch = 0
         self._steps: int | None = None
 

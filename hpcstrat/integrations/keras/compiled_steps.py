@@ -171,7 +171,7 @@ class _OfTensorFlow(_Eager):
     def _plain(data: Any) -> Any:
         import tensorflow as tf
 
-        # What is missing in a batch of tf.data.
+        # The value of a missing part in a batch of tf.data.
         missing = tf.experimental.Optional
         return keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, missing) else leaf, data
@@ -191,7 +191,7 @@ class _OfTensorFlow(_Eager):
             *((i, t.dtype, *t.shape[1:]) for i, t in zip(there, tensors, strict=True)),
         )
         if key not in self._compiled:
-            # Of any number of rows, so that all are computed by one graph.
+            # Shapes with any number of rows, so that one graph computes all.
             signature = [
                 tf.TensorSpec([None, *t.shape[1:]] if len(t.shape) else [], t.dtype)
                 for t in tensors

@@ -85,7 +85,7 @@ class Distributed:
         """Return what makes the random numbers of this replica its own."""
         return seed_mask(self.strategy.replica_id)
 
-    # What is inside of a step.
+    # Methods that run inside of a step.
 
     def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:
         with self._step(args[-1]):
@@ -100,7 +100,7 @@ class Distributed:
     @contextmanager
     def _step(self, data: Any) -> Iterator[None]:
         rows = keras.ops.shape(keras.tree.flatten(data)[0])[0]
-        # What TensorFlow knows only when it runs is no int.
+        # A number that TensorFlow knows only when it runs is no int.
         self._rows = rows if type(rows) is int else keras.ops.cast(rows, "float64")
         self._is_scaled = False
         try:
@@ -166,7 +166,7 @@ class Distributed:
             gradients[index] = gradient
         return gradients
 
-    # What is around steps.
+    # Methods around steps.
 
     def _entered(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that all replicas leave together, with arguments by name."""
@@ -235,7 +235,7 @@ class Distributed:
             given["batch_size"], x = x.dataset.batch_size, x.x
         columns = columns_of(x)
         if columns is None:
-            # What each replica reads is its own.
+            # Each replica reads data of its own.
             return self._gathered(inner(**self._quiet(given)))
         size = given.get("batch_size") or 32
         if steps:

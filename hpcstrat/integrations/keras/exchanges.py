@@ -141,7 +141,7 @@ def _of_tensorflow() -> Exchanges:
                 for tensor, array in zip(tensors, arrays, strict=True)
             ]
 
-        # Of embeddings, rows with their indices.
+        # Gradients of embeddings are rows with their indices.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         given, function = alone(dense), functools.partial(reduced, weight)
         if type(weight) is not int:

@@ -48,7 +48,7 @@ class LogicalState(State):
     def __init__(self, model: Any, strategy: Strategy) -> None:
         super().__init__(model, strategy)
         self._count = len(strategy.local_replicas)
-        # Of each replica; None where all have what is in the model.
+        # Values of each replica; None where all have those in the model.
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
@@ -115,7 +115,7 @@ class LogicalDistributed(Distributed):
         # In a replica's part: what its optimizer was given, and what losses divide by.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
-        # How many of those there are, by kind of step and structure of a batch.
+        # Number of those, by kind of step and structure of a batch.
         self._counts: dict[Any, int] = {}
 
     def install(self) -> None:
@@ -133,7 +133,7 @@ class LogicalDistributed(Distributed):
         inner()
         self.state.reset_metrics()
 
-    # What is inside of a replica's part of a step.
+    # Methods that run inside of a replica's part of a step.
 
     @contextmanager
     def part(self, given: _Given) -> Iterator[None]:
@@ -204,7 +204,7 @@ class LogicalDistributed(Distributed):
 
     @staticmethod
     def _weighed(gradient: Any, weight: Any) -> Any:
-        # Of embeddings, TensorFlow has rows with their indices.
+        # TensorFlow's gradients of embeddings are rows with their indices.
         gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
         if type(weight) is int:
             return gradient if weight else keras.ops.zeros_like(gradient)
@@ -308,7 +308,7 @@ class LogicalDistributed(Distributed):
             means[index] = keras.ops.convert_to_tensor(mean)
         return means
 
-    # What is around steps.
+    # Methods around steps.
 
     def _result(self, inner: Callable[..., Any], logs: Any) -> Any:
         found = super()._result(inner, logs)

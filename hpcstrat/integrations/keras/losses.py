@@ -48,7 +48,7 @@ def _corrected(loss: Any, factor: Factor) -> Callable[..., Any]:
     def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = loss(y_true, y_pred, sample_weight)
         if tuple(value.shape) == (0,):
-            # Of no rows, Keras leaves it so.
+            # Keras leaves the loss of no rows so.
             value = keras.ops.sum(value)
         mask = get_keras_mask(y_pred)
         reduction = getattr(loss, "reduction", None)

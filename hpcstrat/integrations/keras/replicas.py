@@ -23,7 +23,7 @@ __all__ = [
     "value_of",
 ]
 
-# Of models; these do not carry theirs along when they are copied or saved.
+# Strategies of models, which do not carry theirs along when they are copied or saved.
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
 
 

@@ -207,7 +207,7 @@ class _Normalize(torch.autograd.Function):
         normal, scale, total, weight = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         own = torch.stack([_totals(wide), _totals(wide * normal)])
-        # Of this replica's rows; the hooks of replicate combine them.
+        # Gradients of this replica's rows; the hooks of replicate combine them.
         shift, slope = (part.clone() for part in own)
         summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
         inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)

@@ -202,7 +202,7 @@ class _Optimizer:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # What was made since, of the same kinds, is made again at the next step.
+        # State of the same kinds that was made since is made again at the next step.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]

@@ -93,7 +93,7 @@ class LogicalReplicated(Replicated):
         count = len(self._parameters)
         changed = self.sets.changed() if self._buffers is not None else []
         marks = [_marks(own, count, changed) for own in given]
-        # What was reached the last time goes with the marks; what is missing follows.
+        # Gradients reached the last time travel with the marks; missing ones follow.
         *sums, told = self._summed(self._expected, given, marks)
         rows = told[: 2 * count].reshape(2, -1)
         dense, sparse = (np.flatnonzero(row).tolist() for row in rows)
@@ -136,7 +136,7 @@ class LogicalReplicated(Replicated):
 
     def _give(self, index: int, total: torch.Tensor) -> None:
         parameter = self._parameters[index]
-        # Of one that no replica of this rank has reached it is still there.
+        # A parameter that no replica of this rank has reached still has its own.
         before = self._before.get(index, parameter.grad)
         parameter.grad = total if before is None else before + total
 
@@ -266,7 +266,7 @@ class _Turns:
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
         self._states: list[Any] = [None] * count
-        # Of the thread that has called `run`; a run may lie in another.
+        # States of the thread that has called `run`; a run may lie in another.
         self._outside: list[Any] = []
         self._modes: tuple[Any, ...] = ()
 

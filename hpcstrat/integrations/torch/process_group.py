@@ -61,7 +61,7 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
             self.postponed.give_way()
             return make()
 
-        # Of no use to a compiler: it would break the graph at each line.
+        # A compiler would break the graph at each line of it.
         return torch.compiler.disable(operation)
 
     return decorate
@@ -149,7 +149,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
-        # Of the buckets of DDP; between workers they travel anyway.
+        # Memory for the buckets of DDP; between workers they travel anyway.
         self._areas = Areas()
         if self._size > 1 and strategy.topology.num_workers == 1:
             self.collectives.use_areas(self._areas)
@@ -160,7 +160,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         # FSDP2, DTensor and functional collectives find groups by their names.
         self._name = group_name
 
-    # What torch asks a group.
+    # Properties that torch reads.
 
     @property
     def group_name(self) -> str:
@@ -351,7 +351,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         )
         reduction.conclude(out)
 
-    # What moves tensors as they are.
+    # Operations that move tensors as they are.
 
     @_operation("broadcast")
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Any:

@@ -37,9 +37,9 @@ __all__ = ["Replicated", "broadcast"]
 _WHAT = "gradients"
 # The attribute of a parameter that names what combines its gradients.
 _OWNER = "_hpcstrat_replicated"
-# What each replica tells of its parameters: those it has dense and sparse gradients of,
-# those that it has added to once more since their bucket ended, and, of replica 0, the
-# order in which it reached them.
+# Rows of the table that each replica sends of its parameters: dense gradients, sparse
+# ones, further additions since their bucket ended, and the order in which replica 0
+# reached them.
 _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
@@ -179,7 +179,7 @@ class Replicated:
         try:
             return bool(torch._C._will_engine_execute_node(node))
         except RuntimeError:
-            # What torch says in `torch.autograd.grad`, whose hooks are the same.
+            # torch says so in `torch.autograd.grad`, whose hooks are the same.
             return False
 
     def touch(self, index: int) -> None:
@@ -197,7 +197,7 @@ class Replicated:
         """Combine the gradients when the backward under way ends."""
         if self._is_under_way():
             return
-        # Of one that an error has ended, nobody waits for the buckets any more.
+        # Nobody waits any more for the buckets of a backward that an error has ended.
         self._buckets = None
         self._taken.clear()
         # Gradients that the program has dropped since, as after such an error.
@@ -231,7 +231,7 @@ class Replicated:
 
     def _is_under_way(self) -> bool:
         """Whether a backward is, whose end is awaited."""
-        # Of one that an error has ended nothing is left but a dead reference.
+        # A backward that an error has ended leaves a dead reference only.
         return self._end is not None and self._end() is not None
 
     def _is_beside_another(self) -> bool:
@@ -316,7 +316,7 @@ class Replicated:
         for bucket in buckets.ended():
             for index in bucket:
                 gradient = self._parameters[index].grad
-                # Of another kind it may have been used nowhere, which the marks tell.
+                # The marks tell whether a parameter without one was used anywhere.
                 if gradient is not None and not gradient.is_sparse:
                     self._take_sums(buckets, index)
                     buckets.drive()
@@ -482,7 +482,7 @@ class Replicated:
         self._versions = self._buffer_versions()
 
 
-# Of a module and all inside it: the identities of their parameters and modules.
+# A module and all inside it, each with the identities of its parameters and modules.
 _Layout = list[tuple[weakref.ref[torch.nn.Module], tuple[int, ...]]]
 
 

@@ -86,7 +86,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         refuse_logical_replicas(strategy, "GlobalBatchSampler", advice)
         self.dataset = dataset
         self.distribute_strategy = strategy
-        # Of the numbers of rows: their order, in batches.
+        # Data set of the numbers of rows: their order, in batches.
         self._rows = Dataset(
             np.arange(len(dataset)),
             batch_size,
@@ -338,7 +338,7 @@ def _without_rows(batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_without_rows, batch))
     if isinstance(batch, (list, tuple)):
-        # What is no tensor comes as it is, in a list of its rows.
+        # Values that are no tensors come as they are, in a list of rows.
         plain = all(not isinstance(p, (torch.Tensor, dict, list, tuple)) for p in batch)
         return type(batch)([] if plain else map(_without_rows, batch))
     raise ValueError(

@@ -32,7 +32,7 @@ def share_storage(tensor: Any, areas: Areas, num_ranks: int) -> None:
     if not tensor.is_contiguous() or tensor.nbytes != nbytes:
         # A part of something else.
         return
-    # Where NumPy shows the memory it cannot be resized, and must not be moved.
+    # Memory that NumPy shows cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()
     if nbytes < LEAST_AREA_BYTES or not movable or not _has_room(nbytes * num_ranks):
         return

@@ -302,7 +302,7 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
         return tuple(rank for _, rank in sorted(chosen))
 
     first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
-    # Where each worker runs the program, a loss ends the job.
+    # A loss ends the job if each worker runs the program.
     spares = () if between_graph else ranks("spare")
     if between_graph and len(first) < 2:
         # The chief is a worker, too.

@@ -63,7 +63,7 @@ class _Call:
         self.function = function
         self.remote = remote
         self.payload: bytes | None = None
-        # What is on workers, and named in the payload, must not be dropped before.
+        # Values on workers that the payload names must not be dropped before.
         self.args: Any = None
         self.keep = False
         self.since = 0.0
@@ -252,7 +252,7 @@ class ClusterCoordinator:
             self._unavailable = self._error = None
             self._require_worker()
             self._strategy.move_from_lost()
-            # What was pickled names where variables were.
+            # Pickled functions name the old places of variables.
             self._functions.clear()
             self._payloads.clear()
             for worker in self._workers:
@@ -294,7 +294,7 @@ class ClusterCoordinator:
         if there are any.
         """
         self._pump()
-        # What is kept, such as the iterator of a data set, writes no variable.
+        # Kept calls, such as the iterator of a data set, write no variable.
         count = len(self._queue) + sum(
             not call.keep
             for worker in self._workers

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
-# What is larger stays until it is fetched.
+# Larger results stay until they are fetched.
 _INLINE_BYTES = 16 << 10
 _MOST_UNREPORTED = 64
 _REPORT_SECONDS = 0.001

@@ -32,7 +32,7 @@ ADVICE = (
 )
 """What to do, at the end of a message."""
 
-# What two ranks exchange at a time when they look for the first element.
+# Two ranks exchange so much at a time when they look for the first element.
 _BLOCK_BYTES = 1 << 16
 _SHOWN_RANKS = 8
 

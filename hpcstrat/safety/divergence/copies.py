@@ -50,7 +50,7 @@ _LOOKS_EVERY = 32
 _COMPARISON = describe_call("comparison of mirrored variables")
 
 _Key = tuple[int, str, tuple[int, ...], str]
-# What to hash in turn: pieces, pieces with padding; and floats to look for NaN in.
+# One turn's work: pieces to hash, pieces with padding, and floats to search for NaN.
 _Slice = tuple[list[memoryview], list[Any], list[tuple["_Variable", int, int]]]
 _Variable = weakref.ref[MirroredVariable]
 

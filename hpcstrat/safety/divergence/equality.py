@@ -37,7 +37,7 @@ _ADVICE = (
     "give all replicas one's value, as strategy.broadcast_object does, or compute it "
     "alike on all, from the same seed"
 )
-# Where functions lie in memory is another place in every process.
+# Functions lie at other addresses in every process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = (bool, int, float, complex)
 

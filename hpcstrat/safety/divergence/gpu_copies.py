@@ -51,7 +51,7 @@ class _HashedPiece:
         self.array = array
 
 
-# What is looked at for NaN: a variable, its first element there, and where in the copy.
+# A search for NaN: a variable, its first element there, and the place in the copy.
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 

@@ -47,7 +47,7 @@ def compare(
     from mpi4py import MPI
 
     floating = [c for c in copies if _is_floating(c.array)]
-    # Of all copies: each rank must allow the same.
+    # The largest of all copies: each rank must allow the same.
     largest = np.array([_largest(_reals(c.array)) for c in floating])
     comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
     for copy, scale in zip(floating, largest, strict=True):

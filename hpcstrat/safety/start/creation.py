@@ -51,12 +51,12 @@ _LOOK_SECONDS = 0.25
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-# What a rank that has gone wrong tells the others by MPI, or its launcher by its end,
-# comes first; and so does an error of the main thread.
+# A rank that has failed tells the others by MPI, or its launcher by its end: that comes
+# first, and so does an error of the main thread.
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
-# How many strategies this process has begun to make with each group of ranks.
+# Number of strategies that this process has begun to make with each group of ranks.
 _turns: dict[str, int] = {}
 
 
@@ -179,7 +179,7 @@ class Creation:
         """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
-            # Of processes that MPI has started, or a launcher that counts otherwise.
+            # MPI has started these processes, or a launcher that counts otherwise.
             self._board = None
         self._ranks = ranks
         some = len(self._ranks) < world.size
@@ -286,7 +286,7 @@ class Creation:
         if waited < min(due, self._limit):
             return
         missing = self._missing(seen_only=self._met)
-        # Where all have come, MPI and the file systems may take their time.
+        # MPI and the file systems may take their time once all have come.
         least = 0.0 if missing or self._polls else _SLOW_SECONDS
         if waited > max(due, least):
             self._report(now, missing)

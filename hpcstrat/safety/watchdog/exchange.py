@@ -18,7 +18,7 @@ from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
 __all__ = ["Exchange"]
 
-# Who is told that a rank expects to be slow: so many workers, of each so many ranks.
+# So many workers, and so many ranks of each, are told that a rank expects to be slow.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 

@@ -17,8 +17,8 @@ __all__ = ["Inquiry"]
 
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
-# Which of a worker's processes are asked, one after the other, and for how long: one
-# that is stopped must not keep the others from answering.
+# Processes of a worker that are asked, one after the other, and for how long: one that
+# is stopped must not keep the others from answering.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
@@ -119,7 +119,7 @@ class Inquiry:
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
         earlier = [s for s in states if s.sequence < self._sequence]
         others = [s for s in states if s.rank != self._watch.topology.replica_id]
-        # Where nobody is late, MPI does not move the data.
+        # MPI does not move the data if nobody is late.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
     def report(self) -> LateReport | None:

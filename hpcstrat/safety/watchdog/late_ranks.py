@@ -24,7 +24,7 @@ class LateRank:
     last_call: str = ""
     # When that was; None where it is not known.
     seconds_ago: float | None = None
-    # How much longer it expects to be slow; negative: since when it does not.
+    # Seconds that it still expects to be slow; negative: since it does not.
     slow_left: float = 0.0
     # Whether it is, or was, inside of ``expect_slow`` since the others wait.
     is_slow: bool = False

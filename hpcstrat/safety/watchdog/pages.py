@@ -79,7 +79,7 @@ class RankState:
     state: int = BUSY
     # For how long it has been in that state.
     waited: float = 0.0
-    # How much longer it expects to be slow; negative: that is over.
+    # Seconds that it still expects to be slow; negative: that is over.
     slow_left: float = LONG_AGO
     # When it told that; infinity: it has not.
     age: float = math.inf

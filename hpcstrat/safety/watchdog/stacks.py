@@ -78,7 +78,7 @@ class Process:
     # When it started, in ticks of the machine: tells a reused number apart.
     start: int
     main: int
-    # What makes it write its stacks; 0 where nothing does.
+    # Signal on which it writes its stacks; 0 where there is none.
     signal: int
     # Its descriptor of the file into which it writes them.
     handle: int

@@ -32,12 +32,12 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """How long another rank's inquiry keeps this one from its own."""
 
-# How long the report of another rank may be on its way.
+# The report of another rank may be on its way for so long.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
 _TICKS_IN_WARNING = 4
-# How long ranks go on to show their stacks after they were asked.
+# Ranks go on to show their stacks so long after they were asked.
 _ASKED_SECONDS = 4.0
 _LOOKED_SECONDS = 4.0
 

@@ -274,7 +274,7 @@ class _State:
     watchdog: _Watchdog | None = None
 
 
-# Of the blocks of `expect_slow` that this process is in, in any of its threads.
+# Deadlines of the blocks of `expect_slow` that any thread of this process is in.
 _deadlines: list[float] = []
 
 

@@ -35,7 +35,7 @@ _SEED = 20260101
 _LEVEL = 95
 # With fewer repeats an interval is not worth its name.
 _LEAST_REPEATS = 5
-# Of a host's cores; a launcher and the system take some percent.
+# Share of a host's cores; a launcher and the system take some percent.
 _MUCH_OF_OTHERS = 0.1
 _ORDER = ("step", "all_reduce", "gradients", "save", "restore", "input")
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -199,7 +199,7 @@ def _point(
     ratio = float(np.median(reference.seconds)) / median
     ends = interval(reference.seconds, part.seconds)
     if run is first:
-        # What everything is divided by: a ratio to itself is 1.
+        # All is divided by this one: its ratio to itself is 1.
         ends = 1.0, 1.0
     expected = expectation.seconds(part, run)
     told: dict[str, Any] = {}
@@ -252,7 +252,7 @@ def _shares(run: Run, part: Part) -> dict[str, Any]:
     """Return what the replicas' time went to, all repeats together."""
     if not part.own_seconds:
         return {}
-    # Of the mean replica, as what it is compared with; not of the slowest.
+    # Times of the mean replica, like those compared with; not of the slowest.
     whole = float(np.sum(part.own_seconds))
     return {
         "late": float(np.sum(part.late_seconds)) / whole,

@@ -78,7 +78,7 @@ def _sizes(context: Any, option: Any, text: str) -> tuple[int, ...]:
                 context,
                 option,
             )
-        # Of float32.
+        # Whole numbers of float32 elements.
         found.append(int(number) * _UNITS[unit] // 4 * 4)
     return tuple(dict.fromkeys(found))
 

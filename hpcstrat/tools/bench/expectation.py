@@ -112,7 +112,7 @@ class Expectation:
         if run.num_replicas == 1:
             moving: float | None = 0.0
         else:
-            # Of a step of the user's it is known what its calls were given.
+            # The sizes of the calls are known of a step of the user's.
             nbytes = part.parameters.get("nbytes") or part.reduced_bytes
             moving = self._call(nbytes, run)
         if moving is None:
@@ -190,7 +190,7 @@ def _besides(base: Part, first: Run, run: Run) -> float:
     ratio = first.num_replicas / run.num_replicas
     compute_seconds = base.parameters.get("compute_seconds")
     if compute_seconds is None:
-        # Of a step of the user's nothing is known of what does not divide.
+        # Work that does not divide is unknown of a step of the user's.
         return besides * ratio
     share = compute_seconds / first.num_replicas * _turns(first)
     return float(max(besides - share, 0.0) + share * ratio)

@@ -103,7 +103,7 @@ def fill_steps(
         for index in range(repeats.warm_up):
             _do(step, index, repeats)
         strategy.barrier()
-        # What the first steps took is thrown away.
+        # Times of the first steps are thrown away.
         found.take()
         last = time.perf_counter_ns()
         for index in range(repeats.num):

@@ -316,7 +316,7 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         label = series.scaling if series.name == "input" else _label(series, files)
         places = [point.run.num_replicas for point in series.points]
         rates = np.array([rate(point) for point in series.points]) / 1e9
-        # Of the quartiles of times.
+        # Ends of the quartiles of times.
         ends = np.array([point.quartiles for point in series.points]).T
         medians = np.array([point.median for point in series.points])
         # The longest times are the lowest rates: the two ends change places.

@@ -76,7 +76,7 @@ def _shapes(
         return tuple(MODELS[text]())
     nbytes = _size(context, option, text)
     assert nbytes is not None
-    # Of float32.
+    # Elements of float32.
     return ((max(1, round(nbytes / 4)),),)
 
 
@@ -171,7 +171,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
         shapes=words["gradients"],
     )
     for path in files:
-        # What is known already stays: options first, then files in their order.
+        # Known values stay: options first, then files in their order.
         given = given.over(read_given(path))
     return given
 

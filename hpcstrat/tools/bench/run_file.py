@@ -86,7 +86,7 @@ FORMAT_VERSION = 1
 
 LINKS = ("inside", "between")
 SCALINGS = ("same", "weak", "strong")
-# Of parts of these names; those of others are only shown.
+# Known parameters of parts by name; others are only shown.
 _PARAMETERS = {
     "all_reduce": ("nbytes",),
     "gradients": ("nbytes",),
@@ -190,7 +190,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
-        # Where a file lies is no part of what was measured: it may be moved.
+        # The path of a file is no part of the measurement: it may be moved.
         content = asdict(self)
         del content["path"]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
@@ -282,7 +282,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
         content[name]
     for name in _TOPOLOGY:
         content["topology"][name]
-    # Of a later writer, names that this one does not know.
+    # Names of a later writer that this one does not know are left out.
     known = {part_field.name for part_field in fields(Part)}
     run = Run(
         topology=dict(content["topology"]),
@@ -299,7 +299,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
     )
     _check_topology(run)
     for session in run.sessions:
-        # What a page shows must be there before half of the page is made.
+        # Values for a page must be there before half of the page is made.
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")
@@ -334,7 +334,7 @@ def _check_part(part: Part, run: Run) -> None:
         raise ValueError(f"no times, or none above 0, {where}")
     for name in ("own", "late", "communication", "input"):
         values = getattr(part, f"{name}_seconds")
-        # Of single calls only the times are known; all four come together with steps.
+        # Single calls have times only; all four come together with steps.
         if len(values) != (len(part.seconds) if part.own_seconds else 0):
             raise ValueError(f"another number of {name}_seconds {where}")
     for name, values in part.replicas.items():

@@ -16,8 +16,8 @@ from hpcstrat.engine.gpu.probe.outcome import Ended
 
 __all__ = ["find_launcher", "kept_settings", "launch", "scrubbed"]
 
-# What launchers and schedulers tell their processes. Without the schedulers' variables
-# mpirun starts on this host alone, not by the scheduler on all of the allocation.
+# Variables of launchers and schedulers. Without the schedulers' variables mpirun starts
+# on this host alone, not by the scheduler on all of the allocation.
 _JOB = (
     *("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MV2_COMM_WORLD_", "I_MPI_PMI", "I_MPI_HYDRA", "I_MPI_MPIRUN"),
@@ -26,7 +26,7 @@ _SCHEDULER = (
     *("SLURM_", "SLURMD_", "SRUN_", "PALS_", "FLUX_", "PBS_", "LSB_", "PE_HOSTFILE"),
 )
 _KEPT = ("OPAL_PREFIX",)
-# What the user has set about moving data, which ranks inherit, too.
+# Settings of the user for moving data, which ranks inherit, too.
 _SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_osc"),
     *("OMPI_MCA_opal_cuda", "OMPI_MCA_opal_common_ucx", "OMPI_MCA_mpi_common_cuda"),

@@ -26,9 +26,9 @@ from hpcstrat.engine.gpu.probe.outcome import OPERATIONS
 __all__ = ["library_version", "main"]
 
 _SIZES = (8, 64 << 10, 4 << 20)
-# Of one operation with one size; also how long the process outlives its launcher.
+# Limit of one operation with one size; the process outlives its launcher as long.
 _LIMIT_SECONDS = 20.0
-# What a process can try that sends to itself: the others move nothing there.
+# Operations that move data also where a process sends to itself.
 _ALONE = ("sendrecv", "exchange")
 
 

@@ -215,7 +215,7 @@ class StagedMover:
         abandon(self._buffers)
 
 
-# What moves bytes between the GPUs of the replicas.
+# Ways of moving bytes between the GPUs of the replicas.
 Mover = NcclMover | MpiMover | StagedMover
 
 

@@ -68,8 +68,7 @@ class DeviceGroup:
             return
         made = NcclTransport(self.topology, self.lane)
         try:
-            # What NCCL needs is known to it alone: shared memory, network interfaces,
-            # drivers.
+            # NCCL alone knows which shared memory, networks and drivers it needs.
             yield from made.group.connect()
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))

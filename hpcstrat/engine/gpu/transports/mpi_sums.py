@@ -32,15 +32,15 @@ from hpcstrat.engine.gpu.streams import Lane
 
 __all__ = ["DEVICE_TAG", "DeviceMessages", "Limits", "MpiSum", "abandon"]
 
-# Of all messages with device memory. One call is in flight at a time, and all ranks
-# take the calls in the same order, so that they match in the order of their sending.
+# All messages with device memory have this tag. One call is in flight at a time, and
+# all ranks make the calls in one order, so that they match in the order of sending.
 DEVICE_TAG = 11
 
 _FEWEST_CHUNK_BYTES = 256 << 10
 # Chunks of unequal lengths, each at a multiple of 64 bytes.
 _ROUNDING_BYTES = 128
 
-# What MPI may write to after a death.
+# Buffers that MPI may write to after a death.
 _abandoned: list[Any] = []
 
 

@@ -72,7 +72,7 @@ class EventFile:
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
-            # What is recorded faster than it can be written must not fill memory.
+            # Events that come faster than they can be written must not fill memory.
             self._dropped += 1
             return
         self._queue.append(event)

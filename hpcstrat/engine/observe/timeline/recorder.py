@@ -18,7 +18,7 @@ from hpcstrat.engine.observe.timeline.events import CLOCK_EVENT, Track, metadata
 
 __all__ = ["DATA", "WAIT", "Recorder", "active"]
 
-# What a collective call consists of.
+# Parts of a collective call.
 WAIT = "wait for the others"
 DATA = "data"
 

@@ -29,7 +29,7 @@ __all__ = ["DistributedOptimizer"]
 class _Distributed:
     """The class that is put before the class of an optimizer."""
 
-    # Of the optimizer's own class.
+    # Attribute of the optimizer's own class.
     param_groups: list[dict[str, Any]]
 
     def _begin(self, named: dict[str, torch.Tensor] | None, **options: Any) -> None:
@@ -39,7 +39,7 @@ class _Distributed:
         self._op, self._predivide = options["op"], options["predivide"]
         self._sparse_as_dense = options["sparse_as_dense"]
         self._parameter_names: dict[torch.Tensor, str] = {}
-        # How many backwards have reached a parameter.
+        # Number of backwards that have reached a parameter.
         self._passes: dict[torch.Tensor, int] = {}
         # By parameter, what waits for its gradient, and writes it.
         self._finishes: dict[torch.Tensor, Callable[[], None]] = {}

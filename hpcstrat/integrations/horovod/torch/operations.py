@@ -635,7 +635,7 @@ def alltoall(
 
     def gradient(own: Any, _: Any) -> Any:
         sent, _ = alltoall(own, received)
-        # What was sent to nobody has no gradient.
+        # Rows that were sent to nobody have no gradient.
         left = tensor.new_zeros((len(tensor) - len(sent), *tensor.shape[1:]))
         return [torch.cat([sent, left])]
 

@@ -35,8 +35,8 @@ _DUPLICATE = (
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
-# Of a rank: details of its requests, for which it waits, whether it goes on without it,
-# and how many of its calls had no name.
+# Report of a rank: details of its requests, the one that it waits for, whether it goes
+# on without it, and the number of its calls without a name.
 _Told = tuple[dict[str, str], str, bool, Counter[str]]
 # Makes the calls of some requests as one; returns the result of each.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
@@ -47,10 +47,10 @@ class Request:
     """A call that this rank has submitted; the handle of the program."""
 
     name: str
-    # What all ranks must agree on, in words.
+    # Text on which all ranks must agree.
     details: str
     carry_out: _CarryOut
-    # What it works on.
+    # Argument of `carry_out`.
     payload: Any
     # Requests of one kind and key are made as one call.
     key: str

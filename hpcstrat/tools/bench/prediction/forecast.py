@@ -36,7 +36,7 @@ class Step:
     """A training step of each replica, and how its gradients are summed."""
 
     compute_seconds: float
-    # Of the gradients, in float32.
+    # Shapes of the gradients, in float32.
     shapes: tuple[tuple[int, ...], ...]
     ops: CrossDeviceOps | None = None
     options: CommunicationOptions | None = None
@@ -54,13 +54,13 @@ class Point:
     inside_seconds: float
     # The header, by which all replicas agree on the call.
     header_seconds: float
-    # What messages with gradients take for being many, and for being long.
+    # Time of messages with gradients by their number, and by their length.
     latency_seconds: float
     bandwidth_seconds: float
     # Relative to one node: the share of the time in which it does the same.
     efficiency: float = 1.0
     network: str = ""
-    # What the simulation took here.
+    # Time and memory of the simulation itself.
     wall_seconds: float = 0.0
     most_bytes: int = 0
 
@@ -74,7 +74,7 @@ class _Plan:
 
     def __init__(self, step: Step, job: Job, machine: Machine) -> None:
         self.writer = Writer(job, machine)
-        # Where workers exchange parts, each has others to exchange with.
+        # Each worker has others to exchange with, where they exchange parts.
         differ = job.num_workers <= MOST_EXCHANGING
         self._nodes = [
             self._of_worker(step, job, worker)
@@ -203,7 +203,7 @@ class _Replays:
         seconds = once = self.seconds(simulator, plan.traces(kinds, begin))
         for index, (kind, count) in enumerate(plan.kinds):
             if count > 1:
-                # Where it was: messages of one piece end while the next one begins.
+                # In its old place: messages of one piece end while the next one begins.
                 again = [*kinds[:index], kind, *kinds[index:]]
                 more = self.seconds(simulator, plan.traces(again, begin))
                 seconds += (count - 1) * (more - once)

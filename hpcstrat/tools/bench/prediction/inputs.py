@@ -18,7 +18,7 @@ from hpcstrat.tools.bench.shapes import MODELS
 
 __all__ = ["Given", "read_given"]
 
-# Of a message inside of a node each byte is read and written once.
+# Each byte of a message inside of a node is read and written once.
 _TOUCHED = 2
 
 
@@ -164,7 +164,7 @@ def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> Given:
     latency, bandwidth = _medians(links["between"])
     inside_latency, inside_bandwidth = _medians(links["inside"])
     ranks = [len(host["ranks"]) for host in hosts]
-    # Of all replicas of a host, and both read and written, as here.
+    # Bandwidth of all replicas of a host, reading and writing, as here.
     shares = [
         host["memory_together"] / len(host["ranks"])
         for host in hosts

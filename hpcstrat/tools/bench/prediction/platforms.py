@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 __all__ = ["MOST_NODES", "NETWORKS", "Network", "Platform"]
 
-# Of switches of InfiniBand, Slingshot and the like, and of Ethernet, with the cable.
+# Latency of a switch with its cable: InfiniBand, Slingshot and the like; Ethernet.
 _HOP_SECONDS = 150e-9
 _ETHERNET_HOP_SECONDS = 1e-6
 # Half of a switch's ports look down: 40 ports, as InfiniBand's HDR switches have.
@@ -34,7 +34,7 @@ class Network:
     kind: str
     latency_seconds: float
     bytes_per_second: float
-    # How much longer everything takes in the world of a simulator.
+    # Factor by which everything takes longer in the simulator.
     slower: float = 1.0
 
     def in_world(self, slower: float) -> Network:
@@ -52,9 +52,9 @@ class Platform:
     """A network of at least so many nodes."""
 
     xml: str
-    # Of the nodes, in the order in which the network has them.
+    # Names of the nodes, in the order in which the network has them.
     hosts: tuple[str, ...]
-    # What a message takes at its end, beside its way.
+    # Time that a message takes at its end, beside its way.
     receive_seconds: float
     # For people.
     words: str

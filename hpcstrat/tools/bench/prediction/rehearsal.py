@@ -62,7 +62,7 @@ class Job:
 class Announced:
     """The header of a call, which all replicas compare."""
 
-    # Of the values of each worker that travel in it.
+    # Size of the values of each worker that travel in it.
     nbytes: int = 0
 
 
@@ -162,7 +162,7 @@ class _Channel:
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.places = _Places(topology, self.traffic)
         self.events: list[Event] = []
-        # What goes over a wire comes in the order in which it was sent.
+        # Messages over a wire come in the order in which they were sent.
         self.under_way: deque[_Messages] = deque()
 
     def wait(self, awaited: Any) -> None:

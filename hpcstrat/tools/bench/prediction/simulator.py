@@ -57,7 +57,7 @@ class Replay:
 
     # In the simulated world.
     seconds: float
-    # What it took here.
+    # Time and memory that it took here.
     wall_seconds: float
     most_bytes: int
 

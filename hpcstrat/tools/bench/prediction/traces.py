@@ -54,7 +54,7 @@ MPI_OPTIONS = {
 }
 """Options of SMPI, which carry out what `Writer` writes as MPI libraries do."""
 
-# What is done with one piece.
+# Events of one piece.
 Block = tuple[Event, ...]
 
 
@@ -62,10 +62,10 @@ Block = tuple[Event, ...]
 class Machine:
     """Measures inside of a node."""
 
-    # Of a message from one replica to another, and of a step of all.
+    # Latency of a message from one replica to another, and bandwidth of a step of all.
     inside_latency_seconds: float
     inside_bytes_per_second: float
-    # What one replica reads and writes, while all of its node do.
+    # Bandwidth of one replica that reads and writes, while all of its node do.
     memory_bytes_per_second: float
     mpi: str = "openmpi"
 
@@ -114,7 +114,7 @@ class Writer:
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self._job, self._machine = job, machine
-        # How often a tree doubles inside of a node.
+        # Number of doublings of a tree inside of a node.
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
 
     def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
@@ -180,7 +180,7 @@ class Writer:
             or event.in_place
         )
         if event.num_ranks == job.num_workers:
-            # Of each position one, all at the same time.
+            # One of each position sends, all at the same time.
             nbytes *= job.replicas_per_worker
         else:
             one = machine.inside_latency_seconds
