@@ -37,6 +37,9 @@ os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA takes longer to make small programs fast than these ever run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Without a backend that is installed, Keras cannot be imported.
+if importlib.util.find_spec("tensorflow") is None:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
 
 
 @functools.cache
