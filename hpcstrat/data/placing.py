@@ -52,7 +52,7 @@ class Placer:
 
     @property
     def leaves_on_host(self) -> bool:
-        """Whether batches stay in host memory, so that any thread may place them."""
+        """Return whether batches stay in host memory; any thread may place those."""
         return not self._wanted
 
     def _takes(self, leaf: Any) -> bool:

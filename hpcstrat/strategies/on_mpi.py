@@ -93,7 +93,7 @@ class MpiStrategy(Strategy):
         )
         self._key, connection = connect(wish, problem)
         self._connection = connection
-        # Whether this strategy is closed; its connection may live on with others.
+        # A strategy may be closed while its connection lives on with others.
         self._closed = False
         collectives = Collectives(
             connection.channel, cross_device_ops, communication_options

@@ -30,7 +30,7 @@ EPOCHS = 12
 CHAOS_EPOCHS = 80
 # A signal that Slurm sends before the time limit, and nobody heeds.
 UNHEEDED = "URG@1"
-# What the stack of Open MPI's own fault at the start has.
+# Functions in the stack of Open MPI's own fault while it starts.
 START_CRASH = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
 
 
