@@ -6,12 +6,14 @@ known. What is wrong is printed, a line each. The kinds are:
 
 ``damaged``: bytes anywhere before the data, or in the record, are others, more or less.
 ``forged``: the same in the structures, under hashes that were computed anew.
+``index``: the index has other rows, under hashes that were computed anew.
 ``record``: numbers of the record are others, under a hash that was computed anew.
 ``version_1``: a file of format version 1, which has no hashes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import xxhash
 
@@ -139,6 +142,10 @@ class Fuzzer:
             path = hs.CheckpointManager(made, **objects).save(12, overwrite=True)
             self.content = Path(path).read_bytes()
             self._wanted = values_of(objects)
+            with h5py.File(path) as file:
+                index = file["hpcstrat/index"]
+                start = index.id.get_offset()
+                self._index = slice(start, start + index.nbytes)
             if self._restored(Path(path)) != self._wanted:
                 raise AssertionError("the whole file came back with other values")
         record = self.content[-RECORD_BYTES:]
@@ -151,13 +158,16 @@ class Fuzzer:
         return values_of(objects)
 
     def _changed(self, number: int) -> bytes:
-        kinds = ("damaged", "forged", "record", "version_1")
+        kinds = ("damaged", "forged", "record", "version_1", "index")
         draw = np.random.default_rng([kinds.index(self._kind), number])
         data, size = bytearray(self.content), len(self.content)
         more = int(draw.integers(1, 4))
         if self._kind == "version_1":
             for _ in range(more):
                 change(data, draw, 0, len(data))
+            return bytes(data)
+        if self._kind == "index":
+            self._reindex(data, draw)
             return bytes(data)
         if self._kind == "record":
             self._renumber(data, draw)
@@ -177,6 +187,32 @@ class Fuzzer:
         if self._kind == "forged":
             seal(data, True)
         return bytes(data)
+
+    def _reindex(self, data: bytearray, draw: np.random.Generator) -> None:
+        rows: Any = json.loads(data[self._index])
+        for _ in range(int(draw.integers(1, 4))):
+            kind, at = int(draw.integers(6)), int(draw.integers(len(rows)))
+            if kind == 0:
+                del rows[at]
+            elif kind == 1:
+                rows.append(rows[at])
+            elif kind == 2:
+                rows[at] = draw.choice(np.array([None, 1, "x", -1.5], object))
+            elif isinstance(rows[at], list):
+                row, column = rows[at], int(draw.integers(len(rows[at])))
+                values = [None, "", "float32", "V8", "f4,(", "replica", [], [3]]
+                values += [[2**40] * 2]
+                values += [{}, True, -1, 1.5, "größe", "python/counter", *_ODD]
+                other = values[int(draw.integers(len(values)))]
+                if kind == 3 and isinstance(row[column], int):
+                    other = row[column] + int(draw.integers(-64, 65))
+                row[column] = other
+        length = self._index.stop - self._index.start
+        data[self._index] = json.dumps(rows).encode().ljust(length)[:length]
+        if draw.random() < 0.1:
+            place = self._index.start + int(draw.integers(length))
+            data[place : self._index.stop] = b"[" * (self._index.stop - place)
+        seal(data, True)
 
     def _renumber(self, data: bytearray, draw: np.random.Generator) -> None:
         record = len(data) - RECORD_BYTES

@@ -22,7 +22,7 @@ from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults import forging, fuzzing
 
 _SECTOR_BYTES = 512
-KINDS = ("damaged", "forged", "record", "version_1")
+KINDS = ("damaged", "forged", "record", "version_1", "index")
 
 
 def _environment() -> dict[str, str]:
@@ -55,7 +55,7 @@ def _fuzz(kind: str, count: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), list(zip(KINDS, (450, 200, 250, 100), strict=True))
+    ("kind", "count"), list(zip(KINDS, (450, 200, 250, 100, 200), strict=True))
 )
 def test_damaged_structures_are_refused_or_come_back_equal(
     kind: str, count: int, tmp_path: Path

@@ -19,8 +19,8 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk import disk
-from hpcstrat.checkpoint.file import skeleton
-from hpcstrat.checkpoint.file.reader import read_header
+from hpcstrat.checkpoint.file import contents, index, skeleton
+from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
 from hpcstrat.checkpoint.file.schema import checkpoint_name, list_checkpoints, step_of
 from hpcstrat.checkpoint.keep import folder
 from tests.folders import listed
@@ -187,6 +187,7 @@ def test_groups_are_those_of_the_specification(file: h5py.File) -> None:
         "python/counter",
         "hpcstrat/block_xxh3_64",
         "hpcstrat/commit",
+        "hpcstrat/index",
     }
 
 
@@ -234,6 +235,7 @@ def test_values_are_little_endian_and_of_natural_shape(file: h5py.File) -> None:
         "python/counter": "|u1",
         "hpcstrat/block_xxh3_64": "<u8",
         "hpcstrat/commit": "|u1",
+        "hpcstrat/index": "|u1",
     }
     assert file["variables/scalar"].shape == ()
     assert file["variables/scalar"][()] == -7
@@ -340,6 +342,46 @@ def test_reader_of_the_specification_reads_it(path: Path) -> None:
         }
     }
     assert states == {"counter": Counter().state}
+
+
+def test_index_says_what_hdf5_says(path: Path, file: h5py.File) -> None:
+    rows = {row[0]: row[1:] for row in json.loads(file["hpcstrat/index"][()].tobytes())}
+    wanted = {}
+    for name, dataset in _datasets(file).items():
+        about = dataset.attrs
+        if "aggregation" in about:
+            names = ("dtype", "synchronization", "aggregation")
+            texts = [about[key].decode() for key in names]
+            place = [dataset.id.get_offset() or 0, dataset.nbytes]
+            trainable = int(about["trainable"])
+            wanted[name] = [list(dataset.shape), *texts, trainable, "", *place]
+    assert rows == wanted
+    assert len(rows) == 8
+
+
+def test_files_without_an_index_are_read_as_those_with_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_index = open_checkpoint(str(path))
+    monkeypatch.setattr(contents, "_index", lambda file, vouched: None)
+    without = open_checkpoint(str(path))
+    assert repr(without.header) == repr(with_index.header)
+    assert without.extents == with_index.extents
+
+
+def test_too_many_variables_for_an_index_are_saved_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "MOST_INDEX_BYTES", 4096)
+    variables = [hs.Variable(np.float64(k)) for k in range(200)]
+    manager = hs.CheckpointManager(tmp_path, parts=variables)
+    path = manager.save(1)
+    with h5py.File(path) as file:
+        assert set(file["hpcstrat"]) == {"block_xxh3_64", "commit"}
+    for one in variables:
+        one.assign(-1.0)
+    assert manager.restore() == 1
+    assert [float(one.numpy()) for one in variables] == list(range(200))
 
 
 def test_folder_holds_the_checkpoint_alone(path: Path) -> None:

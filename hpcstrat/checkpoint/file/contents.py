@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +16,12 @@ from hpcstrat.checkpoint.disk.disk import open_to_read, read_exactly
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.commit_record import Vouched
 from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.index import MOST_INDEX_BYTES, from_index
 from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, from_text
 from hpcstrat.checkpoint.file.schema import (
     FORMAT,
     FORMAT_VERSION,
+    INDEX,
     METRICS,
     UNTYPED_VERSION,
     Entry,
@@ -84,15 +87,22 @@ def read_contents(
         # Values elsewhere would not be among what the hashes of blocks vouch for.
         start, stop = vouched.plan.data_start, vouched.plan.data_end
     extents: dict[str, Extent] = {}
-
-    for name, dataset in datasets(file):
+    index = None if vouched is None else _index(file, vouched)
+    if index is None:
+        places = [file["/"]]
+    else:
+        header.entries, extents = from_index(index, start, stop)
+        places = [g for name in ("python", "rng") if (g := member(file, name))]
+    for name, dataset in itertools.chain.from_iterable(map(datasets, places)):
         # Only variables are combined over replicas; the table of hashes is not.
-        is_value = h5a.exists(dataset.id, b"aggregation")
+        is_value = index is None and h5a.exists(dataset.id, b"aggregation")
         if is_value or name.startswith(("python/", "rng/")):
             extents[name] = Extent(name, *place_of(dataset, start, stop))
         if is_value:
-            header.entries[name] = _entry(dataset, name, header.num_replicas)
-    for name, group in file.get("iterators", {}).items():
+            header.entries[name] = _entry(dataset, name)
+    for entry in header.entries.values():
+        _require_rows(entry, header.num_replicas)
+    for name, group in (member(file, "iterators") or {}).items():
         header.iterators[name] = {k: int(v) for k, v in attributes(group)}
     if "rng" in file or "python" in file:
         with _reading(file.filename, vouched, extents) as read:
@@ -147,7 +157,24 @@ def _words(dataset: h5py.Dataset, read: _Read) -> Array:
     return words.reshape(dataset.shape)
 
 
-def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
+def _index(file: h5py.File, vouched: Vouched) -> bytes | None:
+    """Return the index, which the commit record vouches for; None if there is none."""
+    dataset = member(file, INDEX)
+    if dataset is None:
+        return None
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError(f"{INDEX} is no dataset")
+    offset, nbytes = place_of(dataset, 0, vouched.plan.data_start)
+    if nbytes > MOST_INDEX_BYTES:
+        raise ValueError(f"its index has {nbytes:,} bytes")
+    descriptor = open_to_read(file.filename, False)
+    try:
+        return read_exactly(descriptor, offset, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _entry(dataset: h5py.Dataset, name: str) -> Entry:
     # Most have these four, without which the file is refused, and no other.
     has_more = h5a.get_num_attrs(dataset.id) != 4
     entry = Entry(
@@ -161,11 +188,15 @@ def _entry(dataset: h5py.Dataset, name: str, num_replicas: int) -> Entry:
         has_more and bool(h5a.exists(dataset.id, b"group_axis")),
     )
     require_stored_as(dataset, entry.dtype)
-    if entry.per_replica and entry.shape[:1] != (num_replicas,):
-        raise ValueError(f"{name} has not a row for each replica")
-    if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
-        raise ValueError(f"{name} has not a row for each group of replicas")
     return entry
+
+
+def _require_rows(entry: Entry, num_replicas: int) -> None:
+    """Refuse a value whose first axis counts something else than it says."""
+    if entry.per_replica and entry.shape[:1] != (num_replicas,):
+        raise ValueError(f"{entry.path} has not a row for each replica")
+    if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
+        raise ValueError(f"{entry.path} has not a row for each group of replicas")
 
 
 def _text(value: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 
@@ -39,47 +39,56 @@ class Maker:
         self._link.set_create_intermediate_group(True)
         self._link.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
-        # Kept open, for their attributes: none is looked up by its path again.
-        self._objects: dict[str, Any] = {"": h5py.h5g.open(self._file, b"/")}
+        # To make one takes as long as to write an attribute.
+        self._types: dict[tuple[np.dtype[Any], bool], Any] = {}
 
     def dataset(
-        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        attributes: Mapping[str, Any],
     ) -> int | None:
         """Make a dataset, and the groups that it is in; return where its values go.
 
         None if it has none.
         """
         space = h5s.create_simple(shape) if shape else self._scalar
-        kind = h5t.py_create(dtype, logical=True)
+        kind = self._type(dtype, logical=True)
         made = h5d.create(
             self._file, path.encode(), kind, space, dcpl=self._made, lcpl=self._link
         )
-        self._objects[path] = made
+        self._add(made, attributes)
         offset: int | None = made.get_offset()
         return offset
 
-    def group(self, path: str) -> None:
-        if path not in self._objects:
-            name = path.encode()
-            there = name in self._file
-            self._objects[path] = (
-                h5py.h5g.open(self._file, name)
-                if there
-                else h5py.h5g.create(self._file, name, lcpl=self._link)
-            )
+    def group(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Make a group, and those that it is in, if it is not there."""
+        name = path.encode()
+        if name in self._file:
+            made = h5g.open(self._file, name)
+        else:
+            made = h5g.create(self._file, name, lcpl=self._link)
+        self._add(made, attributes)
 
-    def attribute(self, path: str, name: str, value: Any) -> None:
-        """Give an object that was made here an attribute; the root has no path."""
-        if isinstance(value, str):
+    def attributes(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Give an object that was made here attributes; the root has no path."""
+        self._add(h5o.open(self._file, path.encode() or b"."), attributes)
+
+    def _add(self, item: Any, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            text = isinstance(value, str)
             # Text of fixed length: HDF5 keeps other text in a heap, between the data.
-            value = np.array(value.encode("ascii", "replace") or b" ")
-        value = np.asarray(value)
-        kind = h5t.py_create(value.dtype)
-        made = h5a.create(self._objects[path], name.encode(), kind, self._scalar)
-        made.write(value)
+            data = np.array(value.encode("ascii", "replace") or b" " if text else value)
+            kind = self._type(data.dtype, logical=False)
+            h5a.create(item, name.encode(), kind, self._scalar).write(data, kind)
+
+    def _type(self, dtype: np.dtype[Any], *, logical: bool) -> Any:
+        key = dtype, logical
+        if key not in self._types:
+            self._types[key] = h5t.py_create(dtype, logical=logical)
+        return self._types[key]
 
     def close(self) -> None:
         """Write what HDF5 still holds, and close the file."""
-        # Before the file, which CLOSE_STRONG would close under them.
-        self._objects.clear()
         self._file.close()

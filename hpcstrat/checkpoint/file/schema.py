@@ -14,6 +14,7 @@ __all__ = [
     "COMMIT",
     "FORMAT",
     "FORMAT_VERSION",
+    "INDEX",
     "METRICS",
     "RESERVED",
     "TABLE",
@@ -42,6 +43,9 @@ TABLE = "hpcstrat/block_xxh3_64"
 
 COMMIT = "hpcstrat/commit"
 """Dataset that is the commit record."""
+
+INDEX = "hpcstrat/index"
+"""Dataset of bytes: all variables and their places. Older files have none."""
 
 METRICS = "hpcstrat/metrics"
 """Group whose attributes are the metrics of a save; only where there are any."""

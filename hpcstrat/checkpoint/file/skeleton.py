@@ -27,15 +27,18 @@ from hpcstrat.checkpoint.file.extents import (
 )
 from hpcstrat.checkpoint.file.hashing import ALGORITHM
 from hpcstrat.checkpoint.file.image import as_bytes
+from hpcstrat.checkpoint.file.index import index_bytes, to_index
 from hpcstrat.checkpoint.file.maker import Maker
 from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
 from hpcstrat.checkpoint.file.schema import (
     COMMIT,
     FORMAT,
     FORMAT_VERSION,
+    INDEX,
     METRICS,
     TABLE,
     UNTYPED_VERSION,
+    Entry,
     Header,
     named_dtype,
     saved_dtype,
@@ -241,49 +244,71 @@ def _make(
     # Whole pages, so that the data begin on one; from a bound, as the extents are not
     # known before the table has its place in front of them.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
+    num_index = index_bytes(header.entries)
     if most >= _STRIPED_BYTES:
         # Blocks are then whole stripes of parallel file systems.
-        room = -(-(room + 8 * words) // _STRIPE_BYTES) * _STRIPE_BYTES - 8 * words
+        after = num_index + 8 * words
+        room = -(-(room + after) // _STRIPE_BYTES) * _STRIPE_BYTES - after
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    octet = np.dtype(np.uint8)
     # The file is sparse: only HDF5's structures take room.
     with tempfile.NamedTemporaryFile(prefix="hpcstrat-", dir=folder) as scratch:
         maker = Maker(scratch.name, room)
         try:
-            table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"))
-            extents = []
-            for path, shape, dtype in datasets:
-                offset = maker.dataset(path, shape, dtype)
-                if offset is not None:
-                    nbytes = math.prod(shape) * dtype.itemsize
-                    entry = header.entries.get(path)
-                    extent = Extent(path, offset, nbytes)
-                    if entry is not None and entry.has_rows and not entry.gathered:
-                        rows = shape[0] if entry.per_group else header.num_replicas
-                        extent = Extent(path, offset, nbytes, rows, entry.per_group)
-                    extents.append(extent)
-            data_end = maker.dataset(COMMIT, (RECORD_BYTES,), np.dtype(np.uint8))
-            extents.sort(key=lambda extent: extent.offset)
-            data_start = (table_start or 0) + 8 * words
+            index_start = None
+            if num_index:
+                index_start = maker.dataset(INDEX, (num_index,), octet, {})
+            table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"), {})
+            extents = _place(maker, header, datasets)
+            data_end = maker.dataset(COMMIT, (RECORD_BYTES,), octet, {})
             plan = Plan(
                 table_start=table_start or 0,
-                data_start=data_start,
+                data_start=(table_start or 0) + 8 * words,
                 data_end=data_end or 0,
                 block_bytes=block_bytes,
-                extents=tuple(extents),
+                extents=tuple(sorted(extents.values(), key=lambda each: each.offset)),
                 group_of=header.group_of,
             )
             _describe(maker, header, plan, _version(python))
         finally:
             maker.close()
         _check(plan, words, os.fstat(scratch.fileno()).st_size)
+        structures_end = plan.table_start - num_index
+        if num_index and index_start != structures_end:
+            raise _misplaced(f"the index at {index_start}", plan)
         try:
-            os.lseek(scratch.fileno(), plan.table_start, os.SEEK_DATA)
+            os.lseek(scratch.fileno(), structures_end, os.SEEK_DATA)
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            # Nothing but holes: all structures are before the table.
-            return plan, os.pread(scratch.fileno(), plan.data_start, 0)
+            # Nothing but holes: all structures are before the index and the table.
+            prefix = bytearray(os.pread(scratch.fileno(), plan.data_start, 0))
+            if num_index:
+                text = to_index(header.entries, extents).ljust(num_index)
+                prefix[structures_end : plan.table_start] = text
+            return plan, bytes(prefix)
         return None
+
+
+def _place(
+    maker: Maker,
+    header: Header,
+    datasets: list[tuple[str, tuple[int, ...], np.dtype[Any]]],
+) -> dict[str, Extent]:
+    """Make the datasets of values, and return where these go, by path."""
+    extents = {}
+    for path, shape, dtype in datasets:
+        entry = header.entries.get(path)
+        offset = maker.dataset(path, shape, dtype, _attributes(entry) if entry else {})
+        if offset is None:
+            continue
+        nbytes = math.prod(shape) * dtype.itemsize
+        extent = Extent(path, offset, nbytes)
+        if entry is not None and entry.has_rows and not entry.gathered:
+            rows = shape[0] if entry.per_group else header.num_replicas
+            extent = Extent(path, offset, nbytes, rows, entry.per_group)
+        extents[path] = extent
+    return extents
 
 
 def _check(plan: Plan, words: int, size: int) -> None:
@@ -295,14 +320,33 @@ def _check(plan: Plan, words: int, size: int) -> None:
     aligned = plan.data_start % PAGE_BYTES == plan.data_end % PAGE_BYTES == 0
     known = plan.size == size and plan.num_blocks <= words
     if not (ordered and inside and aligned and known and plan.table_start > 0):
-        raise CheckpointError(
-            f"expected HDF5 {h5py.version.hdf5_version} to place datasets one behind "
-            f"the other, found {plan} in {size} bytes; use another version of h5py"
-        )
+        raise _misplaced(f"{size} bytes", plan)
+
+
+def _misplaced(found: str, plan: Plan) -> CheckpointError:
+    return CheckpointError(
+        f"expected HDF5 {h5py.version.hdf5_version} to place datasets one behind the "
+        f"other, found {found} with {plan}; use another version of h5py"
+    )
+
+
+def _attributes(entry: Entry) -> dict[str, Any]:
+    """Return the attributes of a variable's dataset."""
+    found = {
+        "dtype": entry.dtype,
+        "synchronization": entry.synchronization,
+        "aggregation": entry.aggregation,
+        "trainable": np.int8(entry.trainable),
+    }
+    if entry.per_replica:
+        found["replica_axis"] = np.int64(0)
+    if entry.per_group:
+        found["group_axis"] = np.int64(0)
+    return found
 
 
 def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
-    """Write all attributes; those that change from save to save are zero."""
+    """Write all other attributes; those that change from save to save are zero."""
     number = np.int64
     root = {
         "hpcstrat_format": FORMAT,
@@ -313,31 +357,22 @@ def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
         "created_unix_ns": number(0),
         "job_id": _job(),
     }
-    # Zero where it says nothing.
-    threads = {"math_threads": number(header.math_threads)}
-    for name, value in (root | threads if header.math_threads else root).items():
-        maker.attribute("", name, value)
-    for path, entry in header.entries.items():
-        maker.attribute(path, "dtype", entry.dtype)
-        maker.attribute(path, "synchronization", entry.synchronization)
-        maker.attribute(path, "aggregation", entry.aggregation)
-        maker.attribute(path, "trainable", np.int8(entry.trainable))
-        if entry.per_replica:
-            maker.attribute(path, "replica_axis", number(0))
-        if entry.per_group:
-            maker.attribute(path, "group_axis", number(0))
+    if header.math_threads:
+        root["math_threads"] = number(header.math_threads)
+    maker.attributes("", root)
     for name, state in header.iterators.items():
-        path = f"{section_of(state)}/{name}"
-        maker.group(path)
-        for key, value in state.items():
-            if not isinstance(value, np.ndarray):
-                text = isinstance(value, str)
-                maker.attribute(path, key, value if text else number(0))
+        about = {
+            key: value if isinstance(value, str) else number(0)
+            for key, value in state.items()
+            if not isinstance(value, np.ndarray)
+        }
+        maker.group(f"{section_of(state)}/{name}", about)
     if header.metrics:
-        maker.group(METRICS)
-    for name in header.metrics:
-        maker.attribute(METRICS, name, np.float64(0))
-    maker.attribute(TABLE, "algorithm", ALGORITHM)
-    maker.attribute(TABLE, "block_bytes", number(plan.block_bytes))
-    maker.attribute(TABLE, "data_start", number(plan.data_start))
-    maker.attribute(TABLE, "data_end", number(plan.data_end))
+        maker.group(METRICS, dict.fromkeys(header.metrics, np.float64(0)))
+    table = {
+        "algorithm": ALGORITHM,
+        "block_bytes": number(plan.block_bytes),
+        "data_start": number(plan.data_start),
+        "data_end": number(plan.data_end),
+    }
+    maker.attributes(TABLE, table)

@@ -25,6 +25,7 @@ __all__ = [
     "member",
     "place_of",
     "require_stored_as",
+    "stored_dtype",
 ]
 
 _MOST_ATTRIBUTE_BYTES = 1 << 16
@@ -35,13 +36,13 @@ _MOST_DTYPES = 256
 _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 
 
-def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yield all datasets, with their paths, once the way to them was seen.
+def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
+    """Yield all datasets in a group, with their paths, once the way to them was seen.
 
     It leads through hard links and groups that are not in themselves.
     """
     seen: set[int] = set()
-    todo: list[tuple[str, Any, bytes]] = [("", file["/"].id, b".")]
+    todo: list[tuple[str, Any, bytes]] = [(group.name.strip("/"), group.id, b".")]
     # HDF5's own walk is recursive, and ends the process in a file that is deep enough.
     while todo:
         path, group, name = todo.pop()
@@ -166,20 +167,20 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 def require_stored_as(dataset: Any, name: str) -> None:
     """Refuse values that are not stored in the way that the name of their type says."""
     found = dataset.dtype
-    stored = _stored_as(name, found.itemsize)
+    stored = stored_dtype(name, found.itemsize)
     if stored is None or found != stored:
         raise ValueError(f"{dataset.name} is {found}, not {name}")
 
 
 @functools.lru_cache(maxsize=256)
-def _stored_as(name: str, itemsize: int) -> np.dtype[Any] | None:
+def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
     """Return the type in which a file has values of a type; None for no values."""
     # The library that has the type need not be there.
     if name == "bfloat16":
         return np.dtype("<u2")
     try:
         dtype = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         return np.dtype(f"V{itemsize}")
     if dtype.num >= FIRST_FOREIGN_TYPE:
         return np.dtype(f"V{dtype.itemsize}")
