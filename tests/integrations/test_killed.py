@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import secrets
@@ -17,6 +18,7 @@ import pytest
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.testing import launch_command
 from hpcstrat.testing.job import Job, wait_until
+from tests.mpi.programs.killing import Trial, attempt, kill_at_random, local
 from tests.mpi.programs.started import environment, processes_with
 
 PROGRAM = Path(__file__).parent / "programs" / "killed.py"
@@ -29,7 +31,7 @@ def _running(kind: str, folder: Path, n: int) -> Iterator[tuple[Job, str]]:
     mark = secrets.token_hex(8)
     output = folder / f"output-{mark}"
     output.mkdir(parents=True)
-    program = [sys.executable, str(PROGRAM), kind, str(folder / "checkpoints")]
+    program = [sys.executable, str(PROGRAM), str(folder), json.dumps({"kind": kind})]
     marked = environment({"HPCSTRAT_TEST_KILLED": mark})
     job = Job([*launch_command(n), *program], output, marked)
     try:
@@ -97,5 +99,64 @@ def test_many_killed_jobs_train_as_one_that_was_not(
     kind: str, part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _train_through_kills(kind, tmp_path, 20)
+    with capsys.disabled():
+        print(f"\n{part}: {capsys.readouterr().out}")
+
+
+def _elastic(kind: str, draw: random.Random, n: int) -> tuple[Trial, bool]:
+    """Train on n ranks, of which one is killed; return whether it was, too.
+
+    With n of 0, in one process that nobody kills.
+    """
+    run: dict[str, object] = {"logical_replicas": 4}
+    killed: list[float] = []
+    if n:
+        run["replicas_per_worker"] = draw.choice((None, 1, 2))
+        run["spare_ranks"] = draw.randrange(2)
+
+    def disturb(folder: Path) -> float | None:
+        moment = kill_at_random(draw, n)(folder)
+        killed.extend([] if moment is None else [moment])
+        return moment
+
+    trial = attempt(
+        local(n) if n else [],
+        {"kind": kind, "run": run},
+        name=str(PROGRAM),
+        disturb=disturb if n else None,
+        # Threads of XLA's take turns with those of other ranks on few cores.
+        limit=2 * LIMIT_SECONDS,
+    )
+    assert trial.returncode == 0, str(trial)
+    assert trial.marked, str(trial)
+    assert trial.results, str(trial)
+    return trial, bool(killed)
+
+
+def _train_though_ranks_die(kind: str, count: int) -> None:
+    """Kill a rank of each of some jobs, of which the others go on."""
+    seed = secrets.randbits(32)
+    draw, kills = random.Random(seed), 0
+    wanted = _elastic(kind, draw, 0)[0].results[0]
+    while kills < count:
+        trial, killed = _elastic(kind, draw, draw.choice((3, 4)))
+        kills += killed
+        assert set(trial.results) == {wanted}, f"seed {seed}: {trial}"
+    print(f"{kind}, seed {seed}: {kills} ranks killed, of elastic jobs")
+
+
+@pytest.mark.framework("torch")
+def test_ranks_that_are_left_train_as_if_none_had_died() -> None:
+    _train_though_ranks_die("torch", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.framework("torch", "jax", "keras")
+@pytest.mark.parametrize("kind", ["torch", "jax", "keras"])
+@pytest.mark.parametrize("part", range(5))
+def test_ranks_that_are_left_train_as_if_none_had_died_each_of_ten_times(
+    kind: str, part: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train_though_ranks_die(kind, 10)
     with capsys.disabled():
         print(f"\n{part}: {capsys.readouterr().out}")

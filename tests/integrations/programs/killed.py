@@ -1,12 +1,16 @@
-"""Train with a framework, saving as it goes: killed.py torch|jax|keras FOLDER.
+"""Train with a framework: ``killed.py FOLDER OPTIONS``, the options in JSON.
 
-Run again after it was killed, on any number of ranks, it goes on with the newest
-checkpoint. Replica 0 prints a hash of all that was trained, the same for every run.
+``kind`` is ``torch``, ``jax`` or ``keras``. Without ``run``, it saves in FOLDER as it
+goes, and when it is started again after it was killed, on any number of ranks, it goes
+on with the newest checkpoint; replica 0 prints a hash of all that was trained. With
+``run``, which are keywords of `hpcstrat.elastic.run`, ranks that are left go on after
+one was killed; each writes the hash into FOLDER. The hash is always the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -29,8 +33,25 @@ X = draw.normal(size=(ROWS, 6)).astype(np.float32)
 Y = (X @ draw.normal(size=6) > 0).astype(np.float32)[:, np.newaxis]
 
 
-def train_torch(strategy: Any, folder: Path) -> list[Any]:
-    """Train a module with dropout; every other save is in the background."""
+class Files:
+    """Keeps what is trained in checkpoints, as `hpcstrat.elastic.Memory` in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def track(self, **objects: Any) -> None:
+        self.manager = hs.CheckpointManager(self._folder, max_to_keep=2, **objects)
+
+    def restore(self) -> int:
+        return self.manager.restore_or_initialize()
+
+    def commit(self, number: int) -> None:
+        """Save; every other time in the background."""
+        self.manager.save(number, asynchronous=number % 2 == 0)
+
+
+def train_torch(strategy: Any, keeper: Any) -> list[Any]:
+    """Train a module with dropout."""
     import torch
 
     import hpcstrat.integrations.torch as hst
@@ -42,8 +63,8 @@ def train_torch(strategy: Any, folder: Path) -> list[Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     data = batches(strategy)
     state = hst.state(net, optimizer)
-    manager = hs.CheckpointManager(folder, max_to_keep=2, data=data, **state)
-    number = manager.restore_or_initialize() or 0
+    keeper.track(data=data, **state)
+    number = keeper.restore() or 0
 
     def step(batch: Any) -> None:
         rows, labels = map(torch.from_numpy, batch)
@@ -55,13 +76,12 @@ def train_torch(strategy: Any, folder: Path) -> list[Any]:
             strategy.run(step, args=(batch,))
             optimizer.step()
             number += 1
-            manager.save(number, asynchronous=number % 2 == 0)
+            keeper.commit(number)
             time.sleep(PAUSE_SECONDS)
-    manager.close()
     return [p.detach() for p in net.parameters()]
 
 
-def train_jax(strategy: Any, folder: Path) -> list[Any]:
+def train_jax(strategy: Any, keeper: Any) -> list[Any]:
     """Train by gradients of JAX."""
     import jax
 
@@ -80,8 +100,8 @@ def train_jax(strategy: Any, folder: Path) -> list[Any]:
         optimizer = hs.optimizers.Adam(0.01)
     data = batches(strategy)
     objects = {"data": data, "weights": weights, "optimizer": optimizer}
-    manager = hs.CheckpointManager(folder, max_to_keep=2, **objects)
-    number = manager.restore_or_initialize() or 0
+    keeper.track(**objects)
+    number = keeper.restore() or 0
 
     def step(batch: Any) -> None:
         found = gradients([w.value() for w in weights], *batch)
@@ -91,14 +111,13 @@ def train_jax(strategy: Any, folder: Path) -> list[Any]:
         for batch in data:
             strategy.run(step, args=(batch,))
             number += 1
-            manager.save(number, asynchronous=number % 2 == 0)
+            keeper.commit(number)
             time.sleep(PAUSE_SECONDS)
-    manager.close()
     return weights
 
 
-def train_keras(strategy: Any, folder: Path) -> list[Any]:
-    """Train by Keras' fit, which saves after each epoch."""
+def train_keras(strategy: Any, keeper: Any) -> list[Any]:
+    """Train by Keras' fit; what is trained is kept after each epoch."""
     import keras
 
     import hpcstrat.integrations.keras as hsk
@@ -115,14 +134,22 @@ def train_keras(strategy: Any, folder: Path) -> list[Any]:
     )
     model.compile(keras.optimizers.Adam(0.02), "binary_crossentropy")
     hsk.distribute(model, strategy)
-    manager = hs.CheckpointManager(folder, max_to_keep=2, **hsk.state(model))
+    keeper.track(**hsk.state(model))
     data = hsk.Batches(X, Y, batch_size=BATCH, strategy=strategy, shuffle=True, seed=5)
     pause = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: time.sleep(PAUSE_SECONDS)
     )
-    # One save in each epoch, where the others save in each step.
-    callbacks = [hsk.Checkpoint(manager), pause]
-    model.fit(data, epochs=4 * EPOCHS, verbose=0, callbacks=callbacks)
+    keep: Any = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: keeper.commit(epoch + 1)
+    )
+    first = 0
+    if isinstance(keeper, Files):
+        keep = hsk.Checkpoint(keeper.manager)
+    else:
+        first = keeper.restore() or 0
+    # One commit in each epoch, where the others have one in each step.
+    how = {"epochs": 4 * EPOCHS, "initial_epoch": first, "verbose": 0}
+    model.fit(data, callbacks=[keep, pause], **how)
     return [keras.ops.convert_to_numpy(v) for v in model.variables]
 
 
@@ -132,15 +159,37 @@ def batches(strategy: Any) -> Any:
     return strategy.experimental_distribute_dataset(dataset)
 
 
-def main(kind: str, folder: Path) -> None:
-    """Train, and print the hash."""
-    strategy = hs.MultiWorkerMirroredStrategy(logical_replicas=4)
-    train = {"torch": train_torch, "jax": train_jax, "keras": train_keras}[kind]
-    trained = hashlib.sha256()
-    for array in train(strategy, folder):
-        trained.update(np.asarray(array).tobytes())
-    hs.print_once(trained.hexdigest())
+def digest(arrays: list[Any]) -> str:
+    """Return a hash of all arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes())
+    return found.hexdigest()
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
+    """Train, and say what the hash is."""
+    kinds = {"torch": train_torch, "jax": train_jax, "keras": train_keras}
+    train = kinds[options["kind"]]
+    if "run" not in options:
+        strategy = hs.MultiWorkerMirroredStrategy(logical_replicas=4)
+        files = Files(folder / "checkpoints")
+        found = digest(train(strategy, files))
+        files.manager.close()
+        hs.print_once(found)
+        return
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    (folder / f"{rank}.process").write_text(str(os.getpid()))
+
+    def begin(strategy: Any, memory: Any) -> str:
+        (folder / "started").touch()
+        return digest(train(strategy, memory))
+
+    marker = folder / "done"
+    result = hs.elastic.run(begin, completion_marker=marker, **options["run"])
+    if result is not None:
+        (folder / f"{rank}.result").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -40,7 +40,7 @@ class Trial:
     problem: str = ""
     seconds: float | None = None
     returncode: int | None = None
-    results: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     stdout: str = ""
     stderr: str = ""
     marked: bool = False
