@@ -78,7 +78,7 @@ class Match:
         total = value[0]
         if self.entry.aggregation != "only_first_replica":
             # In the order in which the replicas themselves would add them.
-            [total] = TreeOrder(rows, 1).sum_roots(0, list(value))
+            [total] = quietly(TreeOrder(rows, 1).sum_roots, 0, list(value))
             total = np.asarray(total)
         if self.entry.aggregation == "mean":
             total = rounded(total / rows, value.dtype)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,20 +105,21 @@ class ReplicaSums:
 
     def _columns(self, flats: Sequence[tuple[list[Any], Any]], what: str) -> list[Any]:
         """Return the arrays of all replicas for each leaf, once they are alike."""
-        columns = []
+        rows, kinds = [], []
         for number, (leaves, structure) in enumerate(flats):
             if structure != flats[0][1]:
                 self._disagree(what, number, flats[0][1], structure)
-            columns.append(
-                [v if isinstance(v, IndexedSlices) else to_reducible(v) for v in leaves]
-            )
-        by_leaf = [list(column) for column in zip(*columns, strict=True)]
-        for column in by_leaf:
-            first = _kind(column[0])
-            for number, value in enumerate(column):
-                if (kind := _kind(value)) != first:
-                    self._disagree(what, number, _words(first), _words(kind))
-        return by_leaf
+            row = [
+                v if isinstance(v, IndexedSlices) else to_reducible(v) for v in leaves
+            ]
+            rows.append(row)
+            kinds.append([*map(_kind, row)])
+        for number, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                pairs = zip(kinds[0], kind, strict=True)
+                first, other = next(pair for pair in pairs if pair[0] != pair[1])
+                self._disagree(what, number, _words(first), _words(other))
+        return [list(column) for column in zip(*rows, strict=True)]
 
     def _disagree(self, what: str, number: int, first: Any, other: Any) -> None:
         replicas = self.block[0], self.block[number]
@@ -148,32 +151,29 @@ class ReplicaSums:
         means = op is ReduceOp.MEAN
         if not columns:
             return []
-        roots: list[list[Array]] = []
-        wires = [wire_dtype(column[0].dtype, means)[0] for column in columns]
-        packs = _packs(columns, wires)
-        for indices in packs:
-            wire, empty = wires[indices[0]], self._recycler.empty
+        firsts = [column[0] for column in columns]
+        plan = _planned(tuple((a.dtype, a.shape) for a in firsts), means)
+        empty, roots = self._recycler.empty, []
+        for pack in plan:
             arrays = [
-                _side_by_side([columns[i][number] for i in indices], wire, empty)
+                _side_by_side([columns[i][number] for i in pack.indices], pack, empty)
                 for number in range(len(self.block))
             ]
             roots.append(self.order.sum_roots(self._rank, arrays, empty))
         label = f"{what} ({op.name} of {self.order.num_replicas} replicas)"
         found = self._totals(roots, label)
-        totals: dict[int, Array] = {}
-        for indices, total in zip(packs, found, strict=True):
-            divide(total, self.order.num_replicas if means else 0)
-            shapes = [columns[i][0].shape for i in indices]
-            parts = [total] if len(indices) == 1 else side_by_side(total, shapes)
-            totals.update(zip(indices, parts, strict=True))
-        results = []
-        for index, column in enumerate(columns):
-            total = totals[index]
-            _, narrows = wire_dtype(column[0].dtype, means)
-            result = rounded(total, column[0].dtype) if narrows else total
-            if is_device(column[0]):
-                result = array_module(column[0]).asarray(result)
-            results.append(result)
+        results: list[Any] = [None] * len(columns)
+        for pack, total in zip(plan, found, strict=True):
+            if means:
+                divide(total, self.order.num_replicas)
+            one = len(pack.indices) == 1
+            parts = [total] if one else side_by_side(total, pack.shapes)
+            for index, part in zip(pack.indices, parts, strict=True):
+                first = firsts[index]
+                result = rounded(part, first.dtype) if pack.narrows else part
+                if is_device(first):
+                    result = array_module(first).asarray(result)
+                results[index] = result
         return results
 
     def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
@@ -261,35 +261,54 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-def _packs(
-    columns: Sequence[Sequence[Array]], wires: Sequence[np.dtype[Any]]
-) -> list[list[int]]:
-    """Return which arrays are added side by side: small ones of a type."""
-    packs: list[list[int]] = []
+class _Pack(NamedTuple):
+    """Arrays of one type that are added side by side; a large one is alone.
+
+    ``wire`` is the type in which they are added; with ``narrows`` sums are cast back.
+    """
+
+    indices: list[int]
+    shapes: list[tuple[int, ...]]
+    wire: np.dtype[Any]
+    narrows: bool
+    size: int
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(
+    kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...], means: bool
+) -> list[_Pack]:
+    """Return which arrays of these types and shapes are added side by side."""
+    groups: list[list[int]] = []
     filled: dict[np.dtype[Any], list[int]] = {}
     left: dict[np.dtype[Any], int] = {}
-    for index, (column, wire) in enumerate(zip(columns, wires, strict=True)):
-        nbytes = column[0].size * wire.itemsize
+    for index, (dtype, shape) in enumerate(kinds):
+        nbytes = math.prod(shape) * wire_dtype(dtype, means)[0].itemsize
         if nbytes > _SMALL_BYTES:
-            packs.append([index])
+            groups.append([index])
             continue
-        if left.get(wire, -1) < nbytes:
-            filled[wire], left[wire] = [], _PACK_BYTES
-            packs.append(filled[wire])
-        filled[wire].append(index)
-        left[wire] -= nbytes
+        if left.get(dtype, -1) < nbytes:
+            filled[dtype], left[dtype] = [], _PACK_BYTES
+            groups.append(filled[dtype])
+        filled[dtype].append(index)
+        left[dtype] -= nbytes
+    packs = []
+    for indices in groups:
+        shapes = [kinds[index][1] for index in indices]
+        wire, narrows = wire_dtype(kinds[indices[0]][0], means)
+        packs.append(_Pack(indices, shapes, wire, narrows, sum(map(math.prod, shapes))))
     return packs
 
 
 def _side_by_side(
-    arrays: Sequence[Array], wire: np.dtype[Any], empty: Callable[..., Array]
+    arrays: Sequence[Array], pack: _Pack, empty: Callable[..., Array]
 ) -> Array:
     """Return one array itself, contiguous and of a type, or several in a flat one."""
     if len(arrays) == 1:
-        array = rounded(to_host(arrays[0]), wire)
+        array = rounded(to_host(arrays[0]), pack.wire)
         # NumPy's ascontiguousarray gives scalars a dimension.
         return array if array.flags.c_contiguous else array.copy("C")
-    flat = empty((sum(array.size for array in arrays),), wire)
+    flat = empty((pack.size,), pack.wire)
     flats = [to_host(array).reshape(-1) for array in arrays]
     np.concatenate(flats, out=flat, casting="unsafe")
     return flat

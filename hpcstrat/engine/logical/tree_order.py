@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quietly
 from hpcstrat.engine.typing import Array
 
 __all__ = ["TreeOrder"]
@@ -34,7 +33,8 @@ _Node = tuple[int, int]
 class TreeOrder:
     """The tree over ``num_replicas`` leaves, dealt to ``num_ranks`` ranks in blocks.
 
-    Ranks number from 0; there are at least as many replicas as ranks.
+    Ranks number from 0; there are at least as many replicas as ranks. Sums that
+    overflow warn, unless the caller is `hpcstrat.engine.arrays.casting.quiet`.
     """
 
     num_replicas: int
@@ -129,5 +129,5 @@ class TreeOrder:
             return self._add((level - 1, 2 * number), known, out)
         first = self._add((level - 1, 2 * number), known, out)
         second = self._add(right, known, np.empty_like(out))
-        quietly(np.add, first, second, out)
+        np.add(first, second, out)
         return out

@@ -92,7 +92,8 @@ class LogicalReplicated(Replicated):
         """Add the gradients of all replicas, once for this rank."""
         count = len(self._parameters)
         changed = self.sets.changed() if self._buffers is not None else []
-        marks = [_marks(own, count, changed) for own in given]
+        # Those of this rank's replicas together: sums of integers are exact.
+        marks = _marks(given, count, changed)
         # Gradients reached the last time travel with the marks; missing ones follow.
         *sums, told = self._summed(self._expected, given, marks)
         rows = told[: 2 * count].reshape(2, -1)
@@ -118,14 +119,16 @@ class LogicalReplicated(Replicated):
         self,
         indices: list[int],
         given: list[dict[int, torch.Tensor]],
-        marks: list[Array] | None = None,
+        marks: Array | None = None,
     ) -> list[Array]:
-        """Return the sums of dense gradients, and of the marks behind them."""
-        parts = []
-        for number, own in enumerate(given):
-            tensors = [self._dense(own.get(index), index) for index in indices]
-            arrays = [memory_of(tensor) for tensor in tensors]
-            parts.append(arrays if marks is None else [*arrays, marks[number]])
+        """Return the sums of dense gradients, and of a rank's marks behind them."""
+        parts = [
+            [memory_of(self._dense(own.get(i), i)) for i in indices] for own in given
+        ]
+        if marks is not None:
+            nothing = np.zeros_like(marks)
+            for arrays in parts:
+                arrays.append(marks if arrays is parts[0] else nothing)
         found: list[Array] = self.strategy.reduce_parts(self.op, parts, _WHAT)
         return found
 
@@ -182,12 +185,16 @@ class LogicalReplicated(Replicated):
         self.sets.load()
 
 
-def _marks(own: dict[int, torch.Tensor], count: int, changed: list[bool]) -> Array:
-    """Return what a replica tells: its dense and sparse gradients, and its buffers."""
-    marks = np.zeros((2, count), np.int32)
-    for index, gradient in own.items():
-        marks[int(gradient.is_sparse), index] = 1
-    return np.concatenate([marks.ravel(), np.array(changed, np.int32)])
+def _marks(
+    given: list[dict[int, torch.Tensor]], count: int, changed: list[bool]
+) -> Array:
+    """Return what a rank tells: its dense and sparse gradients, and its buffers."""
+    marks = np.zeros(2 * count + len(changed), np.int32)
+    marks[2 * count :] = changed
+    for own in given:
+        for index, gradient in own.items():
+            marks[index + count * gradient.is_sparse] = 1
+    return marks
 
 
 class _BufferSets:
@@ -266,6 +273,7 @@ class _Turns:
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
         self._states: list[Any] = [None] * count
+        self._seeds: list[int] = []
         # States of the thread that has called `run`; a run may lie in another.
         self._outside: list[Any] = []
         self._modes: tuple[Any, ...] = ()
@@ -282,6 +290,11 @@ class _Turns:
             for device in ("cpu", "cuda")
         ]
         self._modes = torch.is_grad_enabled(), autocast
+        # All here: it takes longer in the threads of the replicas, one by one.
+        self._seeds = [
+            int(self.streams.generator_of(index).integers(1 << 63))
+            for index in range(len(self._states))
+        ]
         for module in self.modules:
             module.sets.use(0)
             if module.shares_buffers:
@@ -294,7 +307,7 @@ class _Turns:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         # Not `torch.manual_seed`, which asks for all kinds of devices, there or not.
-        seed = int(self.streams.generator_of(index).integers(1 << 63))
+        seed = self._seeds[index]
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)

@@ -24,6 +24,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.context import own_index
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
@@ -141,7 +142,8 @@ class Replicated:
         # In compiled code, the hooks of the parameters find the end by themselves.
         if torch.compiler.is_compiling() or not watches:
             return
-        if not _is_laid_out_as(self._layout):
+        # Logical replicas of a rank share the module: the first looks at it for all.
+        if not own_index() and not _is_laid_out_as(self._layout):
             # A call, so that the other replicas learn of it.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
         for leaf in flatten(output)[0]:
