@@ -130,7 +130,7 @@ class Objects:
         found = [
             variable.distribute_strategy
             for variable in self.variables().values()
-            if isinstance(variable, DistributedVariable) or variable.lies_elsewhere
+            if isinstance(variable, DistributedVariable) or variable.is_remote
         ]
         for name, thing in [*self._iterators.items(), *self._python.items()]:
             strategy = getattr(thing, "distribute_strategy", None)
@@ -402,7 +402,7 @@ def pieces_of(variable: Variable | None) -> Any:
     They come and go piece by piece. None where they would have to be converted, and for
     all other variables.
     """
-    if variable is None or not variable.lies_elsewhere:
+    if variable is None or not variable.is_remote:
         return None
     # Files are little-endian on every machine; pieces are never converted.
     as_stored = sys.byteorder == "little" and variable.dtype.isnative

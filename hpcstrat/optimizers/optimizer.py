@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -21,17 +20,16 @@ from hpcstrat.engine.options import ReduceOp, VariableAggregation
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.accumulation import Accumulation
+from hpcstrat.optimizers.backends import Backend, backend_of, shards
 from hpcstrat.optimizers.gradients import (
     Filling,
     Gradient,
     Pairs,
     checked,
     clip_to_norm,
-    merged_rows,
     require_gradients,
     require_names,
     scale,
-    sum_of_squares,
 )
 from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
 from hpcstrat.optimizers.parameters import (
@@ -40,17 +38,11 @@ from hpcstrat.optimizers.parameters import (
     Target,
     require_options,
 )
-from hpcstrat.optimizers.routine import Routine, has_two_stages, is_of_elements
+from hpcstrat.optimizers.routine import Routine
+from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
-from hpcstrat.optimizers.step_slices import StepSlices
 from hpcstrat.strategies import get_strategy
-from hpcstrat.variables import (
-    HostValue,
-    Variable,
-    class_of_own,
-    exchange_parts,
-    part_of_rank,
-)
+from hpcstrat.variables import HostValue, Variable, class_of_own
 
 __all__ = ["Optimizer"]
 
@@ -200,11 +192,12 @@ class Optimizer(MadeTogether, ABC):
 
         For the library's own modules.
         """
-        return int(self._iterations_elsewhere.number)
+        iterations: Any = self.iterations
+        return int(iterations.number)
 
     def _handle(self) -> tuple[str, int, Any]:
         """Return what another rank makes a copy of; the state stays where it is."""
-        if not self.iterations.lies_elsewhere:
+        if self._servers is None:
             raise ValueError(
                 f"expected an optimizer that was made in the strategy's scope, found "
                 f"{type(self).__name__} of elsewhere in a scheduled function; make it "
@@ -304,17 +297,14 @@ class Optimizer(MadeTogether, ABC):
             If a combined gradient is NaN or infinite, with the setting
             ``non_finite="raise"``; nothing has changed. On every replica.
         """
-        entry = current()
-        if entry is not None and not (
-            entry.replica_context or entry.strategy.applies_elsewhere
-        ):
+        strategy, entry = get_strategy(), current()
+        if strategy.update_backend == "servers":
+            return strategy.apply_gradients(self, grads_and_vars)
+        if entry is not None and not entry.replica_context:
             raise RuntimeError(
                 "expected apply_gradients in replica context, found cross-replica "
                 "context; call it inside the function that strategy.run runs"
             )
-        strategy = get_strategy()
-        if strategy.applies_elsewhere:
-            return strategy.apply_gradients(self, grads_and_vars)
         if strategy.logical and self._accumulation.steps > 1:
             raise ValueError(
                 "expected accumulate_steps=1 with logical replicas, found "
@@ -362,14 +352,14 @@ class Optimizer(MadeTogether, ABC):
         def update(given: list[Pairs]) -> bool:
             routine = self._routine
             if routine is None or not routine.fits(strategy, list(given[0])):
-                routine = Routine(strategy, given[0], label)
+                routine = self._planned(given[0], label)
             parts = [[gradient for gradient, _ in pairs] for pairs in given]
             rate = self._rate(strategy.collectives)
             reduced = strategy.reduce_parts(self._op, parts, label, routine.sums)
             updated = self._use(reduced, given, routine, rate)
             dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
             self._routine = routine if dense and not self._fills else None
-            if self._routine is not None and updated and not self._sharded:
+            if self._routine is not None and updated:
                 routine.repeat()
             return updated
 
@@ -414,7 +404,7 @@ class Optimizer(MadeTogether, ABC):
             In central storage, whose ranks update slices of sums that they make.
         """
         strategy = get_strategy()
-        if strategy.is_central and strategy.num_replicas_in_sync > 1:
+        if strategy.update_backend == "slices" and strategy.num_replicas_in_sync > 1:
             raise NotImplementedError(
                 "expected apply_gradients in central storage, found apply_combined; "
                 "pass each replica's own gradients to apply_gradients"
@@ -425,7 +415,7 @@ class Optimizer(MadeTogether, ABC):
         label = self._label(pairs)
 
         def update() -> bool:
-            routine = Routine(strategy, present, label)
+            routine = self._planned(present, label)
             now = self._rate(strategy.collectives) if rate is None else rate
             return self._use([g for g, _ in present], [present], routine, now)
 
@@ -457,32 +447,22 @@ class Optimizer(MadeTogether, ABC):
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
-        if plain and updated and not self._sharded:
+        if plain and updated:
             routine.repeat()
         return updated
 
     def _planned(self, pairs: Pairs, label: str) -> Routine:
         """Return what is to be done with gradients of these kinds."""
         strategy = get_strategy()
-        routine = Routine(strategy, pairs, label)
-        if strategy.is_central and strategy.num_replicas_in_sync > 1:
-            by_elements = is_of_elements(type(self))
-            routine.slices = StepSlices(
-                strategy, pairs, label, self._op, by_elements=by_elements
-            )
-        return routine
+        backend = backend_of(strategy, pairs, label, self._op, self)
+        return Routine(strategy, pairs, backend)
 
     def _combine_and_update(
         self, collectives: Collectives, pairs: Pairs, routine: Routine
     ) -> bool:
         rate = self._rate(collectives)
         gradients: list[Any] = [gradient for gradient, _ in pairs]
-        if routine.slices is not None:
-            reduced = routine.slices.reduce(gradients)
-        else:
-            reduced = collectives.reduce_inside(
-                self._op, gradients, routine.label, out=routine.sums
-            )
+        reduced = routine.backend.reduce(gradients, routine.sums)
         return self._use(reduced, [pairs], routine, rate)
 
     @quiet
@@ -493,37 +473,21 @@ class Optimizer(MadeTogether, ABC):
 
         ``given`` are the gradients of each replica of this process.
         """
-        slices, pairs, strategy = routine.slices, given[0], get_strategy()
-        sharded = self._shards(strategy)
-        if not routine.begun and slices is None:
-            reduced = [
-                merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
-            ]
+        backend = routine.backend
+        if not routine.begun:
+            reduced = backend.merge(reduced)
         if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
-        if sharded:
-            # By the whole gradients, before each rank goes on with its part.
-            self._condition(reduced, None)
-            wholes = [_dense(gradient).reshape(-1) for gradient in reduced]
-            reduced = [w[part_of_rank(w.size, strategy)] for w in wholes]
+        reduced = backend.own(self, reduced)
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
-            targets = [self._target(variable) for _, variable in pairs]
-            targets = targets if slices is None else slices.cut(targets)
-            routine.begin(self, targets, reduced)
+            targets = [self._target(v, backend.sharded) for _, v in given[0]]
+            routine.begin(self, backend.cut(targets), reduced)
         # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
         for step in routine.steps:
             step.rate, step.number = rate, number
-        if sharded:
-            self._update_sharded(wholes, reduced, pairs, routine)
-        elif slices is None:
-            self._update_all(reduced, routine)
-        else:
-            # The others wait for this rank's slice.
-            with get_strategy().collectives.all_raise(routine.label):
-                self._update_all(reduced, routine)
-            slices.finish()
+        backend.update(self, reduced, routine)
         # Last: an error in a rule leaves the count as it was.
         self.iterations.component[...] = number
         return True
@@ -532,21 +496,17 @@ class Optimizer(MadeTogether, ABC):
         self, reduced: list[Any], given: list[Pairs], routine: Routine
     ) -> bool:
         """Return whether a step is left out, since its gradients are not finite."""
-        strategy, slices = get_strategy(), routine.slices
+        strategy, backend = get_strategy(), routine.backend
         if not routine.repeats:
             finite = are_finite(reduced)
         elif routine.flat is None:
             finite = all_finite(reduced)
         else:
             finite = is_finite(routine.flat)
-        if slices is not None:
-            finite = not slices.total(float(not finite))
-        if finite:
+        if backend.all_finite(finite):
             return False
-        if slices is not None:
-            # All of them, to say which it is.
-            own = [gradient for gradient, _ in given[0]]
-            reduced = strategy.collectives.batch_reduce(self._op, own, routine.label)
+        # All of them, to say which it is.
+        reduced = backend.wholes(reduced, [gradient for gradient, _ in given[0]])
         # A combined gradient has the same bits on every replica: all decide alike.
         policy = routine.non_finite
         return self._non_finite.refuses(policy, strategy, given, reduced)
@@ -561,51 +521,6 @@ class Optimizer(MadeTogether, ABC):
                 collectives.fail("apply_gradients", error)
                 raise
         return rate
-
-    def _shards(self, strategy: Any) -> bool:
-        """Whether each rank updates a part of the elements."""
-        if not self._sharded or strategy.num_ranks == 1:
-            return False
-        if strategy.is_central or strategy.split is not None:
-            raise ValueError(
-                "expected variables that all ranks have a copy of for sharded=True, "
-                f"found those of {strategy!r}; leave out sharded=True"
-            )
-        return True
-
-    def _update_all(self, gradients: list[Any], routine: Routine) -> None:
-        if self._limit is not None or self._mean != 1:
-            self._condition(gradients, routine.slices)
-        self._update_parts(gradients, routine)
-
-    def _update_sharded(
-        self, wholes: list[Array], parts: list[Array], pairs: Pairs, routine: Routine
-    ) -> None:
-        """Update this rank's part of each variable, and get the others.
-
-        ``parts`` are parts of ``wholes``, the gradients. Of a rule with two stages the
-        first is of parts, whose results are exchanged, and the second of all.
-        """
-        strategy = get_strategy()
-        arrays = [variable.component for _, variable in pairs]
-        in_two = has_two_stages(type(self))
-        # The others wait for this rank's parts.
-        with strategy.collectives.all_raise(routine.label):
-            if not in_two:
-                self._update_parts(parts, routine)
-            for part, (step, own) in zip(parts, routine.targets, strict=True):
-                if in_two:
-                    self._direction(step, part, *own[1:])
-        exchange_parts(
-            strategy,
-            wholes if in_two else arrays,
-            f"{routine.label}, updated parts",
-            strategy.collectives.timeout_seconds,
-        )
-        if in_two:
-            steps = [step for step, _ in routine.targets]
-            for step, whole, array in zip(steps, wholes, arrays, strict=True):
-                self._finish(step, whole.reshape(array.shape), array)
 
     def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Write over a gradient what a rule's first stage makes of it."""
@@ -633,30 +548,23 @@ class Optimizer(MadeTogether, ABC):
         calls = max(1, self._accumulation.calls)
         return 1 / calls if self._op is ReduceOp.MEAN else 1.0
 
-    def _condition(
-        self, gradients: Sequence[Gradient], slices: StepSlices | None
-    ) -> None:
+    def _condition(self, gradients: Sequence[Gradient], backend: Backend) -> None:
         """Scale and clip combined gradients, in place."""
-        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
-        scale(arrays, self._mean)
-        if self._limit is None:
+        mean = self._mean
+        if self._limit is None and mean == 1:
             return
-        norm = None
-        if slices is not None:
-            norm = math.sqrt(slices.total(sum(map(sum_of_squares, arrays))))
-        clip_to_norm(arrays, self._limit, norm)
+        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+        scale(arrays, mean)
+        if self._limit is not None:
+            clip_to_norm(arrays, self._limit, backend.norm(arrays))
 
-    def _target(self, variable: Variable) -> Target:
+    def _target(self, variable: Variable, sharded: bool) -> Target:
         """Return the arrays of a variable and its state, which is made if need be."""
-        strategy, whole = get_strategy(), variable.component
-        sharded = self._shards(strategy)
-        if sharded:
-            whole = whole.reshape(-1)[part_of_rank(whole.size, strategy)]
         state = [
             self._slots.get(kind, variable, initial, sharded=sharded).component
             for kind, initial in self.state.items()
         ]
-        return Step(0.0, 0, variable.name), [whole, *state]
+        return Step(0.0, 0, variable.name), [variable.component, *state]
 
     def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
         if not isinstance(gradient, IndexedSlices):
@@ -708,11 +616,12 @@ class Optimizer(MadeTogether, ABC):
             If there is none, or a name comes twice.
         """
         require_names(variables)
-        if self.iterations.lies_elsewhere:
-            self._strategy_elsewhere.slots.build(self, variables)
+        if (servers := self._servers) is not None:
+            servers.build(self, variables)
             return
         self._current = frozenset(map(id, variables))
-        sharded = self._shards(variables[0].distribute_strategy or get_strategy())
+        strategy = variables[0].distribute_strategy or get_strategy()
+        sharded = shards(self, strategy)
         for variable in variables:
             for kind, initial in self.state.items():
                 self._slots.get(kind, variable, initial, sharded=sharded)
@@ -737,8 +646,8 @@ class Optimizer(MadeTogether, ABC):
         """
         self._slots.forget_garbage(self._current)
         rest = self._accumulation.own | self._slots.named()
-        if self.iterations.lies_elsewhere:
-            rest |= self._strategy_elsewhere.slots.named(self)
+        if (servers := self._servers) is not None:
+            rest |= servers.named(self)
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
@@ -761,13 +670,13 @@ class Optimizer(MadeTogether, ABC):
         Not collective, but all replicas do it in the same order. For the library's own
         modules.
         """
-        elsewhere = self.iterations.lies_elsewhere
+        servers = self._servers
         # It goes to servers: what waits for that is of this process alone.
-        strategy = None if elsewhere else strategy
+        strategy = None if servers is not None else strategy
         if not self._accumulation.defer(name, value, strategy, is_part=is_part):
             self._slots.wait(name, value, strategy)
-        if elsewhere:
-            self._strategy_elsewhere.slots.wait(self)
+        if servers is not None:
+            servers.wait(self)
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
         """Put state back to what it is before the first step.
@@ -780,7 +689,7 @@ class Optimizer(MadeTogether, ABC):
             # Sums and calls of an accumulation begin with 0.
             initial = self.state.get(name.partition("/")[0], 0.0)
             variable = variables[name]
-            if variable.lies_elsewhere:
+            if variable.is_remote:
                 variable.assign(np.full(variable.shape, initial, variable.dtype))
             else:
                 variable.component[...] = initial
@@ -790,10 +699,8 @@ class Optimizer(MadeTogether, ABC):
 
         Not collective. For the library's own modules.
         """
-        if not self.iterations.lies_elsewhere:
-            return None
-        found: Variable | None = self._strategy_elsewhere.slots.find(self, name)
-        return found
+        servers = self._servers
+        return None if servers is None else servers.find(self, name)
 
     def take_restored(self, name: str) -> Array | None:
         """Return restored state, which waits no longer; None if there is none.
@@ -803,28 +710,20 @@ class Optimizer(MadeTogether, ABC):
         return self._slots.take(name)
 
     @property
-    def _iterations_elsewhere(self) -> Any:
-        """The number of steps, where servers keep it, and the state."""
-        return self.iterations
-
-    @property
-    def _strategy_elsewhere(self) -> Any:
-        """The strategy whose servers keep the state."""
-        return self.iterations.distribute_strategy
+    def _servers(self) -> Any:
+        """The state that lies on servers; None where it is on the ranks that step."""
+        iterations: Any = self.iterations
+        return iterations.distribute_strategy.slots if iterations.is_remote else None
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Go on from what has been restored.
 
         Not collective. For the library's own modules.
         """
-        if self.iterations.lies_elsewhere:
-            self._strategy_elsewhere.slots.restored(self)
+        if (servers := self._servers) is not None:
+            servers.restored(self)
         if self._accumulation.restored(num_replicas, now):
             get_logger("optimizers").warning(
                 "the checkpoint holds sums of an accumulation that has not ended, and "
                 "accumulate_steps is 1: these gradients are not used"
             )
-
-
-def _dense(gradient: Gradient) -> Array:
-    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient

@@ -10,11 +10,12 @@ import numpy as np
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.packing import side_by_side
 from hpcstrat.engine.typing import Array, Replicas
+from hpcstrat.optimizers.backends import Backend
 from hpcstrat.optimizers.parameters import Step, Target
-from hpcstrat.optimizers.step_slices import StepSlices
+from hpcstrat.optimizers.rules import is_of_elements
 from hpcstrat.variables import Variable
 
-__all__ = ["Bundle", "Routine", "has_two_stages", "is_of_elements"]
+__all__ = ["Bundle", "Routine"]
 
 # Up to so many elements it takes less time to copy arrays there and back than to call
 # NumPy for each: a step of 20 arrays of 4,096 takes half the time, of 64 a quarter. A
@@ -62,28 +63,6 @@ class Bundle:
             whole[...] = view
 
 
-def is_of_elements(kind: type) -> bool:
-    """Whether the rule of a class is known to treat each element by itself.
-
-    A subclass may have another rule than its base.
-    """
-    return _declares(kind, "elementwise")
-
-
-def has_two_stages(kind: type) -> bool:
-    """Whether a rule of a class is known to begin with each element by itself."""
-    return _declares(kind, "_two_stages")
-
-
-def _declares(kind: type, name: str) -> bool:
-    for each in kind.__mro__:
-        if name in vars(each):
-            return bool(vars(each)[name])
-        if "update" in vars(each) or "_direction" in vars(each):
-            return False
-    return False
-
-
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
     """Return the small variables of each type, those that decay apart from the rest."""
     groups: dict[Any, list[list[int]]] = {}
@@ -111,21 +90,19 @@ class Routine:
         self,
         strategy: Replicas,
         pairs: Sequence[tuple[Any, Variable]],
-        label: str,
+        backend: Backend,
     ) -> None:
         self._strategy = strategy
         self._expected = [
             (v, type(v.component), v.dtype, v.shape, _gpu(v.component))
             for _, v in pairs
         ]
-        self.label = label
+        self.backend = backend
         self.non_finite: str = strategy.settings.non_finite
         # Whether the gradients are of NumPy, and summed as in the step before; and the
         # arrays for their sums, where they are always the same.
         self.repeats = False
         self.sums: list[Array] | None = None
-        # Slices that this rank updates, in central storage; None elsewhere.
-        self.slices: StepSlices | None = None
         # For each gradient, or slice of one; they are there from the first step on.
         self.begun = False
         self.targets: list[Target] = []
@@ -151,7 +128,7 @@ class Routine:
     def repeat(self) -> None:
         """Let the sums of further steps be made as before."""
         on_gpu = any(is_device(wholes[0]) for _, wholes in self.targets)
-        if on_gpu or self.slices is not None:
+        if on_gpu or not self.backend.repeats:
             return
         flat, sums = None, None
         if len(self.bundles) == 1 and not self.apart:

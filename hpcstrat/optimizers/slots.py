@@ -158,7 +158,7 @@ class Slots:
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
         # Each replica has the state that waited; central variables lie elsewhere.
-        stays = each_has or strategy is None or not strategy.is_central
+        stays = each_has or strategy is None or strategy.update_backend != "slices"
         if same and stays and not is_device(array):
             return saved
         value = saved.component.astype(array.dtype, copy=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices, slice_of
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
-from hpcstrat.optimizers.gradients import Gradient, merged_rows
+from hpcstrat.optimizers.gradients import Gradient, merged_rows, sum_of_squares
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
@@ -34,8 +35,12 @@ class StepSlices:
     The elements of all variables of a type, one variable behind the other, are divided
     between the ranks; where a rule is not ``by_elements``, at the ends of variables. Of
     rows, each rank has those of a range of indices. Workers of unequal sizes have as
-    many slices as the smallest has ranks. The same on every worker.
+    many slices as the smallest has ranks. The same on every worker. A
+    `hpcstrat.optimizers.backends.Backend`.
     """
+
+    sharded = False
+    repeats = False
 
     def __init__(
         self,
@@ -153,11 +158,14 @@ class StepSlices:
             own.append((Step(0.0, 0, step.name), [whole[rows] for whole in wholes]))
         return own
 
-    def reduce(self, gradients: Sequence[Gradient]) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Gradient], out: list[Array] | None = None
+    ) -> list[Any]:
         """Return the combined gradients of this rank's slices, in the order of `cut`.
 
         Collective over the strategy's replicas. They are overwritten by the next call.
         """
+        del out
         channel, combined = self._channel, list[Any]()
         if self._sparse:
             rows: list[Any] = [gradients[index] for index in self._sparse]
@@ -199,7 +207,39 @@ class StepSlices:
         indices = merged.indices[kept] - rows.start
         return IndexedSlices(merged.values[kept], indices, shape)
 
-    def total(self, value: float) -> float:
+    def merge(self, reduced: list[Any]) -> list[Any]:
+        """Return what is given: rows were merged before they were divided."""
+        return reduced
+
+    def all_finite(self, finite: bool) -> bool:
+        """Whether the gradients of all slices are finite."""
+        return not self._total(float(not finite))
+
+    def wholes(self, reduced: list[Any], own: list[Any]) -> list[Any]:
+        """Return combined gradients of all elements."""
+        del reduced
+        found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
+        return found
+
+    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+        """Return what is given."""
+        del optimizer
+        return reduced
+
+    def norm(self, arrays: Sequence[Array]) -> float | None:
+        """Return the norm over all slices."""
+        return math.sqrt(self._total(sum(map(sum_of_squares, arrays))))
+
+    def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
+        """Update this rank's slices, and wait for the others."""
+        # The others wait for this rank's slice.
+        with self._collectives.all_raise(self._label):
+            optimizer._condition(gradients, self)
+            optimizer._update_parts(gradients, routine)
+        call = describe_call(f"end of {self._label}")
+        self._channel.agree(call, self._collectives.timeout_seconds)
+
+    def _total(self, value: float) -> float:
         """Return the sum of a number over all slices.
 
         Collective over the strategy's replicas.
@@ -208,14 +248,6 @@ class StepSlices:
         own = np.array(0.0 if self._worker_id else value, np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
-
-    def finish(self) -> None:
-        """Return when all slices are written.
-
-        Collective over the strategy's replicas.
-        """
-        call = describe_call(f"end of {self._label}")
-        self._channel.agree(call, self._collectives.timeout_seconds)
 
 
 def _flat(gradient: Any) -> Array:

@@ -11,7 +11,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, require_names
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.routine import is_of_elements
+from hpcstrat.optimizers.rules import is_of_elements
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.variables import ServerVariable

@@ -27,7 +27,7 @@ __all__ = ["ServerSlots"]
 class _ServerSlot(Variable):
     """State of one kind, of all shards of a variable; read and assigned as a whole."""
 
-    lies_elsewhere = True
+    is_remote = True
     _variable: ServerVariable
     _place: tuple[int, str]
     _initial: float

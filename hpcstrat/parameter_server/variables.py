@@ -90,7 +90,7 @@ class ServerVariable(Variable):
     ``assign`` and the like return the variable.
     """
 
-    lies_elsewhere = True
+    is_remote = True
     _shards: list[_Shard]
     _number: int
 

@@ -403,10 +403,9 @@ class Strategy:
     # Whether variables and batches are put on this replica's GPU, wherever their first
     # values come from.
     puts_on_gpu = False
-    # Whether a variable lies once in each worker, for all its replicas.
-    is_central = False
-    # Whether optimizers make their steps where the variables are, not here.
-    applies_elsewhere = False
+    # Where variables are, and so who updates them; `hpcstrat.optimizers.backends` has
+    # the ways: "copies" on each rank, "slices" of one copy in each worker, "servers".
+    update_backend = "copies"
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
 

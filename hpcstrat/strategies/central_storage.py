@@ -65,7 +65,7 @@ class CentralStorageStrategy(MpiStrategy):
         If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
 
-    is_central = True
+    update_backend = "slices"
     parameter_devices = ("CPU:0",)
 
     def __init__(

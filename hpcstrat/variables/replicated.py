@@ -469,7 +469,7 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     """
     # By the property of no variable: `value` would be a call for each.
     results: list[Any] = [
-        variable.value() if variable.lies_elsewhere else variable._view
+        variable.value() if variable.is_remote else variable._view
         for variable in variables
     ]
     groups: dict[VariableAggregation, list[int]] = {}

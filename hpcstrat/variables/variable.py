@@ -77,7 +77,7 @@ class Variable(MadeTogether, ArrayOperators):
 
     Attributes
     ----------
-    lies_elsewhere : bool
+    is_remote : bool
         Whether other ranks hold the value, so that ``component`` is a copy.
     is_sharded : bool
         Whether ``component`` is a part of the elements, of which each rank has another.
@@ -91,7 +91,7 @@ class Variable(MadeTogether, ArrayOperators):
         floating; for a value that is no array.
     """
 
-    lies_elsewhere = False
+    is_remote = False
     is_sharded = False
     _is_distributed = False
     _strategy: Any = None

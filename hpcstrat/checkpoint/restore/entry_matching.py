@@ -101,7 +101,7 @@ class Match:
             return
         if value.dtype != variable.dtype and strategy.replica_id == 0:
             _tell_losses(self.entry.path, value, variable.dtype)
-        if variable.lies_elsewhere:
+        if variable.is_remote:
             variable.assign(rounded(value, variable.dtype))
             return
         if isinstance(variable, ShardedVariable):

@@ -85,7 +85,7 @@ def live_bytes(match: Match) -> Array | Elsewhere | None:
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None
-    if variable.lies_elsewhere:
+    if variable.is_remote:
         same = dtype_name(variable.dtype) == match.entry.dtype
         found: Elsewhere | None = pieces_of(variable) if same else None
         return found

@@ -135,7 +135,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         On the other ranks, once the coordinator has ended.
     """
 
-    applies_elsewhere = True
+    update_backend = "servers"
 
     def __init__(
         self,
