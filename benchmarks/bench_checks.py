@@ -1,4 +1,4 @@
-"""What the checks cost: the rolling comparison of copies, and the look for NaN.
+"""Measure the cost of checks: comparing copies in rounds, and looking for NaN.
 
 Run it on two ranks of a quiet machine with two cores, one thread each::
 

@@ -1,4 +1,4 @@
-"""What it costs to train models of PyTorch, JAX and Keras on several ranks.
+"""Measure the cost of training models of PyTorch, JAX and Keras on several ranks.
 
 One framework a job, on two ranks of a quiet machine with two cores, one thread each::
 

@@ -1,4 +1,4 @@
-"""What ranks and the other programs of their machine do to each other.
+"""Measure how ranks and other programs of a machine slow each other down.
 
 Run it with as many ranks as the machine has cores::
 

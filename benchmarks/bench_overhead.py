@@ -1,4 +1,4 @@
-"""What Python costs: ``strategy.run``, and an all-reduce of 16 bytes with its header.
+"""Measure the cost of Python in ``strategy.run`` and in an all-reduce of 16 bytes.
 
 Run it on two ranks of a quiet machine with two cores::
 

@@ -1,4 +1,4 @@
-"""Where the cores of two ranks lie while they are measured.
+"""The distance between the cores of two ranks while they are measured.
 
 On a virtual machine, and where ranks are not bound, cores move while a program runs:
 two that shared a cache may share none a second later, and a sum through shared memory

@@ -1,4 +1,4 @@
-"""Who can sum arrays on GPUs here: hpcstrat by each transport, MPI, NCCL, and by hand.
+"""The ways to sum arrays on GPUs: hpcstrat by each transport, MPI, NCCL, and by hand.
 
 What cannot be done on a machine is left out, with the reason in the results: to give an
 MPI library that cannot read the memory of GPUs a pointer to it ends the program.

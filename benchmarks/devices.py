@@ -1,4 +1,4 @@
-"""What the benchmarks share that measure on GPUs: options, hardware, clocks, results.
+"""Helpers of benchmarks on GPUs: options, hardware, clocks, results.
 
 Work on a GPU goes on after the call that asked for it has returned. So a call is timed
 in two ways: alone, until its stream has been synchronized (the stream, not the device);

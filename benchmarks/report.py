@@ -1,4 +1,4 @@
-"""What every benchmark writes: figures, where they were measured, and pictures."""
+"""The output of every benchmark: figures, the machine, and pictures."""
 
 from __future__ import annotations
 

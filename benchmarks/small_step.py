@@ -1,4 +1,4 @@
-"""What the library itself costs in a step: ``run`` and one update of small arrays.
+"""Measure the library's own cost in a step: ``run`` and one update of small arrays.
 
 The gradients lie ready. By hand they are packed into one buffer for one ``Allreduce``,
 and each array is updated from its part of it. hpcstrat does it by ``strategy.run`` of a

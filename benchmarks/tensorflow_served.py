@@ -1,4 +1,4 @@
-"""What `bench_parameter_server.py` measures, by TensorFlow's ParameterServerStrategy.
+"""The steps of `bench_parameter_server.py`, by TensorFlow's ParameterServerStrategy.
 
 Started by that benchmark, with what is wanted in JSON; starts the servers and workers
 itself, and prints seconds of one function of each round as the last line.

@@ -1,4 +1,4 @@
-"""How the benchmarks take times: OSU's method, with all alternatives in turn.
+"""Timing of the benchmarks: OSU's method, with all alternatives in turn.
 
 The time of a call is the longest of the ranks', as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/). Each round times every alternative

@@ -1,4 +1,4 @@
-"""What all tests share: the skips of this machine, and repeatable hypothesis runs."""
+"""Options of all tests: this machine's skips, repeatable hypothesis runs."""
 
 from __future__ import annotations
 

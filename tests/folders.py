@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, without the lock of the job that saves there."""
+"""The files in a folder of checkpoints, but for the lock of the job that saves."""
 
 from __future__ import annotations
 

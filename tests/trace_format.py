@@ -1,4 +1,4 @@
-"""What Perfetto needs of a trace: Chrome's trace event format, event by event."""
+"""Chrome's trace event format, as Perfetto reads it: a check of every event."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveStatistics | None:
-        """What the last save that is done has cost; None before.
+        """The cost of the last save that is done; None before.
 
         Not collective. One in the background counts from the next `save` or `wait` on.
         """
@@ -151,7 +151,7 @@ class CheckpointManager:
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """What the last restore did; None before.
+        """A report of the last restore; None before.
 
         Not collective.
         """

@@ -1358,7 +1358,7 @@ class Dataset:
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """How distribution divides it between workers."""
+        """The rule by which distribution divides it between workers."""
         return AutoShardPolicy.parse(self._options.auto_shard_policy)
 
     @property

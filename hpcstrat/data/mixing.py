@@ -107,7 +107,7 @@ class MixedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return min(parent.block_rows for parent in self.parents)
 
     def spec(self) -> Tree:

@@ -95,7 +95,7 @@ class Rows(Stage):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once where elements are wanted one by one."""
+        """The number of rows to read at once where elements are wanted one by one."""
         return _BLOCK_ROWS
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -259,7 +259,7 @@ class StridedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return self.parent.block_rows
 
     def spec(self) -> Tree:
@@ -317,7 +317,7 @@ class RepeatedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return self.parent.block_rows
 
     def spec(self) -> Tree:
@@ -402,7 +402,7 @@ class ShuffledRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return self.parent.block_rows
 
     def spec(self) -> Tree:
@@ -457,7 +457,7 @@ class MappedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once: one, for a function that may fail."""
+        """The number of rows to read at once: one, for a function that may fail."""
         return 1
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
@@ -506,7 +506,7 @@ class ZippedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return int(min(parent.block_rows for parent in self.parents))
 
     def spec(self) -> Tree:
@@ -568,7 +568,7 @@ class ConcatenatedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once."""
+        """The number of rows to read at once."""
         return min(self.first.block_rows, self.second.block_rows)
 
     def spec(self) -> Tree:
@@ -604,7 +604,7 @@ class CachedRows(Rows):
 
     @property
     def block_rows(self) -> int:
-        """How many rows to read at once: one, as each is copied by itself."""
+        """The number of rows to read at once: one, as each is copied by itself."""
         return 1
 
     def read(self, places: Places, epoch: int) -> Tree:

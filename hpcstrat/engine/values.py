@@ -107,7 +107,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        """What libraries on GPUs read the array by; only there for one on a GPU."""
+        """The array as libraries on GPUs read it; only there for one on a GPU."""
         array: Any = self._lasting()
         if not is_device(array):
             raise AttributeError("an array in host memory has no CUDA array interface")

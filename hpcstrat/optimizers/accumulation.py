@@ -60,7 +60,7 @@ class Accumulation:
 
     @property
     def calls(self) -> int:
-        """How many calls the sums are of."""
+        """The number of calls whose gradients are in the sums."""
         return 0 if self._calls is None else int(self._calls.component)
 
     @property

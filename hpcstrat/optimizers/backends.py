@@ -1,4 +1,4 @@
-"""Which rank updates what in a step: a backend for each way, chosen by the strategy.
+"""Backends of optimizers: the rank that updates each variable, and by which sums.
 
 `Strategy.update_backend` names it: ``copies`` of all variables on each rank; ``slices``
 of the one copy that a worker has, in central storage; ``servers``, which make the steps
@@ -24,7 +24,7 @@ __all__ = ["Backend", "Copies", "Parts", "backend_of", "shards"]
 
 
 class Backend(Protocol):
-    """What a step leaves to it, in the order of the calls; ``optimizer`` has the rule.
+    """The part of a step that depends on where variables are, in order of the calls.
 
     All of it is made for gradients of one kind: their number, shapes and types.
     """

@@ -543,7 +543,7 @@ class Optimizer(MadeTogether, ABC):
 
     @property
     def _mean(self) -> float:
-        """What sums over calls are multiplied by."""
+        """The factor of sums over calls."""
         # Not of `accumulate_steps`, which may be another one than before a restore.
         calls = max(1, self._accumulation.calls)
         return 1 / calls if self._op is ReduceOp.MEAN else 1.0

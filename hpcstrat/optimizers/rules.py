@@ -1,4 +1,4 @@
-"""What is known of an update rule, by its class."""
+"""Facts about an update rule that its class declares."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Which replica this is."""
+        """The number of this replica."""
         return self._replica_id
 
     @property
@@ -526,7 +526,7 @@ class Strategy:
 
     @property
     def settings(self) -> Settings:
-        """How this strategy watches over its ranks; the same on every replica."""
+        """The settings of the watch over the ranks; the same on every replica."""
         # Not in the constructor: the environment may be wrong, and the default strategy
         # is made when the package's names are loaded.
         if self._settings is None:

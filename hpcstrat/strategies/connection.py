@@ -47,7 +47,7 @@ class Wish:
 
     @property
     def key(self) -> Any:
-        """What is equal for strategies that share a connection."""
+        """A key that is equal for strategies that share a connection."""
         # Only strategies over all ranks share one; a communicator that is given gets a
         # topology of its own, of which nobody else has the key.
         return self.replicas_per_worker if self.comm is None else object()

@@ -177,7 +177,7 @@ class MpiStrategy(Strategy):
 
     @property
     def settings(self) -> Settings:
-        """How this strategy watches over its ranks; the same on every replica."""
+        """The settings of the watch over the ranks; the same on every replica."""
         return self._connection.settings
 
     def register(self, variable: MirroredVariable) -> None:

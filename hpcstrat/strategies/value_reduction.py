@@ -17,7 +17,7 @@ __all__ = ["reduce"]
 
 
 class Summing(Protocol):
-    """What reduces the parts of this process's replicas; see `Strategy`."""
+    """The calls that reduce the parts of this process's replicas; see `Strategy`."""
 
     @property
     def num_replicas_in_sync(self) -> int: ...

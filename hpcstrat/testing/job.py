@@ -110,12 +110,12 @@ class Job:
 
     @property
     def stdout(self) -> str:
-        """What the launcher and the ranks have printed so far."""
+        """The standard output of the launcher and the ranks so far."""
         return self._output("stdout").read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What the launcher and the ranks have printed to standard error so far."""
+        """The standard error of the launcher and the ranks so far."""
         return self._output("stderr").read_text(errors="replace")
 
     def wait(self, seconds: float) -> int | None:

@@ -1,4 +1,4 @@
-"""What hpcstrat's own rules give, computed with NumPy from each rank's parts.
+"""A model of hpcstrat's own rules, computed with NumPy from each rank's parts.
 
 The declared differences are checked against this model: a result that differs from
 TensorFlow's counts as declared only if it is the one that the rule promises.

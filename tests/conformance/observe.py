@@ -1,4 +1,4 @@
-"""How values are written down: one JSON form for results and expectations."""
+"""Values written down: one JSON form for results and expectations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the declared differences look at: helpers over one step of a case."""
+"""Helpers of the declared differences, over one step of a case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program begins with: a strategy, and what is made of it."""
+"""The beginning of a program: a strategy, and all that is made in its scope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, on purpose."""
+"""Faults that one rank makes on purpose."""
 
 from __future__ import annotations
 

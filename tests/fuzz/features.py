@@ -1,4 +1,4 @@
-"""What a program crosses, and which of that is known not to hold yet."""
+"""Features that a program crosses, and crossings that are known not to hold yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program must do, worked out in one process without any of hpcstrat.
+"""The oracle of a program, worked out in one process without any of hpcstrat.
 
 All replicas live here side by side: a variable is a list of its copies.
 """

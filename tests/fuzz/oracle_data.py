@@ -1,4 +1,4 @@
-"""Which rows each replica must get of a data set."""
+"""The oracle of data sets: the rows that each replica must get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program of groups must do: an oracle for each, and the rounds of all."""
+"""The oracle of programs of groups: one for each group, and the rounds of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program must do whose variables are on parameter servers."""
+"""The oracle of programs whose variables are on parameter servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which oracle knows a program."""
+"""The table of oracles: the one that knows a program."""
 
 from __future__ import annotations
 

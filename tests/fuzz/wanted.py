@@ -1,4 +1,4 @@
-"""What the oracle says of an operation."""
+"""The outcome of an operation, as the oracle tells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of results on GPUs, and of calls that differ between ranks."""
+"""Results of calls on GPUs, and calls that differ between ranks."""
 
 from __future__ import annotations
 

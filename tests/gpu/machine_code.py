@@ -1,4 +1,4 @@
-"""What the tests of NVRTC look for in the code that it makes."""
+"""Patterns that the tests of NVRTC look for in the code that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program of `hpcstrat.elastic` prints, alone and where a rank is killed."""
+"""The output of a program of `hpcstrat.elastic`, alone and where a rank is killed."""
 
 from __future__ import annotations
 

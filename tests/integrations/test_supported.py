@@ -1,4 +1,4 @@
-"""What the guides say is supported: each line of its tables has tests, named here."""
+"""The tables of the guides: each line of what is supported has tests, named here."""
 
 from __future__ import annotations
 

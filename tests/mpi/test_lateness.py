@@ -1,4 +1,4 @@
-"""Who was late is said at the end and on a signal; killed jobs leave timelines."""
+"""Late ranks are named at the end and on a signal; killed jobs leave timelines."""
 
 from __future__ import annotations
 

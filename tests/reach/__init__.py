@@ -1,1 +1,1 @@
-"""Which tests reach a module: ``python -m tests.reach hpcstrat/PATH.py`` runs them."""
+"""Tests that reach a module: ``python -m tests.reach hpcstrat/PATH.py`` runs them."""

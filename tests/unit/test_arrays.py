@@ -1,4 +1,4 @@
-"""Which values become arrays, of which types, and which have a sum."""
+"""Values that become arrays, their types, and the types that have a sum."""
 
 from __future__ import annotations
 

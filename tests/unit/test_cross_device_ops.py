@@ -1,4 +1,4 @@
-"""What a subclass of CrossDeviceOps may define."""
+"""Methods that a subclass of CrossDeviceOps may define."""
 
 from __future__ import annotations
 

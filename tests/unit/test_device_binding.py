@@ -1,4 +1,4 @@
-"""Which GPU each rank gets, from what the ranks of a host see; CuPy's own errors."""
+"""The GPU of each rank, from what the ranks of a host see; CuPy's own errors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import hpcstrat
 from tests.docs.public import is_installed, public_definitions
 
 PACKAGE = Path(__file__).parents[2] / "hpcstrat"
@@ -168,11 +167,15 @@ def test_what_users_do_not_call_has_no_sections() -> None:
     ] == []
 
 
-def test_modules_are_named_by_what_they_are() -> None:
+def test_docstrings_begin_with_a_subject() -> None:
     """Words that a reader would search for come first, not a question."""
-    questions = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Why")
-    first_words = {}
-    for path in Path(hpcstrat.__file__).parent.rglob("*.py"):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "-"
-        first_words[str(path)] = text.split()[0]
-    assert [path for path, word in first_words.items() if word in questions] == []
+    questions = ("How", "What", "When", "Where", "Which", "Who", "Whose", "Why", "Of")
+    root, first_words = PACKAGE.parent, {}
+    for folder in (PACKAGE, root / "tests", root / "benchmarks"):
+        for path in folder.rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = ast.get_docstring(tree) or "-"
+            first_words[str(path)] = text.split()[0].replace("Whether", "Which")
+    for key, node in NODES:
+        first_words[".".join(key)] = (_docstring(node) or "-").split()[0]
+    assert [name for name, word in first_words.items() if word in questions] == []

@@ -1,4 +1,4 @@
-"""What the doctor says of facts and measures."""
+"""The doctor's verdicts on facts and measurements."""
 
 from __future__ import annotations
 

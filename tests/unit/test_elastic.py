@@ -1,4 +1,4 @@
-"""What needs no ranks: settings of Open MPI, partners, choices, commits, markers."""
+"""Elastic training without ranks: Open MPI's settings, partners, commits, markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who measures a link with whom in which round, and which links are slow."""
+"""Measuring links in rounds: the pairs of each round, and links that are slow."""
 
 from __future__ import annotations
 

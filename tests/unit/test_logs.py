@@ -1,4 +1,4 @@
-"""Where the records of the library's loggers go."""
+"""The way of log records from the library's loggers to handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is said to come no more to the start."""
+"""The ranks that are reported to come no more to the start."""
 
 from __future__ import annotations
 

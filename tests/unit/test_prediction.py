@@ -1,4 +1,4 @@
-"""What is predicted, from the trace to the command; SimGrid need not be there."""
+"""Predictions, from the trace to the command; SimGrid need not be there."""
 
 from __future__ import annotations
 

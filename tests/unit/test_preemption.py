@@ -1,4 +1,4 @@
-"""What a notice is, and who gets it."""
+"""Notices of preemption, and the ranks that get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `np.seterr` asks for is for the program's arithmetic, not for the library's."""
+"""`np.seterr` holds for the program's arithmetic, not for the library's."""
 
 from __future__ import annotations
 

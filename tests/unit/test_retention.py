@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the rules against an oracle, and files on the disk."""
+"""Rules for keeping checkpoints, against an oracle, and files on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way a reduction takes by its size, and how it is shown."""
+"""The algorithm of a reduction by its size, and how it is shown."""
 
 from __future__ import annotations
 

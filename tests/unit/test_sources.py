@@ -1,4 +1,4 @@
-"""What becomes the columns of a data set."""
+"""Sources of a data set, and the columns that they become."""
 
 from __future__ import annotations
 

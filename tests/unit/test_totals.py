@@ -1,4 +1,4 @@
-"""What a rank's time goes to, from events that a recorder is given."""
+"""Totals of a rank's time, from events that a recorder is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a rank looks before it naps."""
+"""The time for which a rank polls before it naps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much travels in the header of a call between workers."""
+"""The size of the header of a call between workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of which type a file system is.
+"""The type of the file system that a path is on.
 
 Linux manual: statfs(2), f_type.
 """

@@ -52,7 +52,7 @@ class Places:
 
     @property
     def next(self) -> int:
-        """Where the next place may begin; the same on all ranks of a worker."""
+        """The offset of the next place; the same on all ranks of a worker."""
         return int(self._counter.next)
 
     def place_bytes(self, nbytes: int) -> int:

@@ -64,7 +64,7 @@ class Position:
 
     @property
     def steps(self) -> tuple[int, int, int]:
-        """How often this rank has entered ``run``, ``next()`` and a backward."""
+        """The number of this rank's entries into ``run``, ``next()`` and backwards."""
         return self.run_index, self.next_index, self.backward_index
 
     @steps.setter

@@ -24,7 +24,7 @@ __all__ = ["Ended", "Listener", "Meetings", "joined", "run_listened"]
 
 
 class Listener(Protocol):
-    """What has state of its own for each replica that takes its turn.
+    """Something with state of its own for each replica that takes its turn.
 
     ``index`` counts the replicas of this rank.
     """
@@ -99,7 +99,7 @@ class Meetings:
 
     @property
     def timeout_seconds(self) -> float | None:
-        """How long a call waits for late ranks."""
+        """The time for which a call waits for late ranks."""
         return self._ranks.timeout_seconds
 
     def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:

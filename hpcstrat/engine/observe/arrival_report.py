@@ -168,12 +168,12 @@ class ArrivalReport:
 
     @property
     def waited_seconds(self) -> float:
-        """How long a replica has waited for late ones, on average."""
+        """The time that a replica has waited for late ones, on average."""
         return math.fsum(r.waited_seconds for r in self.replicas) / len(self.replicas)
 
     @property
     def share(self) -> float:
-        """Which part of all replicas' time was lost by waiting for late ones."""
+        """The part of all replicas' time that was lost by waiting for late ones."""
         elapsed = max(r.elapsed_seconds for r in self.replicas)
         return self.waited_seconds / elapsed if elapsed else 0.0
 

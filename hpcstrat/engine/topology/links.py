@@ -100,12 +100,12 @@ class Outlier:
 
     @property
     def latency_ratio(self) -> float:
-        """How many times as long a short message takes."""
+        """The time of a short message over that of the others."""
         return self.link.latency_seconds / self.others_latency_seconds
 
     @property
     def bandwidth_ratio(self) -> float:
-        """How many times as long the bytes of a long message take."""
+        """The time of a long message's bytes over that of the others."""
         own = self.link.bandwidth_bytes_per_second
         return self.others_bandwidth_bytes_per_second / own
 

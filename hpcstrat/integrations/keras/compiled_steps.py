@@ -15,7 +15,7 @@ __all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
 
 
 class Outcome(NamedTuple):
-    """What a replica's part of a step has given."""
+    """The results of a replica's part of a step."""
 
     own: list[Any]
     gradients: list[Any] | None
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
 
 class CompiledSteps(Protocol):
-    """What each backend does in its own way.
+    """The part of a step that each backend does in its own way.
 
     ``common`` is the state that JAX carries from step to step; None with others, whose
     variables have it. ``own`` are the values of ``variables`` of one replica.

@@ -31,7 +31,7 @@ __all__ = ["LogicalDistributed"]
 
 
 class _Given(NamedTuple):
-    """What a replica's part of a step needs from outside.
+    """The values that a replica's part of a step needs from outside.
 
     ``total`` is the number of rows of all replicas. ``wholes`` are the sums over
     replicas of what their losses divide by; None where these are still to be told.

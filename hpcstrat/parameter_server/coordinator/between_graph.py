@@ -82,7 +82,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
 
     @property
     def worker_index(self) -> int:
-        """Which worker this is; the first one makes variables and saves checkpoints."""
+        """This worker's number; the first one makes variables and saves checkpoints."""
         return self.roles.workers.index(self._cluster.rank)
 
     def _require_coordinator(self, what: str) -> None:

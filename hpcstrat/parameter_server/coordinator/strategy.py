@@ -178,7 +178,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     @property
     def roles(self) -> Roles:
-        """Which rank does what; for the library's own modules."""
+        """The task of each rank; for the library's own modules."""
         return self._cluster.roles
 
     @property
@@ -188,7 +188,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     @property
     def warn_seconds(self) -> float:
-        """How long to wait before a late worker is named.
+        """The time to wait before a late worker is named.
 
         For the library's own modules.
         """

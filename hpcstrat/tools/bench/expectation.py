@@ -126,7 +126,7 @@ class Expectation:
 
     @functools.cached_property
     def _cost(self) -> float:
-        """What the smallest all-reduce took beyond its bytes; 0 where none was made."""
+        """The smallest all-reduce's time beyond its bytes; 0 where none was made."""
         for run in self._runs:
             found = [part for part in run.parts if part.name == "all_reduce"]
             if run.num_replicas > 1 and found:
@@ -176,7 +176,7 @@ def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
 
 
 def _turns(run: Run) -> float:
-    """How much longer computing takes, where replicas share cores."""
+    """The factor by which computing takes longer where replicas share cores."""
     return max(1.0, 1 / run.cores_per_replica)
 
 

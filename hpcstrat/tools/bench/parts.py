@@ -56,7 +56,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """What it is, in a line."""
+        """Its description, a line."""
         part = self.parts[0]
         words = [part.name.replace("_", "-")]
         words += [

@@ -132,7 +132,7 @@ class Part:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is the same in runs of other sizes."""
+        """A key that is the same in runs of other sizes."""
         # Sorted: others may write the names of a file in any order.
         words = json.dumps(self.parameters, sort_keys=True)
         return self.name, self.scaling, words
@@ -152,17 +152,17 @@ class Run:
 
     @property
     def num_replicas(self) -> int:
-        """How many there were."""
+        """The number that there were."""
         return int(self.topology["num_replicas"])
 
     @property
     def replicas_per_worker(self) -> tuple[int, ...]:
-        """How many each worker had."""
+        """The number that each worker had."""
         return tuple(self.topology["replicas_per_worker"])
 
     @property
     def num_workers(self) -> int:
-        """How many there were."""
+        """The number that there were."""
         return len(self.topology["replicas_per_worker"])
 
     @property

@@ -1,4 +1,4 @@
-"""What stands in the rank tests for the module ``numpy``: its arrays are on a GPU.
+"""A stand-in for the module ``numpy`` in the rank tests: its arrays are on a GPU.
 
 Functions that make arrays make CuPy's. Functions of CuPy's arrays are CuPy's; what CuPy
 does not have is computed on the host, and its results are put back. What compares

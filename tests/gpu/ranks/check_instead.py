@@ -1,4 +1,4 @@
-"""What the rank tests cannot say of arrays on GPUs as they do of NumPy's, said here."""
+"""Tests of arrays on GPUs that take the place of rank tests of NumPy's arrays."""
 
 from __future__ import annotations
 

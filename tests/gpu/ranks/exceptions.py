@@ -1,4 +1,4 @@
-"""Which rank tests run otherwise, or not at all, with arrays on GPUs, and why."""
+"""Rank tests that run otherwise, or not at all, with arrays on GPUs, and why."""
 
 from __future__ import annotations
 

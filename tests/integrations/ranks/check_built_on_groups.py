@@ -1,4 +1,4 @@
-"""What torch builds on a process group, over MPI: each as one process trains."""
+"""Parts of torch that use a process group, over MPI: each as one process trains."""
 
 from __future__ import annotations
 

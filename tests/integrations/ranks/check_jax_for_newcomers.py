@@ -1,4 +1,4 @@
-"""What the page for those who come from mpi4jax says."""
+"""The page for those who come from mpi4jax, sentence by sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a default group meet."""
+"""The meeting point of a default group's ranks."""
 
 from __future__ import annotations
 

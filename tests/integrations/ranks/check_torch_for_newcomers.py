@@ -1,4 +1,4 @@
-"""What the pages for those who come from DDP and Horovod say of torch's tensors."""
+"""The pages for those who come from DDP and Horovod: all that is about tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drawn programs rank tests run: a few, or those that DRAWN_PROGRAMS names.
+"""Drawn programs for rank tests: a few, or those that DRAWN_PROGRAMS names.
 
 ``DRAWN_PROGRAMS=1:2000 mpirun -n 3 python -m tests.mpi.ranks -k programs FILE``
 """

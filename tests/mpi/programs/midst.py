@@ -1,4 +1,4 @@
-"""What happens to a rank in the midst of a large reduction between workers."""
+"""A rank that dies, stops or fails amid a large reduction between workers."""
 
 from __future__ import annotations
 

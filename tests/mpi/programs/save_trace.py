@@ -1,4 +1,4 @@
-"""What a save asks of the operating system, and which part of the file it is for."""
+"""A trace of a save's system calls, and the part of the file that each is for."""
 
 from __future__ import annotations
 

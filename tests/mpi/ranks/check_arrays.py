@@ -1,4 +1,4 @@
-"""What arrays may be given, and what becomes of those that may not."""
+"""Arrays that calls take, and the errors for those that they do not take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is late is found, and timelines show what each rank did when."""
+"""Late ranks are found, and timelines show what each rank did when."""
 
 from __future__ import annotations
 

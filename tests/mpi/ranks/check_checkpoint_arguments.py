@@ -1,4 +1,4 @@
-"""What one rank is given, or lacks, and what is in the folder, on every rank."""
+"""Wrong arguments, missing memory and odd folders of one rank, seen on every rank."""
 
 from __future__ import annotations
 

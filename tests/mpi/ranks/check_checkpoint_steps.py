@@ -1,4 +1,4 @@
-"""Which steps are saved and kept, and what does not fit, on every rank."""
+"""Steps that are saved and kept, and those that do not fit, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages for those who come from other libraries say of hpcstrat."""
+"""The pages for those who come from other libraries, sentence by sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``next`` gives after a failure: all replicas skip the same, and lose no more."""
+"""The batch after a failure of ``next``: all replicas skip the same, and no more."""
 
 from __future__ import annotations
 

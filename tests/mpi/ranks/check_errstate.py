@@ -1,4 +1,4 @@
-"""What numpy.seterr asks of one rank changes no result, and takes no rank out."""
+"""`numpy.seterr` on one rank changes no result, and takes no rank out."""
 
 from __future__ import annotations
 

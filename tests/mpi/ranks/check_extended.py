@@ -1,4 +1,4 @@
-"""What programs for the first tf.distribute call: steps, updates without a variable."""
+"""Calls of programs for the first tf.distribute: steps, updates without a variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors advise, taken at its word, gives the number that one process gives."""
+"""Advice in errors of optimizers, taken at its word, gives one process's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is tried: less by default, where ranks share cores, or kernels are slow."""
+"""The number of examples: fewer by default, on shared cores, or with slow kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure is on each rank, and that a strategy is usable after it."""
+"""The outcome of a call that fails, on each rank, and the strategy's use after it."""
 
 from __future__ import annotations
 

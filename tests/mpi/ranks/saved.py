@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Helpers that the tests of checkpoints share."""
 
 from __future__ import annotations
 

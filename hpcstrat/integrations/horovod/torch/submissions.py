@@ -64,7 +64,7 @@ class Request:
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Where it comes, on every rank, and first with which others."""
+        """Its place on every rank, and before it the others that come with it."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:

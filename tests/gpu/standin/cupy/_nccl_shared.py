@@ -1,4 +1,4 @@
-"""What NCCL's communicators of several processes share: one file in memory.
+"""The state that NCCL's communicators of several processes share: a file in memory.
 
 A row of 64 numbers per rank (of which only that rank writes), one slot per rank for
 collectives and one per pair of ranks for messages. Everybody polls.

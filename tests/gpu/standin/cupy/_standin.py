@@ -1,4 +1,4 @@
-"""What the stand-in counts and how it behaves: not part of CuPy's interface.
+"""Counters and switches of the stand-in: not part of CuPy's interface.
 
 Tests read ``cupy._standin.counts``. The variables of the environment are read once:
 ``HPCSTRAT_STANDIN_DELAY`` (longest random delay before an operation, in seconds),

@@ -1,4 +1,4 @@
-"""How array operations are planned without their data and run later, by NumPy."""
+"""Array operations that are planned without their data, and run later by NumPy."""
 
 import warnings
 

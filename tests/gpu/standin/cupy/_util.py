@@ -1,4 +1,4 @@
-"""What CuPy keeps under this name."""
+"""The part of ``cupy._util`` that the stand-in has."""
 
 
 class PerformanceWarning(RuntimeWarning):

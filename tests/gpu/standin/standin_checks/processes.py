@@ -1,4 +1,4 @@
-"""What processes share: memory, events, communicators."""
+"""Tests of all that processes share: memory, events, communicators."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What compiling a kernel raises."""
+"""The errors of compiling a kernel."""
 
 from cupy._raw import CompileException
 
