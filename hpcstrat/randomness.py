@@ -70,7 +70,7 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        # Of each replica of this process: its generators, and in which generation its
+        # For each replica of this process: its generators, and in which generation its
         # own stream began.
         replicas = strategy.local_replicas
         self._births = [0 for _ in replicas]

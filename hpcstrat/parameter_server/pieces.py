@@ -15,7 +15,7 @@ from hpcstrat.parameter_server.memory import Reader
 __all__ = ["Part", "Pieces"]
 
 _PIECE_BYTES = 32 << 20
-# Which shard of a server, and its rows of the value.
+# A shard: its server, its number, its first and last row, and what reads it here.
 Part = tuple[int, int, int, int, Reader | None]
 
 

@@ -403,8 +403,8 @@ class Strategy:
     # Whether variables and batches are put on this replica's GPU, wherever their first
     # values come from.
     puts_on_gpu = False
-    # Where variables are, and so who updates them; `hpcstrat.optimizers.backends` has
-    # the ways: "copies" on each rank, "slices" of one copy in each worker, "servers".
+    # The place of variables, and so the ranks that update them: "copies" on each rank,
+    # "slices" of one copy in each worker, "servers"; see `hpcstrat.optimizers`.
     update_backend = "copies"
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True

@@ -39,7 +39,8 @@ _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
 # After each long one, of which the fastest counts: others waited for their cores.
 _SHORT_TRIPS = 7
-# Of a long message's time; where noise makes a short one as slow, latency is not all.
+# At least this share of a long message's time is its bytes': noise may make a short
+# message as slow.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
 # Levels of a network differ by less, and so does noise.

@@ -74,8 +74,8 @@ class Replicated:
         # One for each module that has some: batch normalization counts its batches, and
         # writes running means without torch noting it.
         self._owners = [m._buffers for m in module.modules() if m._buffers]
-        # What a backward has reached and no reduction has combined, in that order, and
-        # the version that the parameter had.
+        # Parameters that a backward has reached and no reduction has combined, in that
+        # order, and the version that each had.
         self._touched: dict[int, int] = {}
         # Equal on all replicas, since nothing has been added to them.
         self._combined: set[int] = set()

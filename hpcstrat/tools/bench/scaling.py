@@ -24,7 +24,7 @@ from hpcstrat.tools.bench.training import load_function, write_rows
 
 __all__ = ["Wish", "run_scaling"]
 
-# What Open MPI's launcher tells its ranks, not what a user has set.
+# Variables that Open MPI's launcher sets for its ranks, not those of a user.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
 # All pairs of 64 nodes.
 _MOST_LINKS = 2016
@@ -57,7 +57,7 @@ def run_scaling(strategy: Strategy, wish: Wish) -> str:
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
     run = _on_first(strategy, functools.partial(_open, path, _topology(strategy)))
     plan = planned(wish.options)
-    # Of a save without its restore both are measured again: they share the file.
+    # A save whose restore is missing is measured again: they share the file.
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
         # Before anything takes minutes.
@@ -231,7 +231,7 @@ def _link(links: Sequence[Link]) -> dict[str, Any] | None:
         return None
     latencies = [link.latency_seconds for link in links]
     bandwidths = [link.bandwidth_bytes_per_second for link in links]
-    # Of many thousand nodes the slowest are enough.
+    # The slowest of many thousand nodes are enough.
     slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_second)
     return {
         "latency_seconds": float(np.median(latencies)),
@@ -263,7 +263,7 @@ def _describe_reduction(part: Part, strategy: Strategy) -> None:
         return
     chosen = CrossDeviceOps().choose(nbytes, strategy.topology, CommunicationOptions())
     function: Any = chosen.algorithm
-    # Of a partial, which has no name, what it calls.
+    # A partial has no name; the function that it calls has one.
     part.algorithm = getattr(function, "func", function).__name__
     part.piece_bytes = chosen.piece_bytes
 

@@ -109,7 +109,7 @@ def chaos_run(
         here = [process.rank for process in job.ranks]
         every, count = options["every"], options["count"]
         acts = library.draw(wanted or here, kinds, every=every, count=count, seed=seed)
-        # Of ranks of a job on several nodes, those of this one alone can be reached.
+        # Ranks on other nodes cannot be reached from here.
         if missing := sorted(set(wanted or ()) - set(here)):
             raise library.NoSuchRankError(
                 f"expected ranks of job {job.name} on this machine, some of {here}, "

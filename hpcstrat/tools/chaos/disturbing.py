@@ -289,7 +289,7 @@ def disturb(
         held: dict[int, Held] = {}
         # Held before the first act: the number of one that ends may be used again.
         for rank in sorted({act.rank for act in acts}):
-            # Of one that has ended before the first act, each act says so.
+            # A rank may have ended before the first act; each act says so.
             with contextlib.suppress(NoSuchRankError):
                 held[rank] = Held(processes[rank])
                 stack.callback(held[rank].close)

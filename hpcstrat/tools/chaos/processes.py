@@ -20,7 +20,7 @@ from hpcstrat.errors import HpcstratError
 
 __all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find_jobs"]
 
-# Which variable tells the rank, innermost launcher first: mpirun inside of a Slurm job
+# Variables that tell the rank, innermost launcher first: mpirun inside of a Slurm job
 # passes on what Slurm has told its daemon.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _LAUNCHERS = (

@@ -69,7 +69,7 @@ def ls(directory: str) -> None:
     for path in _listed(directory):
         name = os.path.basename(path)
         try:
-            # Of the link itself, which may lead to nothing.
+            # The size of the link itself, which may lead to nothing.
             size = f"{os.lstat(path).st_size:,}"
             header = _read(path)
         except FileNotFoundError:
@@ -193,7 +193,7 @@ def _verdict(file: str) -> tuple[bool, str]:
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {_line(error)}"
     except CheckpointError as error:
-        # Of a newer version, or not readable now: it may be whole.
+        # A newer version, or a file that is not readable now: it may be whole.
         return False, f"not verified: {_line(error)}"
     except OSError as error:
         return False, f"not verified: {_unreadable(file, error)}"

@@ -39,9 +39,9 @@ _MPI = ("-m", "hpcstrat.engine.gpu.probe.probe_program", "--version")
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
 # Enough for first imports from a network file system.
 _CHILD_SECONDS = 120
-# What Docker gives a container that asks for nothing.
+# Docker's default for a container.
 _SMALL_SHM_BYTES = 64 << 20
-# How many times less than others is worth a word.
+# A warning is due where there is so many times less than elsewhere.
 _SMALLER_SHM = 4
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -246,11 +246,11 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
     # Not os.cpu_count(), which counts cores that the launcher has not given.
     cores = frozenset(os.sched_getaffinity(0))
     try:
-        # Of the launcher: what it has, and the rank has not, it has bound it away from.
+        # The rank was bound away from cores that the launcher has, and it has not.
         launcher_cores = frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:
         launcher_cores = cores
-    # What ranks send each other depends on these.
+    # The messages between ranks depend on these.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,

@@ -24,7 +24,7 @@ __all__ = [
     "summarize",
 ]
 
-# How many times slower than the others is badly wrong, and not only slow.
+# A link so many times slower than the others is badly wrong, and not only slow.
 _BAD_BANDWIDTH, _BAD_LATENCY = 4.0, 10.0
 _BAD_LATENCY_SECONDS = 1e-3
 # Links of one cause are slow by ratios no further apart.

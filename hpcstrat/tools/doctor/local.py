@@ -23,7 +23,7 @@ __all__ = ["FolderFacts", "Locked", "Memory", "look_at_folder", "within"]
 _MIB = 1 << 20
 # More than a core's caches have, twice; less where memory is scarce.
 _MOST_BYTES, _LEAST_BYTES = 64 * _MIB, 4 * _MIB
-# Of free memory, for each rank: it has two of them.
+# Each array takes so small a part of the free memory; a rank has two of them.
 _SHARE = 16
 _COPIES = 5
 FILE_BYTES = _MIB

@@ -137,7 +137,7 @@ class StagedMover:
                 yield done[number]
                 yield from self._cast(places[number % 2][: size_of(spans)], root)
             return
-        # What was copied from the places before, in another call; then, of the chunk
+        # First copies from the places by an earlier call; then those of the chunk
         # before the last.
         free = deque([lane.done(), lane.done()])
         for number, spans in enumerate(chunks):

@@ -146,7 +146,7 @@ class MpiMover:
         sent: deque[list[Message]] = deque()
         posted = 0
         for number, spans in enumerate(chunks):
-            # What was copied from the slots before, also in another call.
+            # Wait for earlier copies from the slots, also those of another call.
             yield lane.done()
             while posted < min(len(chunks), number + _IN_FLIGHT):
                 if posted >= _IN_FLIGHT:
