@@ -6,9 +6,11 @@ same with any number of replicas.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from hpcstrat.data.batches import owned_first
 from hpcstrat.data.elements import (
     as_element,
     batched_spec,
@@ -25,6 +27,7 @@ __all__ = [
     "Batched",
     "CachedBatches",
     "MappedBatches",
+    "OwnRowBatches",
     "PaddedBatches",
     "RepeatedBatches",
     "RowBatches",
@@ -41,6 +44,7 @@ class Batched(Stage):
     num_rows: int
     batch_size: int
     drop_remainder = False
+    parent: Batched
 
     def stop(self, position: int) -> int:
         """Return the position behind the batch that begins at one."""
@@ -53,6 +57,16 @@ class Batched(Stage):
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
         """Read rows ``first`` to ``last`` of the batch that begins at ``start``."""
         raise NotImplementedError
+
+    def owned(self, num_replicas: int, replicas: range) -> Batched:
+        """Return the same batches, whose rows stand in the order of their owners.
+
+        The piece of each replica then has as many of its own rows as there are.
+        ``replicas`` are those of this rank, whose rows a cache keeps.
+        """
+        found = copy.copy(self)
+        found.parent = self.parent.owned(num_replicas, replicas)
+        return found
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Give the batches of an epoch."""
@@ -116,10 +130,49 @@ class RowBatches(Batched):
         length = self.batch_size if self.drop_remainder else None
         return batched_spec(self.rows.spec(), length)
 
+    def owned(self, num_replicas: int, replicas: range) -> Batched:
+        """Return the batches whose rows stand in the order of their owners."""
+        count = self.rows.num_homes
+        if count == INFINITE:
+            raise ValueError(
+                "expected a data set with an end for own_rows, found "
+                f"{self.rows.describe()}; leave own_rows out"
+            )
+        first, last = (-(-r * count // num_replicas) for r in _ends(replicas))
+        self.rows.keep(first, last)
+        return OwnRowBatches(self, num_replicas)
+
     def describe(self) -> str:
         """Return the size."""
         drop = ", the last only if full" if self.drop_remainder else ""
         return f"{self.rows.describe()}, in batches of {self.batch_size}{drop}"
+
+
+class OwnRowBatches(RowBatches):
+    """Batches whose rows are in the order of the replicas that own them.
+
+    Each of ``num_replicas`` owns an equal part of all rows, in their order in the
+    source; so rows that a rank has once read, and keeps, come to it again. After SOLAR
+    (Sun et al. 2022, arXiv:2211.00224), which looks for such orders ahead of time.
+    """
+
+    def __init__(self, batches: RowBatches, num_replicas: int) -> None:
+        super().__init__(
+            batches.rows, batches.batch_size, drop_remainder=batches.drop_remainder
+        )
+        self._num_replicas = num_replicas
+
+    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+        """Read these rows of the batch in its order."""
+        stop, count = self.stop(start), self._num_replicas
+        homes = self.rows.homes(slice(start, stop), epoch)
+        owners = homes * count // self.rows.num_homes
+        places = start + owned_first(owners, count)[first:last]
+        return self.rows.read(places, epoch)
+
+    def describe(self) -> str:
+        """Return that it is so."""
+        return f"{super().describe()}, own rows first"
 
 
 class PaddedBatches(RowBatches):
@@ -149,6 +202,10 @@ class PaddedBatches(RowBatches):
     def describe(self) -> str:
         """Return the size."""
         return f"{super().describe()}, padded"
+
+
+def _ends(replicas: range) -> tuple[int, int]:
+    return replicas.start, replicas.stop
 
 
 def padded_spec(spec: Tree, shapes: Tree) -> Tree:
@@ -312,6 +369,10 @@ class CachedBatches(Batched):
         self.drop_remainder = parent.drop_remainder
         self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
         self._kept: dict[tuple[int, int, int], Tree] = {}
+
+    def owned(self, num_replicas: int, replicas: range) -> Batched:
+        """Return the batches whose rows stand in the order of their owners."""
+        return CachedBatches(self.parent.owned(num_replicas, replicas))
 
     def stop(self, position: int) -> int:
         """Return the position behind a batch."""

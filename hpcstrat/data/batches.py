@@ -18,6 +18,7 @@ __all__ = [
     "batch_length",
     "empty_like",
     "own_array",
+    "owned_first",
     "piece",
     "pieces_of",
     "rows_of",
@@ -45,6 +46,29 @@ def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
     """
     first = replica_id * length // num_replicas
     return first, (replica_id + 1) * length // num_replicas
+
+
+def owned_first(owners: Array, num_replicas: int) -> Array:
+    """Return an order of a batch's rows in which replicas' pieces have their own rows.
+
+    ``owners`` has the replica that owns each row, int64. Each replica takes the first
+    of its rows that fit into its `piece`; what is left over fills the rest, in order.
+    """
+    length = len(owners)
+    ends = [piece(length, num_replicas, r) for r in range(num_replicas)]
+    starts = np.array([first for first, _ in ends])
+    room = np.array([last - first for first, last in ends])
+    by_owner = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=num_replicas)
+    before = np.cumsum(counts) - counts
+    sorted_owners = owners[by_owner]
+    # Number of each row among those of its owner.
+    number = np.arange(length) - before[sorted_owners]
+    stays = number < room[sorted_owners]
+    order = np.full(length, -1, np.int64)
+    order[(starts[sorted_owners] + number)[stays]] = by_owner[stays]
+    order[order < 0] = np.sort(by_owner[~stays])
+    return order
 
 
 def as_batch(element: Tree) -> Tree:

@@ -71,6 +71,9 @@ class DistributedDataset(ReducibleDataset):
         assert isinstance(stage, Batched)
         self._strategy = strategy
         self._dataset = dataset
+        if options.own_rows:
+            count = strategy.num_replicas_in_sync
+            stage = stage.owned(count, strategy.local_replicas)
         self._stage: Batched = stage
         self._placer = Placer(strategy, options)
         # The program has one of the batches that a replica holds.
@@ -81,6 +84,7 @@ class DistributedDataset(ReducibleDataset):
         is_short = 0 <= stage.num_rows < stage.batch_size
         if strategy.replica_id == 0 and not is_short:
             warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
+        self._dealing = "own rows first, " if options.own_rows else ""
         self._next = (0, 0)
         self._latest: EpochPlace | None = None
 
@@ -198,7 +202,8 @@ class DistributedDataset(ReducibleDataset):
         epoch, position = self._next
         # The header compares what would make the replicas read different rows.
         strategy.collectives.barrier(
-            f"iteration over {dataset.describe()}, epoch {epoch} from row {position}"
+            f"iteration over {dataset.describe()}, {self._dealing}epoch {epoch} from "
+            f"row {position}"
         )
         with strategy.together("iteration"):
             place = EpochPlace(epoch, position)
@@ -345,6 +350,14 @@ def distribute_dataset(
             "PER_REPLICA; use distribute_datasets_from_function"
         )
     _require_one_program(strategy, options)
+    uneven = isinstance(dataset, Dataset) and dataset.auto_shard_policy in _UNEVEN
+    stage = getattr(dataset, "stage", None)
+    if options.own_rows and (uneven or not isinstance(stage, Batched)):
+        found = "one that is sharded otherwise" if uneven else type(dataset).__name__
+        raise ValueError(
+            "expected a hpcstrat.Dataset with random access, in batches, for own_rows, "
+            f"found {found}; leave own_rows out"
+        )
     if isinstance(dataset, Dataset):
         if isinstance(dataset.stage, Rows):
             raise ValueError(

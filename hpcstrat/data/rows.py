@@ -107,6 +107,18 @@ class Rows(Stage):
         block = self.read(places, epoch)
         return [row_of(block, index) for index in range(_count(places))]
 
+    def homes(self, places: Places, epoch: int) -> Array:
+        """Return a number of each row that it has in every epoch, below `num_homes`."""
+        return as_places(places)
+
+    @property
+    def num_homes(self) -> int:
+        """The number of different rows."""
+        return self.cardinality
+
+    def keep(self, first: int, last: int) -> None:
+        """Let a cache keep rows of these homes alone, and read the others anew."""
+
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Give the elements of an epoch."""
         return _Elements(self, epoch)
@@ -274,7 +286,22 @@ class StridedRows(Rows):
         )
 
 
-class RepeatedRows(Rows):
+class _RowsOfParent(Rows):
+    """A stage whose rows are those of another one: in every epoch all of them."""
+
+    parent: Rows
+
+    @property
+    def num_homes(self) -> int:
+        """The number of different rows of the other stage."""
+        return self.parent.num_homes
+
+    def keep(self, first: int, last: int) -> None:
+        """Tell the other stage."""
+        self.parent.keep(first, last)
+
+
+class RepeatedRows(_RowsOfParent):
     """All rows several times; each time is an epoch of its own."""
 
     def __init__(self, parent: Rows, count: int) -> None:
@@ -294,6 +321,13 @@ class RepeatedRows(Rows):
                 inner = slice(int(inner[0]), int(inner[-1]) + 1)  # type: ignore[index]
             own = epoch_of_repetition(epoch, self._repetitions, int(number))
             yield inner, own, inside
+
+    def homes(self, places: Places, epoch: int) -> Array:
+        """Return those of each repetition."""
+        found = np.empty(_count(places), np.int64)
+        for inner, own, inside in self._parts(places, epoch):
+            found[inside] = self.parent.homes(inner, own)
+        return found
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Read from each repetition, and put the parts together."""
@@ -355,7 +389,7 @@ def join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
     return unflatten(flat[0][2], columns)
 
 
-class ShuffledRows(Rows):
+class ShuffledRows(_RowsOfParent):
     """Rows in an order of each epoch's own, or in that of epoch 0 only."""
 
     def __init__(
@@ -392,6 +426,10 @@ class ShuffledRows(Rows):
             self._orders = dict([*kept, (epoch, order)])
         return order.rows(as_places(places))
 
+    def homes(self, places: Places, epoch: int) -> Array:
+        """Return those of the rows at places."""
+        return self.parent.homes(self.rows(places, epoch), epoch)
+
     def read(self, places: Places, epoch: int) -> Tree:
         """Read the rows of the epoch's order."""
         return self.parent.read(self.rows(places, epoch), epoch)
@@ -414,7 +452,7 @@ class ShuffledRows(Rows):
         return f"{self.parent.describe()}, {self._name}"
 
 
-class MappedRows(Rows):
+class MappedRows(_RowsOfParent):
     """The results of a function for each row.
 
     With a seed the function also gets ``rng``, a generator of the row's own.
@@ -433,6 +471,10 @@ class MappedRows(Rows):
             return as_element(call_with(self._function, element))
         rng = generator_of(self._seed, epoch, place)
         return as_element(call_with(self._function, element, rng=rng))
+
+    def homes(self, places: Places, epoch: int) -> Array:
+        """Return those of the rows that the function gets."""
+        return self.parent.homes(places, epoch)
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Call the function with each row."""
@@ -588,19 +630,33 @@ class CachedRows(Rows):
         self.cardinality = parent.cardinality
         self._lock = threading.Lock()
         self._kept: dict[int, Tree] = {}
+        # The rows that it keeps: all, or a replica's.
+        self._first, self._last = 0, self.cardinality
+
+    def keep(self, first: int, last: int) -> None:
+        """Keep these rows alone."""
+        with self._lock:
+            self._first, self._last = first, last
+            for place in [p for p in self._kept if not first <= p < last]:
+                del self._kept[place]
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read what is not yet kept."""
         wanted = as_places(places).tolist()
         with self._lock:
-            missing = sorted({place for place in wanted if place not in self._kept})
+            found = {p: self._kept[p] for p in wanted if p in self._kept}
+        missing = sorted({place for place in wanted if place not in found})
         if missing:
-            found = self.parent.elements(np.array(missing), 0)
+            rows = self.parent.elements(np.array(missing), 0)
             # A view of a block would keep the whole block in memory.
-            copies = [tree_map(_frozen, element) for element in found]
+            copies = [tree_map(_frozen, element) for element in rows]
+            found.update(zip(missing, copies, strict=True))
             with self._lock:
-                self._kept.update(zip(missing, copies, strict=True))
-        return [self._kept[place] for place in wanted]
+                first, last = self._first, self._last
+                for place in missing:
+                    if last == INFINITE or first <= place < last:
+                        self._kept[place] = found[place]
+        return [found[place] for place in wanted]
 
     @property
     def block_rows(self) -> int:

@@ -269,6 +269,12 @@ class InputOptions:
     independent : bool
         Allow a strategy of one replica in a job of several ranks: each rank then goes
         through the whole data set by itself.
+    own_rows : bool
+        Whether the rows of each global batch are dealt so that every replica gets as
+        many as there are of its own part of the data, the same in all epochs. The
+        batches have the same rows as without. After ``cache()`` each rank keeps its own
+        rows in memory, one N-th of the data, and reads few others. For a `Dataset` with
+        random access.
     single_pipeline : bool
         Whether replica 0 alone runs the iterable, or the input function, and deals to
         the replicas of all workers. For data that are small, or drawn at random.
@@ -291,6 +297,7 @@ class InputOptions:
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
     independent: bool = False
+    own_rows: bool = False
     single_pipeline: bool = False
     compare_every: int = 1
 
