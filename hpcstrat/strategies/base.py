@@ -857,16 +857,31 @@ class Strategy:
         return [part_of(tree, index, variables=True) for index in range(count)]
 
     def reduce_parts(
-        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+        self,
+        op: ReduceOp,
+        trees: list[Tree],
+        what: str,
+        out: Tree = None,
+        *,
+        are_roots: bool = False,
     ) -> Tree:
         """Combine a tree of arrays of each of this process's replicas, over all.
 
         Collective over the strategy's replicas, in cross-replica context. For the
-        library's own modules.
+        library's own modules. With ``are_roots`` those of this process have been added
+        up already, as ``tree_order.merges`` says.
         """
         if self.meetings is None:
             return self._ranks.reduce_inside(op, trees[0], what, out=out)
-        return self._sums.reduce(op, trees, what, out=out)
+        return self._sums.reduce(op, trees, what, out=out, are_roots=are_roots)
+
+    @property
+    def merges(self) -> list[int]:
+        """The number of pairs to add once each replica of this process has come.
+
+        See `TreeOrder.merges`. For the library's own modules.
+        """
+        return self._sums.order.merges(self.rank)
 
     def reduce(
         self,

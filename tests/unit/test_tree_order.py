@@ -20,6 +20,18 @@ def added(leaves: list[Any], level: int, number: int) -> Any:
     return left + added(leaves, level - 1, 2 * number + 1)
 
 
+def _on_stack(order: TreeOrder, rank: int, leaves: list[Any]) -> list[bytes]:
+    """Return a rank's sums, made as its replicas come one by one."""
+    stack: list[Any] = []
+    for replica, count in zip(order.block(rank), order.merges(rank), strict=True):
+        stack.append(leaves[replica])
+        for _ in range(count):
+            upper = stack.pop()
+            stack[-1] = stack[-1] + upper
+        assert len(stack) <= len(leaves).bit_length() + len(order.roots(rank))
+    return [total.tobytes() for total in stack]
+
+
 @pytest.mark.parametrize("count", [*range(1, 33), 100])
 def test_any_ranks_make_the_sum_of_one_tree(count: int) -> None:
     rng = np.random.default_rng(count)
@@ -35,6 +47,7 @@ def test_any_ranks_make_the_sum_of_one_tree(count: int) -> None:
             block = order.block(rank)
             assert all(order.owner(replica) == rank for replica in block)
             own = order.sum_roots(rank, [leaves[replica] for replica in block])
+            assert _on_stack(order, rank, leaves) == [sum_.tobytes() for sum_ in own]
             # One where it can be, and few of them in any case.
             assert len(own) == len(order.roots(rank)) <= 2 * count.bit_length()
             roots += own

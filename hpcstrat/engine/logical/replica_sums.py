@@ -58,14 +58,19 @@ class ReplicaSums:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
+        are_roots: bool = False,
     ) -> Tree:
         """Combine one tree of arrays of each replica of this rank over all replicas.
 
         Collective over ``topology.replica_comm``. As ``Collectives.reduce_inside``,
-        whose arguments it takes. The results have the same bits on any number of ranks.
-        CollectiveError if replicas disagree on structure, shape or dtype; on all ranks.
+        whose arguments it takes. With ``are_roots`` the trees are sums, one for each of
+        `TreeOrder.roots`, which may be overwritten. The results have the same bits on
+        any number of ranks. CollectiveError if replicas disagree on structure, shape or
+        dtype; on all ranks.
         """
-        return self._ranks.call(what, self._reduce, op, trees, what, options, out)
+        how = {"out": out, "are_roots": are_roots}
+        reduce = functools.partial(self._reduce, op, trees, what, options, **how)
+        return self._ranks.call(what, reduce)
 
     def _reduce(
         self,
@@ -73,7 +78,9 @@ class ReplicaSums:
         trees: Sequence[Tree],
         what: str,
         options: CommunicationOptions | None,
+        *,
         out: Tree,
+        are_roots: bool,
     ) -> Tree:
         if self.order.num_replicas == self.order.num_ranks <= 2:
             # One replica on each rank: the sum of two is the same in any order.
@@ -94,7 +101,8 @@ class ReplicaSums:
             require_fitting(outs, wanted, bool(like) and is_device(like[0]))
         for index in sparse:
             results[index] = self._rows(op, columns[index], what)
-        some = self._dense(op, [columns[i] for i in dense], f"{what} of {structure}")
+        label = f"{what} of {structure}"
+        some = self._dense(op, [columns[i] for i in dense], label, are_roots)
         for index, total in zip(dense, some, strict=True):
             results[index] = total
         if outs is None:
@@ -145,7 +153,11 @@ class ReplicaSums:
 
     @quiet
     def _dense(
-        self, op: ReduceOp, columns: Sequence[Sequence[Array]], what: str
+        self,
+        op: ReduceOp,
+        columns: Sequence[Sequence[Array]],
+        what: str,
+        are_roots: bool,
     ) -> list[Array]:
         """Return the sums or means of arrays: of each replica one in every column."""
         means = op is ReduceOp.MEAN
@@ -157,9 +169,11 @@ class ReplicaSums:
         for pack in plan:
             arrays = [
                 _side_by_side([columns[i][number] for i in pack.indices], pack, empty)
-                for number in range(len(self.block))
+                for number in range(len(columns[0]))
             ]
-            roots.append(self.order.sum_roots(self._rank, arrays, empty))
+            if not are_roots:
+                arrays = self.order.sum_roots(self._rank, arrays, empty)
+            roots.append(arrays)
         label = f"{what} ({op.name} of {self.order.num_replicas} replicas)"
         found = self._totals(roots, label)
         results: list[Any] = [None] * len(columns)

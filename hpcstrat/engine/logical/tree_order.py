@@ -74,6 +74,29 @@ class TreeOrder:
         look(*self.top)
         return found
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - as above
+    def merges(self, rank: int) -> list[int]:
+        """Return how many pairs to add when each replica of a rank has come, in order.
+
+        The values are on a stack: a replica's is put on top, then so often the upper
+        two are added. The roots are left.
+        """
+        found: list[int] = []
+
+        def go_down(level: int, number: int) -> None:
+            if level == 0:
+                found.append(0)
+                return
+            go_down(level - 1, 2 * number)
+            right = 2 * number + 1
+            if right << level - 1 < self.num_replicas:
+                go_down(level - 1, right)
+                found[-1] += 1
+
+        for root in self.roots(rank):
+            go_down(*root)
+        return found
+
     @property
     def is_pair(self) -> bool:
         """Whether the sum is that of one root of each of two ranks, in any order."""

@@ -1,8 +1,9 @@
 """Combines the gradients of logical replicas, which share one module on each rank.
 
 They take turns inside ``Strategy.run``: at the end of a replica's backward its
-gradients are taken from the parameters, and the next replica runs; once all have come
-there, the sums are put into ``.grad``. Buffers, such as running means, and PyTorch's
+gradients are taken from the parameters and added to those of replicas before, in the
+order of the tree, and the next replica runs; once all have come there, the sums are put
+into ``.grad``. Buffers, such as running means, and PyTorch's
 generator of random numbers are those of the replica whose turn it is.
 """
 
@@ -41,6 +42,10 @@ class LogicalReplicated(Replicated):
         super().__init__(module, strategy, op, **options)
         # Gradients that were there before the backward, to which its sum is added.
         self._before: dict[int, torch.Tensor] = {}
+        # Sums of this rank's replicas so far, by parameter, half types as float32; and
+        # the sparse gradients of each replica.
+        self._stack: list[dict[int, torch.Tensor]] = []
+        self._sparse: list[dict[int, torch.Tensor]] = []
         self.sets = _BufferSets(self._owners, len(strategy.local_replicas))
         _turns_of(strategy).modules.add(self)
 
@@ -65,48 +70,67 @@ class LogicalReplicated(Replicated):
 
     @torch.no_grad()
     def _combine(self) -> None:
-        own: dict[int, torch.Tensor] = {}
+        place, strategy = own_index() or 0, self.strategy
+        if place == 0:
+            self._stack, self._sparse = [], []
+        dense: dict[int, torch.Tensor] = {}
+        sparse: dict[int, torch.Tensor] = {}
         for index in self._touched:
             parameter = self._parameters[index]
-            if parameter.grad is not None:
-                own[index], parameter.grad = parameter.grad, None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                sparse[index] = gradient
+            else:
+                dense[index] = _addable(gradient)
         self._touched.clear()
-        strategy = self.strategy
+        self._stack.append(dense)
+        self._sparse.append(sparse)
+        # While they are in a cache; so there are never more than a few of them.
+        for _ in range(strategy.merges[place]):
+            upper = self._stack.pop()
+            _add(self._stack[-1], upper)
 
-        def act(given: list[dict[int, torch.Tensor]]) -> list[None]:
+        def act(given: list[None]) -> list[None]:
             # An entry: where it fails on one rank, the others learn of it.
-            strategy.collectives.call(_WHAT, self._combine_all, given)
-            return [None] * len(given)
+            strategy.collectives.call(_WHAT, self._combine_all)
+            return given
 
         if strategy.meetings is not None:
-            strategy.meetings.meet(_WHAT, act, own)
+            strategy.meetings.meet(_WHAT, act, None)
             return
         token = push(strategy.cross_entry)
         try:
-            act([own])
+            act([None])
         finally:
             pop(token)
 
     @torch.no_grad()
-    def _combine_all(self, given: list[dict[int, torch.Tensor]]) -> None:
-        """Add the gradients of all replicas, once for this rank."""
+    def _combine_all(self) -> None:
+        """Add the sums of all ranks, once for this rank."""
+        sums, self._stack = self._stack, []
+        rows, self._sparse = self._sparse, []
         count = len(self._parameters)
         changed = self.sets.changed() if self._buffers is not None else []
-        # Those of this rank's replicas together: sums of integers are exact.
-        marks = _marks(given, count, changed)
+        marks = np.zeros(2 * count + len(changed), np.int32)
+        marks[[index for one in sums for index in one]] = 1
+        marks[[count + index for one in rows for index in one]] = 1
+        marks[2 * count :] = changed
         # Gradients reached the last time travel with the marks; missing ones follow.
-        *sums, told = self._summed(self._expected, given, marks)
-        rows = told[: 2 * count].reshape(2, -1)
-        dense, sparse = (np.flatnonzero(row).tolist() for row in rows)
+        *totals, told = self._summed(self._expected, sums, marks)
+        dense, sparse = (
+            np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)
+        )
         self._refuse_mixed(dense, sparse)
-        totals = dict(zip(self._expected, sums, strict=True))
+        found = dict(zip(self._expected, totals, strict=True))
         missing = sorted({*dense} - {*self._expected})
         if missing:
-            totals.update(zip(missing, self._summed(missing, given), strict=True))
+            found.update(zip(missing, self._summed(missing, sums), strict=True))
         for index in dense:
-            self._give(index, as_tensor(totals[index]))
+            self._give(index, as_tensor(found[index]))
         for index in sparse:
-            self._add_rows(index, [own.get(index) for own in given])
+            self._add_rows(index, [own.get(index) for own in rows])
         for index, before in self._before.items():
             # Taken away, and reached by nobody after all.
             if self._parameters[index].grad is None:
@@ -118,29 +142,30 @@ class LogicalReplicated(Replicated):
     def _summed(
         self,
         indices: list[int],
-        given: list[dict[int, torch.Tensor]],
+        sums: list[dict[int, torch.Tensor]],
         marks: Array | None = None,
     ) -> list[Array]:
-        """Return the sums of dense gradients, and of a rank's marks behind them."""
+        """Return sums of dense gradients over all ranks, and of the marks."""
         parts = [
-            [memory_of(self._dense(own.get(i), i)) for i in indices] for own in given
+            [memory_of(one[i] if i in one else self._zeros(i)) for i in indices]
+            for one in sums
         ]
         if marks is not None:
-            nothing = np.zeros_like(marks)
-            for arrays in parts:
-                arrays.append(marks if arrays is parts[0] else nothing)
-        found: list[Array] = self.strategy.reduce_parts(self.op, parts, _WHAT)
+            for number, arrays in enumerate(parts):
+                arrays.append(np.zeros_like(marks) if number else marks)
+        found: list[Array] = self.strategy.reduce_parts(
+            self.op, parts, _WHAT, are_roots=True
+        )
         return found
 
-    def _dense(self, gradient: torch.Tensor | None, index: int) -> torch.Tensor:
-        if gradient is None or gradient.is_sparse:
-            return torch.zeros_like(self._parameters[index])
-        return gradient
+    def _zeros(self, index: int) -> torch.Tensor:
+        return _addable(torch.zeros_like(self._parameters[index]))
 
     def _give(self, index: int, total: torch.Tensor) -> None:
         parameter = self._parameters[index]
         # A parameter that no replica of this rank has reached still has its own.
         before = self._before.get(index, parameter.grad)
+        total = total.to(parameter.dtype)
         parameter.grad = total if before is None else before + total
 
     def _add_rows(self, index: int, given: list[torch.Tensor | None]) -> None:
@@ -185,16 +210,26 @@ class LogicalReplicated(Replicated):
         self.sets.load()
 
 
-def _marks(
-    given: list[dict[int, torch.Tensor]], count: int, changed: list[bool]
-) -> Array:
-    """Return what a rank tells: its dense and sparse gradients, and its buffers."""
-    marks = np.zeros(2 * count + len(changed), np.int32)
-    marks[2 * count :] = changed
-    for own in given:
-        for index, gradient in own.items():
-            marks[index + count * gradient.is_sparse] = 1
-    return marks
+def _addable(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense gradient in the type in which it is added, free to be changed."""
+    if gradient.requires_grad:
+        # Of a backward with create_graph, which may need it as it is.
+        gradient = gradient.detach().clone()
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient = gradient.float()
+    return gradient
+
+
+def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None:
+    """Add gradients to others, by parameter; what one of them lacks is zeros."""
+    both = [index for index in sums if index in others]
+    if both:
+        torch._foreach_add_([sums[i] for i in both], [others[i] for i in both])
+    # Zeros change an element that is -0.0.
+    for index in sums.keys() - others.keys():
+        sums[index].add_(0)
+    for index in others.keys() - sums.keys():
+        sums[index] = others[index].add_(0)
 
 
 class _BufferSets:

@@ -114,6 +114,70 @@ def test_pytorch_adds_up_backwards_and_knows_unreached_parameters(job: Any) -> N
             net[0](torch.ones(1, 1)).sum().backward()
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_pytorch_adds_gradients_of_all_types_in_the_order_of_the_tree(op: str) -> None:
+    """Some replicas reach some parameters only: what they lack is zeros."""
+    torch = pytest.importorskip("torch")
+    import hpcstrat.integrations.torch as hst
+    from hpcstrat.engine.logical.tree_order import TreeOrder
+
+    rng, count = np.random.default_rng(8), 7
+    kinds = ("float16", "bfloat16", "float32", "float64", "complex64")
+    shapes = [(3,), (40, 300), ()]
+    with hs.MultiWorkerMirroredStrategy(logical_replicas=count) as strategy:
+        module = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=getattr(torch, kind))
+            for kind in kinds
+            for shape in shapes
+        )
+        hst.replicate(module, strategy, op=op)
+        for _ in range(4):
+            values, reached = [], rng.random((count, len(module))) < 0.6
+            for parameter in module:
+                scales = 10.0 ** rng.integers(-3, 3, (count, *parameter.shape))
+                drawn = rng.standard_normal((count, *parameter.shape)) * scales
+                drawn[rng.random(drawn.shape) < 0.2] = -0.0
+                values.append(torch.from_numpy(drawn).to(parameter.dtype))
+
+            def step(values: Any = values, reached: Any = reached) -> None:
+                own = hs.get_replica_context().replica_id_in_sync_group
+                loss = torch.zeros(())
+                for index in np.flatnonzero(reached[own]):
+                    product = module[index] * values[index][own].conj()
+                    loss = loss + product.sum().real.double()
+                if reached[own].any():
+                    loss.backward()
+
+            for parameter in module:
+                parameter.grad = None
+            reached[:, 0] = True
+            strategy.run(step)
+            for index, parameter in enumerate(module):
+                if not reached[:, index].any():
+                    assert parameter.grad is None
+                    continue
+                half = parameter.dtype in (torch.float16, torch.bfloat16)
+                parts = values[index].float() if half else values[index]
+                leaves = [
+                    part if is_there else torch.zeros_like(part)
+                    for part, is_there in zip(parts, reached[:, index], strict=True)
+                ]
+                own = [leaf.numpy().copy() for leaf in leaves]
+                [total] = TreeOrder(count, 1).sum_roots(0, own)
+                if op == "mean":
+                    total = total / count
+                wanted = torch.from_numpy(np.asarray(total)).to(parameter.dtype)
+                assert torch.equal(_bits(parameter.grad), _bits(wanted)), index
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return real.contiguous().view(sizes[real.element_size()])
+
+
 def test_pytorch_checkpoints_hold_what_dropout_draws_from(
     job: Any, folder: Any
 ) -> None:
