@@ -14,7 +14,7 @@ over h5py with two workers, if it is installed. Ways take turns, round after rou
 Then come epochs of the packed file that is cached and shuffled: the third one, when
 rows are in memory, and how many of them, with and without ``own_rows``.
 The last part trains: steps of 5 ms of matrix products, and how much of
-a step was waiting for its batch.
+a step was waiting for its batch, after the first.
 """
 
 from __future__ import annotations
@@ -243,7 +243,10 @@ def _has_torch() -> bool:
 
 
 def waiting(strategy: Any, path: Path, order: str, ahead: int) -> tuple[float, float]:
-    """Return the seconds of a step, and of waiting for its batch, as medians."""
+    """Return the seconds of a step, and the share of all in which it waited.
+
+    Without the first, before which nothing can have been read.
+    """
     matrix = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype("f4")
     steps, waits = [], []
     batches = distributed(strategy, path, order, ahead)
@@ -255,6 +258,7 @@ def waiting(strategy: Any, path: Path, order: str, ahead: int) -> tuple[float, f
             batch @ matrix[:, :64]
         steps.append(time.perf_counter() - began)
         waits.append(waited - began)
+    del steps[0], waits[0]
     return float(np.median(steps)), float(np.sum(waits) / np.sum(steps))
 
 
