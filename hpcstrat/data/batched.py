@@ -190,6 +190,10 @@ class PaddedBatches(RowBatches):
         super().__init__(rows, size, drop_remainder=drop_remainder)
         self._shapes, self._values = shapes, values
 
+    def owned(self, num_replicas: int, replicas: range) -> Batched:
+        """Return itself: each rank reads the whole batch in any case."""
+        return self
+
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
         """Read all rows of the batch, as the longest says how long each becomes."""
         rows = self.rows.elements(slice(start, self.stop(start)), epoch)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.framework("keras")
 # backends do each in their way.
 CHOSEN = {
     ("torch", 2): "",
-    ("jax", 2): "fit_is or infinite or mask or goes_on",
+    ("jax", 2): "fit_is or infinite or goes_on",
     ("tensorflow", 2): "fit_is or own or infinite or mask or of_all or goes_on",
 }
 

@@ -45,7 +45,7 @@ def test_rank_tests_pass_where_they_can_fail(n: int, part: int) -> None:
     _pass(n, part, "--short")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_rank_tests_pass_without_the_kernel(n: int) -> None:
     folder = Path(__file__).parent / "ranks"
     files = [str(folder / f"check_{name}.py") for name in OF_NUMPY]

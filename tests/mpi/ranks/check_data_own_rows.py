@@ -45,7 +45,14 @@ def _chain(dataset: Any, draw: np.random.Generator) -> Any:
     if draw.integers(2):
         dataset = dataset.take(max(1, dataset.cardinality() - 3))
     batch, drop = int(draw.integers(1, 14)), bool(draw.integers(2))
-    dataset = dataset.batch(batch, drop_remainder=drop)
+    if draw.integers(5):
+        dataset = dataset.batch(batch, drop_remainder=drop)
+    else:
+        dataset = dataset.padded_batch(batch, drop_remainder=drop)
+    if not draw.integers(4):
+        dataset = dataset.skip(1).repeat(2)
+    if not draw.integers(4):
+        dataset = dataset.cache()
     if draw.integers(2):
         dataset = dataset.map(lambda rows: rows + 0)
     return dataset.prefetch(2) if draw.integers(2) else dataset
