@@ -183,6 +183,8 @@ def test_calls_of_layers_come_between_buckets(strategy: Any) -> None:
 
 
 def test_a_failure_in_the_midst_is_named_on_all(strategy: Any, job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("one rank has nobody to tell")
     module, faulty = hst.replicate(_mlp(4, 4), strategy), job.size - 1
     fails = [False]
 

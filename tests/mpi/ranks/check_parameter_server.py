@@ -28,6 +28,12 @@ from hpcstrat.parameter_server.bells import Bells
 pytestmark = pytest.mark.algorithm
 
 
+@pytest.fixture(autouse=True)
+def _needs_three_ranks(job: Any) -> None:
+    if job.size < 3:
+        pytest.skip("a coordinator, a server and a worker are three ranks")
+
+
 class Cluster:
     """Lets rank 0 run the body of a test, and the others serve meanwhile."""
 
