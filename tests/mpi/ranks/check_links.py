@@ -42,6 +42,8 @@ def test_all_workers_measure_all_links(topology: Any, job: Any) -> None:
 
 @pytest.mark.once
 def test_nobody_waits_for_one_that_does_not_come(topology: Any, job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("one rank waits for nobody")
     last = job.size - 1
     if job.rank != last:
         with pytest.raises(CollectiveError, match="some did not come"):
