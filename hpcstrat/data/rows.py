@@ -300,6 +300,15 @@ class _RowsOfParent(Rows):
         """Tell the other stage."""
         self.parent.keep(first, last)
 
+    @property
+    def block_rows(self) -> int:
+        """The number of rows to read at once."""
+        return self.parent.block_rows
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
 
 class RepeatedRows(_RowsOfParent):
     """All rows several times; each time is an epoch of its own."""
@@ -348,15 +357,6 @@ class RepeatedRows(_RowsOfParent):
             ):
                 found[index] = element
         return found
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return self.parent.block_rows
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
 
     def describe(self) -> str:
         """Return how often they come."""
@@ -437,15 +437,6 @@ class ShuffledRows(_RowsOfParent):
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read the rows of the epoch's order."""
         return self.parent.elements(self.rows(places, epoch), epoch)
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return self.parent.block_rows
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
 
     def describe(self) -> str:
         """Return how they are shuffled."""

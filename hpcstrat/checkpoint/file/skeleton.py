@@ -281,7 +281,7 @@ def _make(
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            # Nothing but holes: all structures are before the index and the table.
+            # HDF5 has written nothing from there on: all structures are in front.
             prefix = bytearray(os.pread(scratch.fileno(), plan.data_start, 0))
             if num_index:
                 text = to_index(header.entries, extents).ljust(num_index)

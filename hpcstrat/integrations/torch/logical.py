@@ -213,7 +213,7 @@ class LogicalReplicated(Replicated):
 def _addable(gradient: torch.Tensor) -> torch.Tensor:
     """Return a dense gradient in the type in which it is added, free to be changed."""
     if gradient.requires_grad:
-        # Of a backward with create_graph, which may need it as it is.
+        # A backward with create_graph may need the gradient as it is.
         gradient = gradient.detach().clone()
     if gradient.dtype in (torch.float16, torch.bfloat16):
         gradient = gradient.float()
