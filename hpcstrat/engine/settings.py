@@ -99,6 +99,7 @@ class Settings:
     native : bool, optional
         Whether the compiled kernel sums in the memory that the ranks of a machine
         share, where all of them have it; else NumPy does, with the same bits.
+        ``HPCSTRAT_NATIVE=0`` leaves the update rules of optimizers to NumPy, too.
         Default: True.
     math_threads : int, optional
         With logical replicas, how many threads BLAS, OpenMP, PyTorch and XLA have in

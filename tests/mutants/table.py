@@ -342,24 +342,20 @@ MUTANTS = (
     _m(
         "Adam: the bias of the second moment stays",
         "2:optimizer_rules",
-        "scratch /= number(math.sqrt(1 - self.beta_2**step.number))\n",
+        "scratch /= number(self._root(step))\n",
         "",
     ),
     _m(
         "Adam: its two slots are swapped",
         "tests/unit/test_optimizers.py",
-        """        self._direction(step, gradient, *slots)
-        gradient *= value""",
-        """        self._direction(step, gradient, *reversed(slots))
-        gradient *= value""",
+        "self._direction(step, gradient, *slots)\n        gradient *=",
+        "self._direction(step, gradient, *reversed(slots))\n        gradient *=",
     ),
     _m(
         "AdamW: excluded names decay too",
         "2:optimizer_rules",
-        """        if not self._is_excluded(step.name):
-            # Before the step, as decay""",
-        """        if step.name:
-            # Before the step, as decay""",
+        "        if self._is_excluded(step.name):\n            return 1.0",
+        "        if not step.name:\n            return 1.0",
     ),
     _m(
         "LAMB: the ratio of norms upside down",
