@@ -27,7 +27,7 @@ from hpcstrat.data.iterator import (
     EpochPlace,
     ReducibleDataset,
 )
-from hpcstrat.data.pipelines import Place, Steps
+from hpcstrat.data.pipelines import PipelinePlace, Steps
 from hpcstrat.data.placing import Placer, packed
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.options import InputOptions, InputReplicationMode
@@ -59,7 +59,7 @@ class DealtDataset(ReducibleDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     make_steps : callable
         Returns the steps; called on ranks that run a pipeline.
@@ -71,7 +71,7 @@ class DealtDataset(ReducibleDataset):
     def __init__(
         self,
         strategy: Replicas,
-        place: Place,
+        place: PipelinePlace,
         make_steps: Callable[[], Steps],
         options: InputOptions,
     ) -> None:
@@ -125,7 +125,7 @@ class _Elements:
     def __init__(
         self,
         strategy: Replicas,
-        place: Place,
+        place: PipelinePlace,
         placer: Placer,
         *,
         steps: Steps | None,
@@ -266,7 +266,7 @@ class _Elements:
         with collectives.moving(_NEXT) as comm:
             parts, came = dealt[: len(self._place.own)], None
             if not self._alone:
-                own = channel.patient(self._place.comm)
+                own = channel.interruptible(self._place.comm)
                 came = own.scatter(self._by_rank(dealt), root=0)
             try:
                 if came is not None:

@@ -18,7 +18,7 @@ from hpcstrat.data.iterator import (
     ReducibleDataset,
 )
 from hpcstrat.data.order import ORDER_VERSION
-from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
+from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
 from hpcstrat.data.resuming import StatefulDataset, StreamDataset
@@ -387,7 +387,7 @@ def distribute_dataset(
 
 def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
     # The steps are made later, on the ranks that run a pipeline alone.
-    place = Place(strategy, single=options.single_pipeline)
+    place = PipelinePlace(strategy, single=options.single_pipeline)
     if isinstance(dataset, Dataset):
         return StreamDataset(strategy, place, dataset, options)
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
@@ -438,7 +438,7 @@ def distribute_from_function(
             "expected experimental_place_dataset_on_device with PER_REPLICA and "
             f"without experimental_fetch_to_device, found {options}; change the options"
         )
-    place = Place(strategy, single=options.single_pipeline)
+    place = PipelinePlace(strategy, single=options.single_pipeline)
     return DealtDataset(
         strategy,
         place,

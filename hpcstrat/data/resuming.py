@@ -11,7 +11,7 @@ from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import DistributedIterator, EpochPlace
 from hpcstrat.data.order import ORDER_VERSION
-from hpcstrat.data.pipelines import Place, iterable_steps
+from hpcstrat.data.pipelines import PipelinePlace, iterable_steps
 from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.options import AutoShardPolicy, InputOptions
@@ -32,7 +32,7 @@ class StreamDataset(DealtDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     dataset : Dataset
         The chain.
@@ -41,7 +41,11 @@ class StreamDataset(DealtDataset):
     """
 
     def __init__(
-        self, strategy: Replicas, place: Place, dataset: Dataset, options: InputOptions
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        dataset: Dataset,
+        options: InputOptions,
     ) -> None:
         super().__init__(
             strategy, place, lambda: iterable_steps(dataset, place), options
@@ -144,7 +148,7 @@ class StatefulDataset(DealtDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     iterable : iterable
         Gives global batches.
@@ -153,7 +157,11 @@ class StatefulDataset(DealtDataset):
     """
 
     def __init__(
-        self, strategy: Replicas, place: Place, iterable: Any, options: InputOptions
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        iterable: Any,
+        options: InputOptions,
     ) -> None:
         super().__init__(
             strategy, place, lambda: iterable_steps(iterable, place), options

@@ -207,7 +207,7 @@ class Memory:
         self._require_whole(objects)
         channel = strategy.collectives.channel
         if channel is not None:
-            channel.started.drain()
+            channel.pending.drain()
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")

@@ -11,7 +11,7 @@ from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.restore.entry_matching import Match, match_entries
 from hpcstrat.elastic.snapshots import Key, Snapshot
-from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import store
 from hpcstrat.engine.logs import get_logger
@@ -234,7 +234,7 @@ def _restore_lost(
         for path, array in arrays.items():
             kind = commit.entries[path].aggregation
             if kind == "sum" and now == keeper:
-                values[path] = quietly(np.add, values[path], array)
+                values[path] = call_without_fp_warnings(np.add, values[path], array)
             elif kind == "only_first_replica" and lost == now == 0:
                 values[path] = array
     without = [

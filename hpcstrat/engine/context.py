@@ -15,9 +15,9 @@ from hpcstrat.engine.options import ReduceOp, VariableSynchronization
 from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = [
+    "AnnouncesInitErrors",
     "ContextEntry",
     "CurrentStrategy",
-    "MadeTogether",
     "current",
     "own_index",
     "pop",
@@ -133,7 +133,7 @@ def own_index() -> int | None:
     return None if entry is None else entry.index
 
 
-class MadeTogether:
+class AnnouncesInitErrors:
     """Base of what all replicas make together in a scope: they learn if one cannot.
 
     Whatever ``__init__`` raises, a wrong argument too, is announced to the others.

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device, to_host
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import MadeTogether, current, own_index
+from hpcstrat.engine.context import AnnouncesInitErrors, current, own_index
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
@@ -19,7 +19,7 @@ from hpcstrat.variables import SyncOnReadVariable, Variable, class_of_own, read_
 __all__ = ["Metric", "read_totals"]
 
 
-class Metric(MadeTogether):
+class Metric(AnnouncesInitErrors):
     """A quantity computed from totals that each replica keeps for itself.
 
     Made in the scope of a strategy that distributes variables, it covers all replicas,
@@ -136,7 +136,7 @@ class Metric(MadeTogether):
         self._settle()
         return dict(self._totals)
 
-    @quiet
+    @without_fp_warnings
     def _settle(self) -> None:
         """Add to the totals what was kept on the GPU."""
         kept, self._on_device = self._on_device, {}

@@ -85,7 +85,7 @@ class Copies:
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
         """Combine gradients over replicas."""
-        reduced: list[Any] = self._strategy.collectives.reduce_inside(
+        reduced: list[Any] = self._strategy.collectives.reduce_in_call(
             self._op, gradients, self._label, out=out
         )
         return reduced

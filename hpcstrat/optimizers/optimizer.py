@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import MadeTogether, current
+from hpcstrat.engine.context import AnnouncesInitErrors, current
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.options import ReduceOp, VariableAggregation
@@ -56,7 +56,7 @@ _STATEFUL = (
 )
 
 
-class Optimizer(MadeTogether, ABC):
+class Optimizer(AnnouncesInitErrors, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, `update`, and names the state that it needs.
@@ -465,7 +465,7 @@ class Optimizer(MadeTogether, ABC):
         reduced = routine.backend.reduce(gradients, routine.sums)
         return self._use(reduced, [pairs], routine, rate)
 
-    @quiet
+    @without_fp_warnings
     def _use(
         self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
     ) -> bool:

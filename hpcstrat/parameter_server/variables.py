@@ -15,8 +15,8 @@ from hpcstrat.engine.arrays.row_updates import summed_rows
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.parameter_server.handles import pickled
-from hpcstrat.parameter_server.memory import Place, Reader
 from hpcstrat.parameter_server.pieces import Pieces
+from hpcstrat.parameter_server.shared_files import FilePlace, Reader
 from hpcstrat.variables import Variable
 
 __all__ = ["Rows", "ServerVariable", "ShardedVariable"]
@@ -66,7 +66,7 @@ class _Shard:
     number: int
     start: int
     stop: int
-    place: Place
+    place: FilePlace
     reader: Reader | None = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.topology.topology import start_mpi
 from hpcstrat.safety import lateness, uncaught
-from hpcstrat.safety.presence import LEFT, own_board
+from hpcstrat.safety.presence import LEFT, own_registry
 from hpcstrat.safety.uncaught import abort, running_mpi
 from hpcstrat.safety.watchdog import watchdog
 
@@ -77,7 +77,7 @@ def _leave() -> None:
     if mpi is None or _Leaving.left or os.getpid() != _Leaving.process:
         return
     _Leaving.left = True
-    board = own_board()
+    board = own_registry()
     if board is not None:
         # Ranks that make a strategy of some ranks hear of nothing else.
         board.show(stage=LEFT)

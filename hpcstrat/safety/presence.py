@@ -34,8 +34,8 @@ __all__ = [
     "LEFT",
     "MADE",
     "STARTS",
-    "Board",
-    "own_board",
+    "LaunchRegistry",
+    "own_registry",
 ]
 
 IMPORTED, STARTS, CREATES, MADE, FAILED, LEFT = (
@@ -60,7 +60,7 @@ _OLD_SECONDS = 60.0
 _NAP_SECONDS = 0.001
 
 
-class Board:
+class LaunchRegistry:
     """The pages of a job's ranks on this host."""
 
     def __init__(self, launch: Launch, path: str) -> None:
@@ -203,10 +203,10 @@ class Board:
 class _OwnBoard:
     """The board of this process."""
 
-    board: Board | None = None
+    board: LaunchRegistry | None = None
 
 
-def own_board() -> Board | None:
+def own_registry() -> LaunchRegistry | None:
     """Return this job's board; None without a launcher, and in a child of a rank.
 
     The first call takes this process's page.
@@ -218,7 +218,7 @@ def own_board() -> Board | None:
         if not name:
             return None
         path = os.path.join(_FOLDER, f"{_NAME}{os.getuid()}-{name}")
-        own = Board(launch, path)
+        own = LaunchRegistry(launch, path)
         try:
             _sweep(path)
             if not own.open():
@@ -234,7 +234,7 @@ def _encoded(page: dict[str, Any]) -> bytes:
     return json.dumps(page, ensure_ascii=False).encode(errors="replace")
 
 
-def _leave(own: Board) -> None:
+def _leave(own: LaunchRegistry) -> None:
     if own.is_open:
         if own.page["stage"] not in (FAILED, LEFT):
             mpi: Any = sys.modules.get("mpi4py.MPI")

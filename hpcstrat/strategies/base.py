@@ -18,7 +18,7 @@ import numpy as np
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import (
     ContextEntry,
     current,
@@ -28,7 +28,7 @@ from hpcstrat.engine.context import (
     second_strategy,
 )
 from hpcstrat.engine.logical.meetings import (
-    Ended,
+    EndedReduction,
     Listener,
     Meetings,
     joined,
@@ -265,7 +265,9 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         if options is not None and self._strategy.logical:
             require_no_wire_dtype(options)
-        return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
+        return self.collectives.reduce_in_call(
+            op, value, "all_reduce", options, out=out
+        )
 
     @collective
     def start_all_reduce(
@@ -275,7 +277,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
-    ) -> Started | Ended:
+    ) -> PendingCall | EndedReduction:
         """Start an `all_reduce`, whose result is awaited later.
 
         Collective over the strategy's replicas; does not wait for them.
@@ -298,7 +300,7 @@ class ReplicaContext:
 
         Returns
         -------
-        Started or Ended
+        Started or EndedReduction
             ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
             would have returned.
 
@@ -312,7 +314,7 @@ class ReplicaContext:
         what = "start_all_reduce"
         self._require_current(what)
         op = ReduceOp.parse(reduce_op)
-        return self.collectives.start_inside(op, value, what, options, out=out)
+        return self.collectives.start_in_call(op, value, what, options, out=out)
 
     @collective
     def all_gather(
@@ -872,7 +874,7 @@ class Strategy:
         up already, as ``tree_order.merges`` says.
         """
         if self.meetings is None:
-            return self._ranks.reduce_inside(op, trees[0], what, out=out)
+            return self._ranks.reduce_in_call(op, trees[0], what, out=out)
         return self._sums.reduce(op, trees, what, out=out, are_roots=are_roots)
 
     @property
@@ -954,7 +956,7 @@ class Strategy:
         if plain and type(value) is np.ndarray:
             # Most calls are of this kind; each further look costs a microsecond.
             op = ReduceOp.parse(reduce_op)
-            return self.collectives.reduce_inside(op, value, "reduce", out=out)
+            return self.collectives.reduce_in_call(op, value, "reduce", out=out)
         return value_reduction.reduce(self, reduce_op, value, axis, out)
 
     @collective

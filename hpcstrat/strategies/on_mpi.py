@@ -22,7 +22,7 @@ from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.strategies.connection import StrategyRequest, connect
 from hpcstrat.variables import MirroredVariable
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class MpiStrategy(Strategy):
                     _require_any_order(cross_device_ops, communication_options)
             except Exception as error:
                 problem = error
-        wish = Wish(
+        request = StrategyRequest(
             kind=type(self).__name__,
             comm=comm,
             replicas_per_worker=replicas_per_worker,
@@ -91,7 +91,7 @@ class MpiStrategy(Strategy):
             devices=devices,
             logical_replicas=logical_replicas,
         )
-        self._key, connection = connect(wish, problem)
+        self._key, connection = connect(request, problem)
         self._connection = connection
         # A strategy may be closed while its connection lives on with others.
         self._closed = False
@@ -211,7 +211,7 @@ class MpiStrategy(Strategy):
     def lost_ranks(self) -> tuple[int, ...] | None:
         """The replicas that are known to have died; None while no loss was noticed."""
         channel = self._connection.channel
-        error = None if channel is None else channel.deaths.error
+        error = None if channel is None else channel.rank_loss.error
         return None if error is None else error.ranks
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_half
 from hpcstrat.engine.channel.entries import collective
@@ -75,7 +75,7 @@ class DistributedVariable(Variable, DistributedValues):
             return own
 
         # An entry: Ctrl-C in a callable ends the calls of the other replicas, too. Of
-        # an error that is announced here `MadeTogether` tells nobody again.
+        # an error that is announced here `AnnouncesInitErrors` tells nobody again.
         component: Array = collectives.call(what, shared)
         return component
 
@@ -439,7 +439,7 @@ def class_of_own(*, on_read: bool = True) -> type[Variable]:
     return SyncOnReadVariable if on_read else MirroredVariable
 
 
-@quiet
+@without_fp_warnings
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     """Return one replica's share of a total, so that the shares add up to it.
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.gpu.transports import byte_movers
 from hpcstrat.engine.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
 from hpcstrat.engine.gpu.transports.nccl_group import NcclGroup
@@ -53,7 +53,7 @@ def _values(size: int, dtype: str, replica: int) -> Any:
     return generator.integers(0, 100, size).astype(dtype)
 
 
-def _drive(crew: Team, mover: Any, steps: Awaits) -> None:
+def _drive(crew: Team, mover: Any, steps: WaitSteps) -> None:
     mover.prepare()
     crew.channel.drive(steps, describe_call("test of moves"))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports import nccl_waiting
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
@@ -101,7 +101,7 @@ class _NoThread(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-def _awaited(crew: Team, steps: Awaits, call: Any) -> None:
+def _awaited(crew: Team, steps: WaitSteps, call: Any) -> None:
     for awaited in steps:
         crew.channel.wait(awaited, call)
 
@@ -216,7 +216,7 @@ def lane() -> Any:
     return Lane()
 
 
-def _alone(steps: Awaits) -> None:
+def _alone(steps: WaitSteps) -> None:
     for awaited in steps:
         while awaited is not HEADER and not awaited.agreed():
             time.sleep(1e-4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
 from hpcstrat.engine.topology.topology import Topology
@@ -186,13 +186,13 @@ def reduce_many(
         if work.pieces:
             begin, end = Mark().record(), Mark()
             steps = reduce_on_device(work, team.channel, transport, begin, end)
-            handle = Started(team.channel, work.call, steps, results)
+            handle = PendingCall(team.channel, work.call, steps, results)
             started.append((reduction, handle, end, results))
     numbers = cupy.arange(1000)
     for _ in range(polls):
         numbers = numbers + 1
         time.sleep(0.0002 * team.rank)
-        team.channel.started.progress()
+        team.channel.pending.progress()
     for reduction, handle, end, results in started:
         assert handle.wait() is results
         end.join()

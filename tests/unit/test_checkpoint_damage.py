@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
@@ -100,7 +100,7 @@ def _bytes(objects: dict[str, hs.Variable]) -> dict[str, bytes]:
     return {name: one.numpy().tobytes() for name, one in objects.items()}
 
 
-def _opened(path: Path) -> tuple[CheckpointFile, Plan]:
+def _opened(path: Path) -> tuple[CheckpointFile, FileLayout]:
     found = open_checkpoint(str(path))
     assert found.vouched is not None
     return found, found.vouched.plan
@@ -157,28 +157,28 @@ def test_flipped_bits_of_every_byte_are_found(tmp_path: Path) -> None:
     _flip_all(path, list(range(path.stat().st_size)), 0)
 
 
-def _stale(content: bytearray, plan: Plan, older: bytes) -> None:
+def _stale(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start, stop = plan.span(1)
     content[start:stop] = older[start:stop]
 
 
-def _swapped(content: bytearray, plan: Plan, older: bytes) -> None:
+def _swapped(content: bytearray, plan: FileLayout, older: bytes) -> None:
     (first, middle), (_, last) = plan.span(0), plan.span(1)
     assert last - middle == middle - first
     content[first:last] = content[middle:last] + content[first:middle]
 
 
-def _zeroed(content: bytearray, plan: Plan, older: bytes) -> None:
+def _zeroed(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(1)[0] + 3 * PAGE_BYTES
     content[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
 
 
-def _torn(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(2)[0] + 5 * _SECTOR_BYTES
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 
 
-def _torn_record(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn_record(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.data_end
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.preemption.watch import Watch, _asked
+from hpcstrat.elastic.preemption.watch import PreemptionWatch, _asked
 from hpcstrat.engine.logs import get_logger
 
 FAR = 10**10
@@ -38,7 +38,7 @@ def test_signals_are_told_and_given_back() -> None:
     told: list[str] = []
     before = signal.getsignal(signal.SIGUSR1)
     config = hs.TerminationConfig(signals=("SIGUSR1",), job_end=None)
-    watch = Watch(config, told.append, lambda: 0.0)
+    watch = PreemptionWatch(config, told.append, lambda: 0.0)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == ["SIGUSR1"]
     watch.close()
@@ -50,7 +50,7 @@ def test_the_end_that_slurm_told_is_heeded(monkeypatch: pytest.MonkeyPatch) -> N
     config = hs.TerminationConfig(signals=())
     for end, expected in ((int(time.time()) + 100, True), (FAR, False)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-        watch = Watch(config, told.append, lambda: 200.0)
+        watch = PreemptionWatch(config, told.append, lambda: 200.0)
         watch._look_once()
         assert bool(told) == expected, told
         watch.close()
@@ -73,7 +73,7 @@ def test_slurm_is_asked_for_the_end(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     config = hs.TerminationConfig(signals=())
     for asks in (True, False):
-        watch = Watch(config, print, lambda: 0.0, asks=asks)
+        watch = PreemptionWatch(config, print, lambda: 0.0, asks=asks)
         assert (watch._thread is not None) == asks
         watch.close()
 
@@ -94,7 +94,9 @@ def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError("no answer")
         return True
 
-    watch = Watch(hs.TerminationConfig(fail, job_end=None), told.append, lambda: 0.0)
+    watch = PreemptionWatch(
+        hs.TerminationConfig(fail, job_end=None), told.append, lambda: 0.0
+    )
     limit = time.monotonic() + 30
     while not told and time.monotonic() < limit:
         time.sleep(0.05)
@@ -108,8 +110,8 @@ def test_a_forked_child_dies_of_the_signal() -> None:
     program = (
         "import os, signal, time\n"
         "import hpcstrat as hs\n"
-        "from hpcstrat.elastic.preemption.watch import Watch\n"
-        "Watch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
+        "from hpcstrat.elastic.preemption.watch import PreemptionWatch\n"
+        "PreemptionWatch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    time.sleep(30)\n"

@@ -11,7 +11,12 @@ import numpy as np
 
 from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
 from hpcstrat.checkpoint.objects import Objects, is_of_group
-from hpcstrat.engine.arrays.casting import assign, is_half, quietly, rounded
+from hpcstrat.engine.arrays.casting import (
+    assign,
+    call_without_fp_warnings,
+    is_half,
+    rounded,
+)
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import store
 from hpcstrat.engine.logical.tree_order import TreeOrder
@@ -78,7 +83,9 @@ class Match:
         total = value[0]
         if self.entry.aggregation != "only_first_replica":
             # In the order in which the replicas themselves would add them.
-            [total] = quietly(TreeOrder(rows, 1).sum_roots, 0, list(value))
+            [total] = call_without_fp_warnings(
+                TreeOrder(rows, 1).sum_roots, 0, list(value)
+            )
             total = np.asarray(total)
         if self.entry.aggregation == "mean":
             total = rounded(total / rows, value.dtype)
@@ -173,7 +180,7 @@ def _store(component: Array, value: Array) -> None:
     if is_device(component):
         store(component, value)
     else:
-        quietly(assign, component, ..., value)
+        call_without_fp_warnings(assign, component, ..., value)
 
 
 def match_entries(

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.elastic.preemption.termination import TerminationConfig
-from hpcstrat.elastic.preemption.watch import Watch
+from hpcstrat.elastic.preemption.watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 __all__ = ["PreemptionCheckpointHandler"]
@@ -121,7 +121,7 @@ class PreemptionCheckpointHandler:
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
-            self._watch = Watch(
+            self._watch = PreemptionWatch(
                 config, self._tell, self._save_seconds, asks=self._is_first
             )
         except Exception as error:

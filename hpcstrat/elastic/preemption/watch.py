@@ -13,14 +13,14 @@ from typing import Any
 from hpcstrat.elastic.preemption.termination import TerminationConfig
 from hpcstrat.engine.logs import get_logger
 
-__all__ = ["Watch"]
+__all__ = ["PreemptionWatch"]
 
 _POLL_SECONDS = 1.0
 _JOB_END = "SLURM_JOB_END_TIME"
 _ASK_SECONDS = 60.0
 
 
-class Watch:
+class PreemptionWatch:
     """Tells of signals, of a program's function, and of a time that comes near.
 
     Not collective, as are its calls. ``tell`` may be called in a handler of a signal

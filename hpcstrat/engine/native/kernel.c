@@ -7,7 +7,7 @@
  *
  * Every wait is bounded. What a call returns says how far it came; Python then waits with its
  * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
- * are those of hpcstrat/engine/channel/places.py and hpcstrat/engine/channel/headers.py. No MPI in here.
+ * are those of hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py. No MPI in here.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -198,7 +198,7 @@ static const type TYPES[] = {
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
-/* ---- Copies --------------------------------------------------------------------------- */
+/* ---- MirroredCopies --------------------------------------------------------------------------- */
 
 /* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
@@ -295,7 +295,7 @@ typedef struct {
     uint64_t num_trials, wanted_trials;
 } kernel;
 
-/* Return where the next place begins in each ring; see `Places.take`. */
+/* Return where the next place begins in each ring; see `SharedRings.take`. */
 static size_t take(kernel *k, size_t nbytes) {
     size_t start = (k->next + nbytes - 1) / nbytes * nbytes;
     if (start >= k->ring) start = 0;

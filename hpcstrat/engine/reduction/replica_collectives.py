@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.reduction.gathers import Gathers
@@ -35,14 +35,14 @@ class Collectives(ObjectCollectives):
         self.all_gather = gathers.all_gather
         self.broadcast = gathers.broadcast
         self.batch_reduce = self._reductions.batch_reduce
-        self.reduce_inside = self._reductions.reduce_inside
+        self.reduce_in_call = self._reductions.reduce_in_call
         self.repeat = self._reductions.repeat
         self.start_reduce = self._reductions.start_reduce
-        self.start_inside = self._reductions.start_inside
+        self.start_in_call = self._reductions.start_in_call
 
-    def use_areas(self, areas: Areas) -> None:
+    def use_mapped_memory(self, areas: MappedMemory) -> None:
         """Look for arrays in areas from here on; on all ranks at the same point."""
-        self._reductions.use_areas(areas)
+        self._reductions.use_mapped_memory(areas)
 
     @property
     def overlaps(self) -> bool:

@@ -148,8 +148,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
-        wish = wish_of(_NAME, comm, settings, on_lost_rank)
-        cluster = Cluster(wish, cluster_resolver, num_ps, spare_ranks)
+        request = wish_of(_NAME, comm, settings, on_lost_rank)
+        cluster = Cluster(request, cluster_resolver, num_ps, spare_ranks)
         self._resolver = cluster_resolver
         self._begin(cluster, variable_partitioner)
         if not cluster.coordinates:

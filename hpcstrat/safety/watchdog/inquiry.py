@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from hpcstrat.engine.channel.waiting import Waiting
-from hpcstrat.safety.watchdog.exchange import Exchange
+from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks, site_of
@@ -33,7 +33,7 @@ class Inquiry:
     def __init__(
         self,
         watch: Watch,
-        exchange: Exchange,
+        exchange: WatchdogMessages,
         waiting: Waiting,
         serve: Callable[[float], None],
     ) -> None:

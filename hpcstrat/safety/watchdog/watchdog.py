@@ -25,7 +25,7 @@ from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.settings import Settings
-from hpcstrat.safety.watchdog.exchange import Exchange
+from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status
@@ -53,7 +53,7 @@ class _Watched:
     """A watch, and what the thread has done for it."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.exchange = watch, Exchange(watch)
+        self.watch, self.exchange = watch, WatchdogMessages(watch)
         self.failures = 0
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
@@ -143,28 +143,28 @@ def test_bad_files_are_one_error_and_one_warning(
     assert all(path.name in text for text in said)
 
 
-def _stale(content: bytearray, plan: Plan, older: bytes) -> None:
+def _stale(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start, stop = plan.span(plan.num_blocks - 1)
     content[start:stop] = older[start:stop]
 
 
-def _swapped(content: bytearray, plan: Plan, older: bytes) -> None:
+def _swapped(content: bytearray, plan: FileLayout, older: bytes) -> None:
     first, middle = plan.span(0)
     last = 2 * middle - first
     content[first:last] = content[middle:last] + content[first:middle]
 
 
-def _zeroed(content: bytearray, plan: Plan, older: bytes) -> None:
+def _zeroed(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(1)[0] + 3 * PAGE_BYTES
     content[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
 
 
-def _torn(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(plan.num_blocks - 1)[0] + 5 * _SECTOR_BYTES
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 
 
-def _torn_table(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn_table(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.table_start
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 

@@ -23,7 +23,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.errors import CancelledError, OutOfRangeError
 from hpcstrat.parameter_server import mailbox, pieces
-from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
 pytestmark = pytest.mark.algorithm
 
@@ -64,9 +64,11 @@ def cluster(
 ) -> Cluster:
     """Return what runs a body; once as if no two ranks were on one node."""
     if request.param == "messages":
-        found = Bells.place
+        found = WakeupPipes.place
         monkeypatch.setattr(
-            Bells, "place", lambda self, r: found(self, r) if r == job.rank else None
+            WakeupPipes,
+            "place",
+            lambda self, r: found(self, r) if r == job.rank else None,
         )
     return Cluster(job)
 

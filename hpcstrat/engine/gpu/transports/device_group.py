@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from hpcstrat.engine.arrays.kinds import place_of
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.gpu.capabilities import Ability, Capabilities, gather
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.byte_movers import Mover
@@ -58,7 +58,7 @@ class DeviceGroup:
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
 
-    def try_nccl(self) -> Awaits:
+    def try_nccl(self) -> WaitSteps:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
         Collective over ``topology.replica_comm``. Does nothing where it is not wanted.
@@ -149,7 +149,7 @@ def device_group(
     return group
 
 
-def _make(channel: Channel) -> Awaits:
+def _make(channel: Channel) -> WaitSteps:
     yield HEADER
     group = channel.device_group = DeviceGroup(channel.topology)
     yield from group.try_nccl()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.streams import Lane, Mark
@@ -45,7 +45,7 @@ class Transport(Protocol):
         """
         ...
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Reach the other ranks, where that has not been done; after the header.
 
         Collective over ``topology.replica_comm``. Yields nothing where nothing is to be
@@ -54,7 +54,7 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``.
@@ -91,7 +91,7 @@ def reduce_on_device(
     transport: Transport,
     begin: Mark | None = None,
     end: Mark | None = None,
-) -> Awaits:
+) -> WaitSteps:
     """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
 
     Collective over ``topology.replica_comm``. Calls that are started, whose steps other

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.agreed_problem import agreed_problem
-from hpcstrat.engine.channel.awaited import Awaits, EveryRankError, Message
+from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
+from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.transports.nccl_waiting import (
     Joining,
@@ -85,7 +85,7 @@ class NcclGroup:
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
-    def connect(self) -> Awaits:
+    def connect(self) -> WaitSteps:
         """Make the communicator, the first time.
 
         Collective over ``comm``. Raises EveryRankError on every rank, if one cannot.
@@ -125,9 +125,9 @@ class NcclGroup:
         """Whether the communicator has been made; the same on all ranks."""
         return self._comm is not None
 
-    def _raise_on_all(self, problem: str) -> Awaits:
+    def _raise_on_all(self, problem: str) -> WaitSteps:
         if self.size > 1:
-            problem = yield from agreed_problem(self._mpi, self._mpi_comm, problem)
+            problem = yield from error_on_any_rank(self._mpi, self._mpi_comm, problem)
         if problem:
             raise EveryRankError(
                 f"expected NCCL to join {self.size} ranks, found on one of them: "
@@ -243,7 +243,7 @@ class NcclGroup:
             self._lock.release()
         return ""
 
-    def ended(self) -> Awaits:
+    def ended(self) -> WaitSteps:
         """Wait for the end of the calls so far, where ranks may be lost.
 
         Does nothing elsewhere: streams wait, not hosts.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat.engine.arrays.packing import Piece
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane
@@ -43,7 +43,7 @@ class NcclTransport:
         """Make what this rank needs for pieces of at most a size; may raise."""
         self._values = self._buffers.get("values", nbytes)
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Make NCCL's communicator, the first time.
 
         Collective over ``topology.replica_comm``. Raises EveryRankError on all ranks,
@@ -52,7 +52,7 @@ class NcclTransport:
         del work, channel
         return self.group.connect()
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece; waits for nobody, unless the loss of a rank is survived.
 
         Collective over ``topology.replica_comm``. Raises CollectiveError on this rank,

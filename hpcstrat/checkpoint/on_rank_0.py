@@ -9,10 +9,10 @@ from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS
 from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CheckpointError
 
-__all__ = ["explained", "on_first"]
+__all__ = ["explained", "on_rank_0"]
 
 
-def on_first(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
+def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
     """Run an action on replica 0; return its result, which must pickle, on all.
 
     Collective over the strategy's replicas. What it raises is a CheckpointError on all

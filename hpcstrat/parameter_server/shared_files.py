@@ -20,7 +20,7 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Memory", "Place", "Reader", "Readers"]
+__all__ = ["FilePlace", "Reader", "Readers", "SharedFiles"]
 
 _HEAD_BYTES = 64
 _POOL_BYTES = 4 << 20
@@ -28,7 +28,7 @@ _POOLED_BYTES = 256 << 10
 _TRIES = 100
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """The place of an array: its process, its file there, and the offset in it."""
 
     pid: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class Memory:
+class SharedFiles:
     """Gives out arrays in files that others may map; small ones share a file."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Memory:
 
     def allocate(
         self, shape: tuple[int, ...], dtype: Any
-    ) -> tuple[Array, Array, Place]:
+    ) -> tuple[Array, Array, FilePlace]:
         """Return an array, its version, and where it lies.
 
         A file is closed with the last array in it; readers keep what they have mapped.
@@ -67,7 +67,7 @@ class Memory:
         version = np.frombuffer(memory, np.int64, 1, offset)
         count = math.prod(shape)
         array = np.frombuffer(memory, dtype, count, offset + _HEAD_BYTES).reshape(shape)
-        return array, version, Place(os.getpid(), number, descriptor, size, offset)
+        return array, version, FilePlace(os.getpid(), number, descriptor, size, offset)
 
     def close(self) -> None:
         """Let go of the file that small arrays share."""
@@ -85,7 +85,7 @@ class Memory:
 class _File:
     """A server's file, mapped read-only."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: FilePlace) -> None:
         path = f"/proc/{place.pid}/fd/{place.descriptor}"
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -97,7 +97,7 @@ class _File:
 class Reader:
     """An array of a server, seen from another process of its node."""
 
-    def __init__(self, file: _File, place: Place, shape: Any, dtype: Any) -> None:
+    def __init__(self, file: _File, place: FilePlace, shape: Any, dtype: Any) -> None:
         self._file = file
         count, start = math.prod(shape), place.offset + _HEAD_BYTES
         self._start = start
@@ -143,7 +143,7 @@ class Readers:
             weakref.WeakValueDictionary()
         )
 
-    def reader(self, place: Place, shape: Any, dtype: Any) -> Reader | None:
+    def reader(self, place: FilePlace, shape: Any, dtype: Any) -> Reader | None:
         """Return a view of an array; None where it cannot be seen from here."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None

@@ -1,10 +1,11 @@
 """Requests and steps for which a collective call waits, in one form.
 
 What moves data in a call is a generator: it works, yields what it waits for, and goes
-on once that has come. `Channel.drive` takes one to its end, and a `Started` as far as
-it comes without waiting. An algorithm, which is a call's whole work, yields `HEADER`
-first: what it does before may fail on one rank, which the header tells the others; what
-comes after is an exchange of data, in which no rank may fail alone.
+on once that has come. `Channel.drive` takes one to its end, and a `PendingCall` as
+far as it comes without waiting. An algorithm, which is a call's whole work, yields
+`HEADER` first: what it does before may fail on one rank, which the header tells the
+others; what comes after is an exchange of data, in which no rank may fail
+alone.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from hpcstrat.engine.topology.kept_requests import keep
 
 __all__ = [
     "HEADER",
-    "Awaited",
-    "Awaits",
-    "Carried",
     "EveryRankError",
-    "Header",
+    "HeaderPayload",
+    "HeaderStep",
     "Message",
+    "WaitSteps",
+    "Waitable",
     "exhaust",
 ]
 
 
-class Awaited(Protocol):
+class Waitable(Protocol):
     """Something that comes from other ranks, or from a device."""
 
     def agreed(self) -> bool:
@@ -41,11 +42,11 @@ class Awaited(Protocol):
         ...
 
 
-Awaits = Iterator[Awaited]
+WaitSteps = Iterator[Waitable]
 """What a call waits for, one after the other."""
 
 
-class Carried(Protocol):
+class HeaderPayload(Protocol):
     """Values that travel in a header, see `hpcstrat.engine.channel.wire_headers`."""
 
     # Size of the values of each worker.
@@ -64,15 +65,15 @@ class Carried(Protocol):
         ...
 
 
-class Header:
+class HeaderStep:
     """Stands for the header of a call, which only who drives the call can post."""
 
-    def __init__(self, carried: Carried | None = None) -> None:
+    def __init__(self, carried: HeaderPayload | None = None) -> None:
         # Values that travel in the header; started calls have them only.
         self.carried = carried
 
     def agreed(self) -> bool:
-        """Refuse: it is awaited by `Channel.agree`, or posted by a `Started`."""
+        """Refuse: it is awaited by `Channel.agree`, or posted by a `PendingCall`."""
         raise AssertionError("an algorithm yields its header once, before all else")
 
     def missing(self) -> list[int]:
@@ -80,11 +81,11 @@ class Header:
         return [] if self.agreed() else [-1]
 
 
-HEADER: Final[Awaited] = Header()
+HEADER: Final[Waitable] = HeaderStep()
 """What an algorithm yields once it has done all that it can do before the header."""
 
 
-def exhaust(steps: Awaits) -> None:
+def exhaust(steps: WaitSteps) -> None:
     """Take a call of a single replica to its end: nobody is awaited there."""
     for awaited in steps:
         assert awaited is HEADER

@@ -18,7 +18,7 @@ from typing import Any
 from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["Breaks"]
+__all__ = ["AbortMessages"]
 
 _TAG = 11
 # Far below what MPI libraries send at once, without the receiver's help.
@@ -32,7 +32,7 @@ _Point = tuple[int, int]
 _Came = dict[int, tuple[_Point, str]]
 
 
-class Breaks:
+class AbortMessages:
     """The messages of one channel's rank; ``comm`` is the channel's own."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:

@@ -9,14 +9,14 @@ from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError
 
-__all__ = ["Deaths"]
+__all__ = ["RankLoss"]
 
 _NAP_SECONDS = 0.002
 # A rank that was woken waits so long for the launcher to tell it who has died.
 _TOLD_SECONDS = 2.0
 
 
-class Deaths:
+class RankLoss:
     """A channel's knowledge of ranks that have died; ``comm`` is the channel's own."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:

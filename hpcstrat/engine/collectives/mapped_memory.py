@@ -18,15 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Algorithm, Work, divide
 from hpcstrat.engine.typing import Array
 
-__all__ = ["LEAST_AREA_BYTES", "Areas", "reduce_in_areas"]
+__all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
 
-LEAST_AREA_BYTES = 512 << 10
+LEAST_MAPPED_BYTES = 512 << 10
 """Size of a call from which it pays to look for areas."""
 
 # A row of integers describes an array: its state (in no area, in one that all ranks
@@ -51,10 +51,10 @@ class _Area:
     mapped: bool = False
 
 
-class Areas:
+class MappedMemory:
     """Memory that this rank offers to its worker, and that it has mapped of others.
 
-    Not collective, but for `reduce_in_areas`.
+    Not collective, but for `reduce_in_mapped_memory`.
     """
 
     def __init__(self) -> None:
@@ -147,9 +147,9 @@ def _mapped(row: Sequence[int]) -> Array:
     return memory
 
 
-def reduce_in_areas(
-    areas: Areas, usual: Algorithm, work: Work, channel: Channel
-) -> Awaits:
+def reduce_in_mapped_memory(
+    areas: MappedMemory, usual: Algorithm, work: Work, channel: Channel
+) -> WaitSteps:
     """Sum one array in place, where every rank's lies in an area; else as ``usual``.
 
     Collective over ``topology.worker_comm``, which is all replicas.
@@ -182,12 +182,12 @@ def reduce_in_areas(
 
 def _rows(channel: Channel) -> Array:
     """Return a row of integers for each rank of the worker."""
-    places = channel.places
+    places = channel.rings
     start = places.take(places.place_bytes(1)) // 8
     return places.of(np.dtype(np.int64))[:, start : start + _ROW]
 
 
-@quiet
+@without_fp_warnings
 def _sum_segment(
     arrays: Sequence[Array], me: int, divisor: int, channel: Channel
 ) -> None:
@@ -196,7 +196,7 @@ def _sum_segment(
     line = 64 // dtype.itemsize
     length = -(-size // (len(arrays) * line)) * line
     low, high = min(me * length, size), min((me + 1) * length, size)
-    scratch = channel.places.scratch(dtype)
+    scratch = channel.rings.scratch(dtype)
     step = min(_PIECE_BYTES // dtype.itemsize, len(scratch))
     for start in range(low, high, step):
         piece = slice(start, min(start + step, high))

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.awaited import Awaited, Message
+from hpcstrat.engine.channel.waitable import Message, Waitable
 
-__all__ = ["agreed_problem"]
+__all__ = ["error_on_any_rank"]
 
 _TEXT_BYTES = 512
 
 
-def agreed_problem(mpi: Any, comm: Any, problem: str) -> Generator[Awaited, None, str]:
+def error_on_any_rank(
+    mpi: Any, comm: Any, problem: str
+) -> Generator[Waitable, None, str]:
     """Find out whether any rank has a problem, and which.
 
     Collective over ``comm``. ``problem`` is this rank's, empty where there is none;

@@ -7,16 +7,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.engine.channel.awaited import Awaited, Awaits, Carried, Header, exhaust
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.progress import ProgressThread
+from hpcstrat.engine.channel.waitable import (
+    HeaderPayload,
+    HeaderStep,
+    Waitable,
+    WaitSteps,
+    exhaust,
+)
 from hpcstrat.engine.observe.timeline import active
 from hpcstrat.errors import HpcstratError, RankLostError
 
-__all__ = ["Started", "StartedCalls"]
+__all__ = ["PendingCall", "PendingCalls"]
 
 
-class Started:
+class PendingCall:
     """A reduction that goes on while the program computes.
 
     Several may be under way. They end in the order in which they were started; every
@@ -28,7 +34,7 @@ class Started:
         Carries the headers; None where nothing is to be awaited.
     call : Call
         The call.
-    steps : Awaits
+    steps : WaitSteps
         The algorithm.
     result : tree
         What holds the result at the end.
@@ -46,7 +52,7 @@ class Started:
         self,
         channel: Any,
         call: Call,
-        steps: Awaits,
+        steps: WaitSteps,
         result: Any,
         timeout_seconds: float | None = None,
         *,
@@ -62,9 +68,9 @@ class Started:
         self._steps = steps
         self._result = result
         self._timeout_seconds = timeout_seconds
-        self._run = 0 if channel is None else channel.position.step_mark
+        self._run = 0 if channel is None else channel.position.step_fingerprint
         self._advance = self._post
-        self._awaited: Awaited | None = None
+        self._awaited: Waitable | None = None
         self._done = channel is None
         self._error: BaseException | None = None
         # Error of this rank before the header, which then tells the others.
@@ -73,7 +79,7 @@ class Started:
             exhaust(steps)
             return
         try:
-            channel.started.start(self)
+            channel.pending.start(self)
         except BaseException as error:
             self._lose(error)
             raise
@@ -90,7 +96,7 @@ class Started:
             Whether `wait` returns, or raises, at once.
         """
         if not self._done:
-            self._channel.started.progress()
+            self._channel.pending.progress()
         return self._done
 
     def wait(self) -> Any:
@@ -110,7 +116,7 @@ class Started:
         """
         while not self._done:
             try:
-                self._channel.started.drain(self)
+                self._channel.pending.drain(self)
             except BaseException as error:
                 self._lose(error)
                 raise
@@ -161,10 +167,10 @@ class Started:
 
     def _post(self, waits: bool) -> bool:
         del waits
-        carried: Carried | None = None
+        carried: HeaderPayload | None = None
         try:
             header = next(self._steps)
-            assert isinstance(header, Header)
+            assert isinstance(header, HeaderStep)
             carried = header.carried
         except Exception as error:
             self._own_error = error
@@ -194,7 +200,7 @@ class Started:
         return True
 
 
-class StartedCalls(deque[Started]):
+class PendingCalls(deque[PendingCall]):
     """The calls of a channel that have been started and have not ended, in order.
 
     Every call of the channel asks whether there are any: a deque says it at once.
@@ -208,7 +214,7 @@ class StartedCalls(deque[Started]):
         # progress.
         self.lock = threading.RLock()
 
-    def start(self, started: Started) -> None:
+    def start(self, started: PendingCall) -> None:
         """Take a call whose end is not awaited; it goes on in every later call.
 
         Collective over ``topology.replica_comm``; does not wait.
@@ -231,7 +237,7 @@ class StartedCalls(deque[Started]):
                     return
                 self._forget(first)
 
-    def drain(self, last: Started | None = None) -> None:
+    def drain(self, last: PendingCall | None = None) -> None:
         """Wait for their end, up to ``last``; their handles keep their errors.
 
         Collective over ``topology.replica_comm``.
@@ -255,7 +261,7 @@ class StartedCalls(deque[Started]):
                 one.end(error)
                 self.remove(one)
 
-    def _forget(self, ended: Started) -> None:
+    def _forget(self, ended: PendingCall) -> None:
         """Take an ended call off the queue, which an error may have emptied."""
         if self and self[0] is ended:
             self.popleft()

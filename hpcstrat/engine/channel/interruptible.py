@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.awaited import Awaited, Message
+from hpcstrat.engine.channel.waitable import Message, Waitable
 from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["EAGER_BYTES", "PIECE_BYTES", "Exchange", "PatientComm"]
+__all__ = ["EAGER_BYTES", "PIECE_BYTES", "Exchange", "InterruptibleComm"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
@@ -62,7 +62,7 @@ class Exchange:
             keep(self.requests, self._arrays)
 
 
-class PatientComm:
+class InterruptibleComm:
     """A communicator whose calls are awaited by ``wait``, which takes a `Message`.
 
     ``plain`` is the communicator itself, for what cannot be awaited.
@@ -83,7 +83,7 @@ class PatientComm:
     def _done(self, request: Any, nbytes: int = 0) -> None:
         self._finish(Message(request), nbytes)
 
-    def _finish(self, awaited: Awaited, nbytes: int) -> None:
+    def _finish(self, awaited: Waitable, nbytes: int) -> None:
         # Data that moves takes the processor in any case.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
         while not awaited.agreed():

@@ -23,7 +23,7 @@ from hpcstrat.engine.channel.waiting import Spin
 from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["Bells"]
+__all__ = ["WakeupPipes"]
 
 _LINE_BYTES = 64
 _LOOKS_BETWEEN_CLOCKS = 8
@@ -32,7 +32,7 @@ _SLEEP_MILLISECONDS = 20
 _SHORT_SLEEP_MILLISECONDS = 1
 
 
-class Bells:
+class WakeupPipes:
     """The bells of a node's ranks, and how far its servers have come.
 
     Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts what

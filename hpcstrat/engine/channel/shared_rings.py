@@ -26,14 +26,14 @@ from hpcstrat.engine.arrays.packing import Run
 from hpcstrat.engine.topology.topology import SLOTS_IN_RING, Topology
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Places"]
+__all__ = ["SharedRings"]
 
 _MOST_ROWS = 512
-# Views of places are kept, see `Places.rows`: there are to be few.
+# Views of places are kept, see `SharedRings.rows`: there are to be few.
 _SMALLEST_PLACE_BYTES = 32 << 10
 
 
-class Places:
+class SharedRings:
     """The rings of a worker's ranks, in the topology's segment."""
 
     def __init__(self, topology: Topology, kernel: Any = None) -> None:
