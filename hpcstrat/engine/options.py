@@ -112,7 +112,10 @@ class VariableSynchronization(_NamedEnum):
 
 
 class VariableAggregation(_NamedEnum):
-    """The way in which values that replicas assign to a variable are combined."""
+    """The way in which a variable's values on all replicas are combined.
+
+    `hpcstrat.variables.aggregation_rules` has the rule of each.
+    """
 
     NONE = 0
     SUM = 1

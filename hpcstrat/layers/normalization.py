@@ -27,7 +27,7 @@ from hpcstrat.layers.moments import (
     through_moments,
 )
 from hpcstrat.strategies import Strategy
-from hpcstrat.variables import Variable, class_of_own
+from hpcstrat.variables import Variable, class_for_state
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -104,7 +104,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             "synchronization": VariableSynchronization.ON_READ,
             "aggregation": VariableAggregation.MEAN,
         }
-        own = class_of_own()
+        own = class_for_state()
         self.moving_mean = own(zeros, name=f"{name}/moving_mean", **moving)
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"

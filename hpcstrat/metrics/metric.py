@@ -14,7 +14,7 @@ from hpcstrat.engine.context import AnnouncesInitErrors, current, own_index
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
-from hpcstrat.variables import SyncOnReadVariable, Variable, class_of_own, read_all
+from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, read_all
 
 __all__ = ["Metric", "read_totals"]
 
@@ -51,7 +51,7 @@ class Metric(AnnouncesInitErrors):
         # All of one type, so that they travel in one buffer. Counts are float64, too,
         # because weights need not be integers; they are exact up to 2**53.
         self._totals = {
-            total: class_of_own()(
+            total: class_for_state()(
                 np.float64(0),
                 name=f"{name}/{total}",
                 synchronization=VariableSynchronization.ON_READ,

@@ -79,7 +79,7 @@ class Adam(Optimizer):
         if kept != 1:
             # Before the step, as decay is of the variable as it was.
             value *= number(kept)
-        self._direction(step, gradient, *slots)
+        self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)
         value -= gradient
 
@@ -94,7 +94,7 @@ class Adam(Optimizer):
         """Let the compiled rule update arrays, where it was built and takes them.
 
         The gradient, the moments, and the variable; without that, the compiled rule
-        does what `_direction` does.
+        does what `_first_stage` does.
         """
         rules = compiled_rules()
         if rules is None:
@@ -106,7 +106,7 @@ class Adam(Optimizer):
         taken: bool = rules.adam(arrays, factors)
         return taken
 
-    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
+    def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Update the moments; put the step for a rate of 1 in the gradient's place."""
         if self._in_one_pass((gradient, *slots), step):
             return

@@ -42,7 +42,7 @@ from hpcstrat.optimizers.routine import Routine
 from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.strategies import get_strategy
-from hpcstrat.variables import HostValue, Variable, class_of_own
+from hpcstrat.variables import HostValue, Variable, class_for_state
 
 __all__ = ["Optimizer"]
 
@@ -110,8 +110,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
     elementwise: bool = False
 
     _two_stages: bool = False
-    """Whether `update` is a ``_direction`` of each element by itself, which it writes
-    over the gradient, and then a ``_finish`` of whole variables."""
+    """Whether `update` is a ``_first_stage`` of each element by itself, which it writes
+    over the gradient, and then a ``_second_stage`` of whole variables."""
 
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
@@ -138,7 +138,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         self._op = ReduceOp.from_variable_aggregation(aggregation)
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
-        self.iterations = class_of_own(on_read=False)(
+        self.iterations = class_for_state(on_read=False)(
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
@@ -356,7 +356,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             parts = [[gradient for gradient, _ in pairs] for pairs in given]
             rate = self._rate(strategy.collectives)
             reduced = strategy.reduce_parts(self._op, parts, label, routine.sums)
-            updated = self._use(reduced, given, routine, rate)
+            updated = self._update_with(reduced, given, routine, rate)
             dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
             self._routine = routine if dense and not self._fills else None
             if self._routine is not None and updated:
@@ -417,7 +417,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         def update() -> bool:
             routine = self._planned(present, label)
             now = self._rate(strategy.collectives) if rate is None else rate
-            return self._use([g for g, _ in present], [present], routine, now)
+            return self._update_with([g for g, _ in present], [present], routine, now)
 
         if strategy.meetings is None:
             return update()
@@ -463,10 +463,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
         rate = self._rate(collectives)
         gradients: list[Any] = [gradient for gradient, _ in pairs]
         reduced = routine.backend.reduce(gradients, routine.sums)
-        return self._use(reduced, [pairs], routine, rate)
+        return self._update_with(reduced, [pairs], routine, rate)
 
     @without_fp_warnings
-    def _use(
+    def _update_with(
         self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
     ) -> bool:
         """Update variables with combined gradients; quiet, as the sums of them are.
@@ -478,11 +478,11 @@ class Optimizer(AnnouncesInitErrors, ABC):
             reduced = backend.merge(reduced)
         if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
-        reduced = backend.own(self, reduced)
+        reduced = backend.gradients_here(self, reduced)
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(v, backend.sharded) for _, v in given[0]]
-            routine.begin(self, backend.cut(targets), reduced)
+            routine.begin(self, backend.arrays_here(targets), reduced)
         # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
         for step in routine.steps:
@@ -506,7 +506,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         if backend.all_finite(finite):
             return False
         # All of them, to say which it is.
-        reduced = backend.wholes(reduced, [gradient for gradient, _ in given[0]])
+        reduced = backend.gather_whole(reduced, [gradient for gradient, _ in given[0]])
         # A combined gradient has the same bits on every replica: all decide alike.
         policy = routine.non_finite
         return self._non_finite.refuses(policy, strategy, given, reduced)
@@ -522,11 +522,11 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 raise
         return rate
 
-    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
+    def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Write over a gradient what a rule's first stage makes of it."""
         raise NotImplementedError
 
-    def _finish(self, step: Step, gradient: Array, value: Array) -> None:
+    def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
         """Update a variable by what the first stage has made of its gradient."""
         raise NotImplementedError
 

@@ -37,6 +37,6 @@ def _declares(kind: type, name: str) -> bool:
     for each in kind.__mro__:
         if name in vars(each):
             return bool(vars(each)[name])
-        if "update" in vars(each) or "_direction" in vars(each):
+        if "update" in vars(each) or "_first_stage" in vars(each):
             return False
     return False

@@ -40,7 +40,7 @@ class StepSlices:
     """
 
     sharded = False
-    repeats = False
+    sums_in_place = False
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class StepSlices:
             elif number % self._count == self._rank:
                 yield index, slice(0, count)
 
-    def cut(self, targets: Sequence[Target]) -> list[Target]:
+    def arrays_here(self, targets: Sequence[Target]) -> list[Target]:
         """Return this rank's slices of variables and their state."""
         own: list[Target] = []
         for index, start, stop, _ in self._own:
@@ -215,13 +215,13 @@ class StepSlices:
         """Whether the gradients of all slices are finite."""
         return not self._total(float(not finite))
 
-    def wholes(self, reduced: list[Any], own: list[Any]) -> list[Any]:
+    def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return combined gradients of all elements."""
         del reduced
         found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
         return found
 
-    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
         """Return what is given."""
         del optimizer
         return reduced

@@ -405,8 +405,9 @@ class Strategy:
     # Whether variables and batches are put on this replica's GPU, wherever their first
     # values come from.
     puts_on_gpu = False
-    # The place of variables, and so the ranks that update them: "copies" on each rank,
-    # "slices" of one copy in each worker, "servers"; see `hpcstrat.optimizers`.
+    # The name of the class of `hpcstrat.optimizers.backends` that makes an optimizer's
+    # steps: on "copies" of variables on each rank, on "slices" of one copy in each
+    # worker, or on "servers".
     update_backend = "copies"
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
@@ -463,7 +464,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose updates are aggregated together."""
+        """Number of replicas, those of this one's group where they form groups."""
         return self._num_replicas
 
     @property
@@ -535,7 +536,7 @@ class Strategy:
             self._settings = Settings().resolved()
         return self._settings
 
-    def register(self, variable: MirroredVariable) -> None:
+    def variable_made(self, variable: MirroredVariable) -> None:
         """Take a variable among those whose copies are compared.
 
         Logically collective over the strategy's replicas. For the library's own

@@ -46,9 +46,9 @@ def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
 class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
-    Collective over ``comm``. What its arguments mean stands at its subclasses, which
-    add ``devices`` that the program has named, and a ``problem`` that they have found
-    on this rank: it is raised here, once the other ranks know.
+    Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments.
+    Subclasses add ``devices`` that the program has named, and a ``problem`` that they
+    have found on this rank: it is raised here, once the other ranks know.
 
     Raises on every rank if the environment has a ``HPCSTRAT_`` variable that is unknown
     (ValueError), if another strategy over the same ranks is open with other settings
@@ -180,7 +180,7 @@ class MpiStrategy(Strategy):
         """The settings of the watch over the ranks; the same on every replica."""
         return self._connection.settings
 
-    def register(self, variable: MirroredVariable) -> None:
+    def variable_made(self, variable: MirroredVariable) -> None:
         """Take a variable among those whose copies are compared.
 
         Logically collective over the strategy's replicas. For the library's own

@@ -103,7 +103,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # __init__ finds wrong arguments, and tells all replicas.
+            # `__init__` parses it again, and tells all replicas of a wrong argument.
             synchronization = VariableSynchronization.AUTO
             with contextlib.suppress(ValueError):
                 synchronization = VariableSynchronization.parse(

@@ -17,6 +17,7 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
+from hpcstrat.checkpoint.file.schema import FORMAT_VERSION
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults import forging, fuzzing
@@ -216,11 +217,13 @@ def test_old_and_misplaced_parts_are_found_by_restore_and_verify(
 def test_file_of_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
     path = Path(hs.CheckpointManager(tmp_path, **_objects()).save(1))
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        file.attrs["hpcstrat_format_version"] = np.int64(4)
+        file.attrs["hpcstrat_format_version"] = np.int64(FORMAT_VERSION + 1)
     content = bytearray(path.read_bytes())
     fuzzing.seal(content, root=True)
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="found version 4") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"found version {FORMAT_VERSION + 1}"
+    ) as caught:
         open_checkpoint(str(path))
     assert not isinstance(caught.value, CorruptCheckpointError)
     assert "use a newer hpcstrat" in str(caught.value)

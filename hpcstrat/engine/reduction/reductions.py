@@ -130,8 +130,8 @@ class Reductions:
     ) -> Tree:
         """Reduce all arrays of a tree over the replicas, in as few messages as fit.
 
-        Collective over ``topology.replica_comm``; the only call of what is an entry of
-        the library by itself, see `hpcstrat.engine.channel.entries`. ``MEAN`` divides
+        Collective over ``topology.replica_comm``. For a method that is an entry itself,
+        see `hpcstrat.engine.channel.entries`, and makes no other call. ``MEAN`` divides
         once, after the sum; of integers it is float64. Rows of IndexedSlices are
         concatenated in replica order. ``trees``, of the same structure, shapes and
         dtypes on every replica, are not modified, unless they are ``out``, see
