@@ -52,8 +52,8 @@ def _resolve(name: str) -> Any:
     return value
 
 
-def shown_names() -> dict[str, list[str]]:
-    """Return the full names of what the reference shows.
+def names_of_reference() -> dict[str, list[str]]:
+    """Return the full names that the reference has, whatever is installed.
 
     With the members that a page chooses to show of one; none stands for all.
     """
@@ -64,9 +64,14 @@ def shown_names() -> dict[str, list[str]]:
     shown = {name: list[str]() for name in sorted(set(names))}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         for name, members in _DIRECTIVE.findall(page.read_text()):
-            if is_installed(name):
-                shown[name] = members.split(", ") if members else []
+            shown[name] = members.split(", ") if members else []
     return shown
+
+
+def shown_names() -> dict[str, list[str]]:
+    """Return those names of the reference whose framework is installed."""
+    every = names_of_reference()
+    return {name: chosen for name, chosen in every.items() if is_installed(name)}
 
 
 def _members(shown: type) -> Iterator[Any]:
