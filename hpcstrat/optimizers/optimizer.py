@@ -163,7 +163,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {**self.__dict__, "_routine": None}
 
     @abstractmethod
-    def update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(
+        self, step: Step, gradient: Array, value: Array, *slots: Any, **named: Any
+    ) -> None:
         """Update a value and its state in place: the rule, which a subclass brings.
 
         Not collective: all replicas are given the same. `apply_gradients` calls it for
@@ -179,7 +181,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         value : ndarray of the same shape and dtype
             Of the variable.
         *slots : ndarray of the same shape and dtype
-            Its state, in the order of ``state``.
+            Its state, in the order of ``state``. A rule may name each of them instead.
+        **named : object
+            Nothing: type checkers accept rules with other parameters where it is there.
         """
 
     def _is_marked(self, name: str) -> bool:
