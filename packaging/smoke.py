@@ -72,7 +72,8 @@ def main() -> None:
                 OMPI_ALLOW_RUN_AS_ROOT="1",
                 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
             )
-            assert said.strip() == f"trained on {size}", said
+            # Libraries below MPI may add lines of their own.
+            assert f"trained on {size}" in said.splitlines(), said
             os.chdir("/")
     print(f"ok  Python {platform.python_version()}  {file}")
 
