@@ -541,6 +541,13 @@ class CheckpointManager:
         )
         return int(newest)
 
+    def __repr__(self) -> str:
+        """Show what is saved, and where."""
+        return (
+            f"<{type(self).__name__} of {', '.join(sorted(self._objects.names))} in "
+            f"{self.directory!r}>"
+        )
+
 
 def _header(step: int, strategy: Any) -> Header:
     """Return a header without contents."""

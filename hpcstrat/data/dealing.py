@@ -118,6 +118,14 @@ class DealtDataset(ReducibleDataset):
         self._num_iterations += 1
         return elements
 
+    def __repr__(self) -> str:
+        """Show what is read, and for how many replicas."""
+        return f"<{type(self).__name__} of {self._source()}, for {self._strategy!r}>"
+
+    def _source(self) -> str:
+        """Say what is read."""
+        return "the program's own batches"
+
 
 class _Elements:
     """This replica's batches; goes on after a step that failed, if a pipeline does."""

@@ -22,7 +22,8 @@ from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_step
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
 from hpcstrat.data.resuming import StatefulDataset, StreamDataset
-from hpcstrat.data.rows import Rows
+from hpcstrat.data.rows import Rows, in_words
+from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (
     AutoShardPolicy,
     InputContext,
@@ -212,6 +213,22 @@ class DistributedDataset(ReducibleDataset):
         self._next = (epoch + 1, 0)
         self._latest = batches.place
         return DistributedIterator(batches)
+
+    def __repr__(self) -> str:
+        """Show what is read, and for how many replicas."""
+        source = self._stage.describe()
+        return f"<{type(self).__name__} of {source}, for {self._strategy!r}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "global batches": in_words(self.cardinality),
+            "examples": in_words(self.num_rows),
+            "global batch": self._stage.batch_size,
+            "made of": self._stage.describe(),
+            "strategy": self._strategy,
+        }
+        return table(type(self).__name__, rows)
 
 
 class _Batches:

@@ -59,6 +59,10 @@ class Optional:
             raise ValueError("expected an element, found the end; ask has_value first")
         return self._element
 
+    def __repr__(self) -> str:
+        """Show the element, if there is one."""
+        return f"Optional({self._element!r})" if self._present else "Optional(no value)"
+
 
 class DistributedIterator:
     """Gives per-replica batches; made by ``iter`` of a distributed data set.
@@ -131,6 +135,10 @@ class DistributedIterator:
         """
         element: Any = next(self, _END)
         return Optional(False) if element is _END else Optional(True, element)
+
+    def __repr__(self) -> str:
+        """Say what its elements are."""
+        return f"<{type(self).__name__} of this process's parts of batches>"
 
 
 _END = object()

@@ -136,6 +136,9 @@ class StreamDataset(DealtDataset):
         self._next = (int(state["epoch"]), int(state["global_position"]))
         self._latest = None
 
+    def _source(self) -> str:
+        return self._dataset.describe()
+
 
 class StatefulDataset(DealtDataset):
     """Per-replica batches of an iterable that can save its position itself.
@@ -231,3 +234,6 @@ class StatefulDataset(DealtDataset):
             tensor = torch is not None and is_tensor
             leaves[number] = torch.from_numpy(array) if tensor else array  # type: ignore[union-attr]
         self._iterable.load_state_dict(unflatten(structure, leaves))
+
+    def _source(self) -> str:
+        return f"a {type(self._iterable).__name__}"

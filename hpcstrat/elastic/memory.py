@@ -224,6 +224,13 @@ class Memory:
         commit.key = self._generation, self._number
         self._calls = -1 if channel is None else channel.num_calls
 
+    def __repr__(self) -> str:
+        """Show the names of what is kept."""
+        return (
+            f"<Memory of {', '.join(sorted(self.state)) or 'nothing yet'}, commit "
+            f"{self._number}>"
+        )
+
 
 def _holding(commit: Snapshot) -> tuple[Any, int, int, list[int]]:
     return commit.key, commit.replica, commit.num_ranks, sorted(commit.copies)

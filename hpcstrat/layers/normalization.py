@@ -322,6 +322,13 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             # In place, as checkpoints and views of the program refer to this memory.
             np.copyto(old, moved, casting="same_kind")
 
+    def __repr__(self) -> str:
+        """Show name and options."""
+        return (
+            f"<{type(self).__name__} {self.name!r} channels={self.channels}, "
+            f"axis={self.axis}, momentum={self.momentum}, epsilon={self.epsilon}>"
+        )
+
 
 def _beside(array: Array, other: Array) -> Array:
     """Return another array where an array is."""

@@ -731,3 +731,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 "the checkpoint holds sums of an accumulation that has not ended, and "
                 "accumulate_steps is 1: these gradients are not used"
             )
+
+    def __repr__(self) -> str:
+        """Show kind and learning rate."""
+        return (
+            f"<{type(self).__name__} learning_rate="
+            f"{getattr(self.learning_rate, '__qualname__', self.learning_rate)}>"
+        )

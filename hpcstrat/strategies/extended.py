@@ -601,6 +601,10 @@ class StrategyExtended:
                 context.run_op = fn(context, batch)
         return context
 
+    def __repr__(self) -> str:
+        """Show the strategy."""
+        return f"<{type(self).__name__} of {self._strategy!r}>"
+
 
 def _update_in_merge(
     strategy: CurrentStrategy,

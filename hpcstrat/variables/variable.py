@@ -20,6 +20,7 @@ from hpcstrat.engine.arrays.kinds import (
 )
 from hpcstrat.engine.arrays.row_updates import apply_at, replace_at
 from hpcstrat.engine.context import AnnouncesInitErrors, current
+from hpcstrat.engine.html import table
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import (
@@ -678,6 +679,17 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"{self._component!r}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "type": f"{self.dtype}{list(self.shape)}",
+            "trainable": self.trainable,
+            "synchronization": self.synchronization.name,
+            "aggregation": self.aggregation.name,
+            "this replica's value": self._component,
+        }
+        return table(f"{type(self).__name__} {self.name}", rows)
 
 
 def apply_into(component: Array, method: str, array: Array) -> None:

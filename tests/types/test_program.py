@@ -1,4 +1,4 @@
-"""What the annotations of the program claim is so when it runs."""
+"""Annotations of the program hold where it runs, too."""
 
 from __future__ import annotations
 

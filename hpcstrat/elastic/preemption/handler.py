@@ -295,6 +295,10 @@ class PreemptionCheckpointHandler:
             sys.exit(_EXIT_STATUS)
         self._config.exit_fn()
 
+    def __repr__(self) -> str:
+        """Show by what it saves."""
+        return f"<{type(self).__name__} by {self._manager!r}>"
+
 
 def _manager_of(given: Any, directory: Any) -> CheckpointManager:
     if isinstance(given, CheckpointManager) and directory is None:

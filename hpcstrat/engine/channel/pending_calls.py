@@ -199,6 +199,13 @@ class PendingCall:
             self._done = self._awaited is None
         return True
 
+    def __repr__(self) -> str:
+        """Show the call, and whether it is complete."""
+        return (
+            f"<{type(self).__name__} {self.call.text}, "
+            f"{'complete' if self._done else 'under way'}>"
+        )
+
 
 class PendingCalls(deque[PendingCall]):
     """The calls of a channel that have been started and have not ended, in order.

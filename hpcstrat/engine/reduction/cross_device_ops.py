@@ -135,6 +135,10 @@ class CrossDeviceOps:
         """
         return "" if type(self) is CrossDeviceOps else type(self).__name__
 
+    def __repr__(self) -> str:
+        """Show kind and parameters."""
+        return f"<{self.describe() or type(self).__name__}>"
+
 
 class NcclAllReduce(CrossDeviceOps):
     """The all-reduce of NCCL, for arrays on GPUs; the library's own choice for others.

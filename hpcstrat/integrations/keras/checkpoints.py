@@ -207,3 +207,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         self._manager.wait()
         self.model._initial_epoch = None
+
+    def __repr__(self) -> str:
+        """Show by what it saves."""
+        return f"<{type(self).__name__} by {self._manager!r}>"

@@ -86,6 +86,10 @@ class Server:
         strategy._begin(cluster, None)
         cluster.serve(strategy)
 
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        return f"Server(num_ps={self._numbers[1]}, spare_ranks={self._numbers[2]})"
+
 
 class ParameterServerStrategy(SingleReplicaStrategy):
     """Variables on some ranks, functions that others run, and one that coordinates.

@@ -315,6 +315,9 @@ def test_many_writers_lose_no_update_and_readers_see_whole_ones(
 ) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         vector = made(strategy, np.zeros(20_000))
+        # Shown as where it is: no server is asked.
+        assert "float64[20000] on ranks" in repr(vector)
+        assert "on ranks" in vector._repr_html_()
         count = made(strategy, np.int64(0))
         one = np.ones(20_000)
 
