@@ -239,6 +239,9 @@ sys.meta_path.insert(0, OldPaths())
 # one is there, and how it ends, before MPI runs.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    for name in (
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+        *("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),
+    )
 ):
     importlib.import_module("hpcstrat.safety.start.early").begin()

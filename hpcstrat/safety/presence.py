@@ -53,7 +53,10 @@ _CHECK = struct.Struct("=IH")
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
 # Names as the kernel cuts them: what starts the ranks of one job on one host, each.
-_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted")
+_DAEMONS = (
+    *("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted"),
+    "flux-shell",
+)
 _ATTEMPTS = 3
 _GATE_SECONDS = 2.0
 _OLD_SECONDS = 60.0

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.preemption.watch import PreemptionWatch, _asked
+from hpcstrat.elastic.preemption.watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 FAR = 10**10
@@ -25,7 +24,7 @@ FAR = 10**10
         ({"signals": "SIGKILL"}, "can be caught.*SIGKILL"),
         ({"signals": ["SIGNONE"]}, "SIGNONE"),
         ({"grace_period": -1.0}, "grace_period of 0 or more seconds, found -1.0"),
-        ({"job_end": "noon"}, "'slurm' or None, found 'noon'"),
+        ({"job_end": "noon"}, "'scheduler' or None, found 'noon'"),
         ({"exit_fn": 7}, "a function as exit_fn, found 7"),
     ],
 )
@@ -45,37 +44,39 @@ def test_signals_are_told_and_given_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_the_end_that_slurm_told_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def _wait_for(told: list[str]) -> bool:
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(told)
+
+
+def test_the_end_that_the_scheduler_tells_is_heeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hpcstrat.elastic.preemption.watch._POLL_SECONDS", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     config = hs.TerminationConfig(signals=())
     for end, expected in ((int(time.time()) + 100, True), (FAR, False)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-        watch = PreemptionWatch(config, told.append, lambda: 200.0)
-        watch._look_once()
-        assert bool(told) == expected, told
+        told: list[str] = []
+        watch = PreemptionWatch(config, told.append, lambda: 200.0, asks=True)
+        if expected:
+            assert _wait_for(told)
+        else:
+            time.sleep(0.3)
+            assert not told
         watch.close()
-        told.clear()
 
 
-@pytest.mark.parametrize(("said", "found"), [("99", 99.0), ("NONE", None)])
-def test_slurm_is_asked_for_the_end(
-    said: str, found: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one rank alone, where no variable says it."""
-    script = tmp_path / "squeue"
-    script.write_text(
-        f'#!/bin/sh\n[ "$3 $SLURM_TIME_FORMAT" = "7 %s" ] && echo {said}\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert _asked("7") == found
-    assert _asked("8") is None
+def test_one_rank_asks_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    config = hs.TerminationConfig(signals=())
-    for asks in (True, False):
-        watch = PreemptionWatch(config, print, lambda: 0.0, asks=asks)
-        assert (watch._thread is not None) == asks
-        watch.close()
+    for job_end in ("scheduler", "slurm", None):
+        config = hs.TerminationConfig(signals=(), job_end=job_end)
+        for asks in (True, False):
+            watch = PreemptionWatch(config, print, lambda: 0.0, asks=asks)
+            assert (watch._thread is not None) == (asks and job_end is not None)
+            watch.close()
 
 
 def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from hpcstrat.checkpoint.file.schema import (
     saved_dtype,
     section_of,
 )
+from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 
@@ -198,7 +199,8 @@ def _kind(value: Any) -> Any:
 
 
 def _job() -> str:
-    return os.environ.get("SLURM_JOB_ID", "")
+    job = batch_job_from_environment()
+    return "" if job is None else job.job_id
 
 
 def _pages(nbytes: int) -> int:

@@ -37,13 +37,14 @@ class TerminationConfig:
         Called on every rank in place of the manager's ``save``.
     signals : sequence of signal.Signals or str
         Which signals are a notice, to any one rank.
-    job_end : float or "slurm" or None
-        When the job ends, in seconds since the epoch; ``"slurm"`` is what
-        ``SLURM_JOB_END_TIME`` says, or else ``squeue``, in a job of Slurm. Everything
-        is saved, and the training left, in time for a save as long as the longest one
-        so far.
+    job_end : float or "scheduler" or None
+        When the job ends, in seconds since the epoch; ``"scheduler"`` is what Slurm,
+        PBS, Flux, LSF or SGE says of the job that this process is in. Everything is
+        saved, and the training left, in time for a save as long as the longest one so
+        far. ``"slurm"`` is an older word for it.
     requeue : bool
-        Whether the first rank asks Slurm to requeue the job before it leaves.
+        Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
+        leaves. PBS and Flux do not do so for users: see ``jobs/pbs/``, ``jobs/flux/``.
 
     Raises
     ------
@@ -58,7 +59,7 @@ class TerminationConfig:
     signals: Sequence[Any] = field(
         default=(signal.SIGTERM, signal.SIGUSR1), kw_only=True
     )
-    job_end: Any = field(default="slurm", kw_only=True)
+    job_end: Any = field(default="scheduler", kw_only=True)
     requeue: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -75,10 +76,12 @@ class TerminationConfig:
                 f"expected a grace_period of 0 or more seconds, found {grace!r}; leave "
                 "it out to save and leave at once"
             )
-        if self.job_end not in (None, "slurm") and not _is_time(self.job_end):
+        if self.job_end not in (None, "scheduler", "slurm") and not _is_time(
+            self.job_end
+        ):
             raise ValueError(
-                "expected a job_end in seconds since the epoch, 'slurm' or None, found "
-                f"{self.job_end!r}; take one"
+                "expected a job_end in seconds since the epoch, 'scheduler' or None, "
+                f"found {self.job_end!r}; take one"
             )
         found = [self.signals] if isinstance(self.signals, (str, int)) else self.signals
         object.__setattr__(self, "signals", tuple(map(_signal, found)))
