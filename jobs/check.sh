@@ -20,7 +20,8 @@ check() {
 }
 
 mapfile -t scripts < <(find .ci jobs benchmarks packaging tests/cluster \
-    \( -name '*.sh' -o -name '*.sbatch' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
+    \( -name '*.sh' -o -name '*.sbatch' -o -name '*.pbs' -o -name '*.flux' -o -name '*.lsf' \
+    -o -name '*.sge' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
 
 # A file in git stays in every clone for ever. A copy without git holds nothing but its files.
 check_sizes() {

@@ -114,6 +114,12 @@ on_rank_0 qconf -sq 2>/dev/null | sed -e 's/^qname .*/qname all.q/' \
     -e 's/^load_thresholds .*/load_thresholds NONE/' -e 's/^notify .*/notify 00:00:20/' \
     >"$root/queue"
 for node in "${hosts[@]}"; do start "$node" sge_execd; done
+# GPUs that nobody can compute on, one for each slot.
+{
+    on_rank_0 qconf -sc
+    echo "gpu gpu INT <= YES YES 0 0"
+} >"$root/complexes"
+on_rank_0 qconf -Mc "$root/complexes" >/dev/null
 on_rank_0 qconf -Aq "$root/queue" >/dev/null
 all_there() { [[ $(on_rank_0 qhost -q | grep -c "BIP *0/0/$slots *$") == "$nodes" ]]; }
 wait_for 30 all_there || {
@@ -122,4 +128,7 @@ wait_for 30 all_there || {
     tail -n 5 "$root"/log/* "$spool"/*/messages "$spool"/execd/*/messages >&2
     exit 1
 }
+for node in "${hosts[@]}"; do
+    on_rank_0 qconf -rattr exechost complex_values "gpu=$slots" "$node" >/dev/null
+done
 on_rank_0 qhost -q

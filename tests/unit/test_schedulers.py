@@ -1,8 +1,8 @@
 """Jobs of PBS, Flux, LSF and SGE, by what their commands and environments say.
 
-What is read here was recorded: of SGE from Grid Engine 8.1.9, of PBS from OpenPBS 23,
-of Flux from flux-core 0.88. Of LSF, which only IBM hands out, the forms are those of its
-manual ("Environment variables set for job execution", "bjobs -WL"): no LSF was asked.
+What is read here was recorded: of SGE from Grid Engine 8.1.9, of PBS from OpenPBS 23
+and of Flux from flux-core 0.88. Of LSF, which only IBM hands out, the forms are those
+of its manual ("Environment variables set for job execution", "bjobs -WL").
 """
 
 from __future__ import annotations

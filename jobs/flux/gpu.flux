@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# flux: --job-name=gpu
+# flux: --nodes=2
+# flux: --nslots=8
+# flux: --cores-per-slot=1
+# flux: --gpus-per-slot=1
+# flux: --time-limit=1h
+# flux: --output=logs/{{name}}-{{id}}.out
+# Run a program with one rank for each GPU; docs/gpu.md tells what to know of it.
+# A slot is a rank: with more cores for each, say --cores-per-slot.
+# Not run: @FLUX@
+# From the folder that has jobs/:
+#   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/gpu.flux PROGRAM [OPTIONS]
+set -euo pipefail
+
+: "${FLUX_URI:?expected a job of Flux; submit this file with flux batch}"
+# shellcheck source=/dev/null
+source jobs/site.env || {
+    echo "expected jobs/site.env in $PWD, found none; submit from the folder that has it" >&2
+    exit 1
+}
+site_environment
+: "${1:?expected a program, found none; flux batch jobs/flux/gpu.flux PROGRAM [OPTIONS]}"
+
+# Its exit status says that something would stop the program.
+hpcstrat doctor
+
+# On all hosts: a job that asked for GPUs, and computes without them, would only be slow.
+HPCSTRAT_DEVICE=gpu flux run --nslots hpcstrat doctor
+
+flux run --nslots python "$@"

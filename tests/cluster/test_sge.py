@@ -1,0 +1,94 @@
+"""The scripts of ``jobs/sge``, and what reads Grid Engine, in a real Grid Engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.sge import SGE
+from tests.cluster.test_jobs import program
+from tests.conftest import why_no_gpu
+from tests.docs.said import assert_said
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import hpcstrat as hs
+from hpcstrat.cluster_resolver import SGEClusterResolver, batch_job_from_environment
+
+strategy = hs.MultiWorkerMirroredStrategy()
+total = strategy.reduce("sum", np.full(2, strategy.replica_id + 1.0))
+hs.print_once("sum", *total, *sys.argv[1:])
+if strategy.replica_id == 0:
+    spec = SGEClusterResolver().cluster_spec()
+    print("tasks", *spec.job_tasks("worker"))
+    job = batch_job_from_environment()
+    print("job", job.job_id, "ends in", round(job.end() - time.time()), "s")
+"""
+
+# Its job is 40 seconds long, and ends it twice, unless it is told to; more steps than
+# these go into one.
+PATIENT = """
+import os, time
+import hpcstrat as hs
+
+strategy = hs.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    total = hs.Variable(0.0, name="total", aggregation="mean")
+manager = hs.CheckpointManager(os.environ["RUN_FOLDER"] + "/saved", total=total)
+handler = hs.PreemptionCheckpointHandler(None, manager)
+before = handler.total_run_calls
+hs.print_once("begins at", before)
+while not before or handler.total_run_calls < before + 3:
+    handler.run(strategy.run, lambda: total.assign_add(1.0))
+    time.sleep(0.5)
+hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
+"""
+
+
+@pytest.fixture(scope="module")
+def sge(make_sge: Callable[[int], SGE]) -> SGE:
+    """Return a Grid Engine of two hosts."""
+    return make_sge(2)
+
+
+def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
+    path = program(tmp_path, PROGRAM)
+    options = "-pe mpi 4 -l h_rt=600"
+    job = sge.submit(tmp_path, "cpu.sge", str(path), "--word", options=options)
+    none = sge.submit(tmp_path, "cpu.sge", options="-pe mpi 2")
+    assert job.wait_to_end() == 0, job.output
+    assert "sum 10.0 10.0 --word" in job.output
+    # Either host may be the first.
+    spec = r"^tasks node(\d):8888 node\1:8889 node(\d):8888 node\2:8889$"
+    found = re.search(spec, job.output, re.MULTILINE)
+    assert found
+    assert found[1] != found[2]
+    [left] = re.findall(rf"^job {job.number} ends in (\d+) s$", job.output, re.M)
+    assert 500 < int(left) <= 600
+    assert none.wait_to_end() == 1
+    assert_said("no-program", none.output)
+
+
+def test_a_job_goes_on_after_its_time_limit(sge: SGE, tmp_path: Path) -> None:
+    """It asks for its end, saves before that, and is queued again by status 99."""
+    path = program(tmp_path, PATIENT)
+    job = sge.submit(tmp_path, "restart.sge", str(path), options="-pe mpi 2 -l h_rt=40")
+    assert job.wait_to_end() == 0, job.output
+    assert "the job is about to end (replica 0: the job ends in" in job.output
+    assert f"all is saved: requeueing job {job.number}" in job.output
+    first, second = map(int, re.findall(r"begins at (\d+)", job.output))
+    assert first == 0 < second
+    assert "right True" in job.output
+
+
+@pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
+def test_a_job_without_its_gpus_says_what_is_missing(sge: SGE, tmp_path: Path) -> None:
+    path = program(tmp_path, PROGRAM)
+    job = sge.submit(tmp_path, "gpu.sge", str(path), options="-pe mpi 2")
+    assert job.wait_to_end() != 0, job.output
+    assert_said("no-gpu", job.output)
+    assert "sum " not in job.output
