@@ -72,9 +72,9 @@ class SGE(Hosts):
     def submit(
         self, folder: Path, script: str, *words: str, options: str = ""
     ) -> SGEJob:
-        """Submit a script of ``jobs/sge`` from a folder, as its head says."""
+        """Submit a script of ``jobs`` from a folder, as its head says."""
         # -V: this Python is not installed, and the pretend hosts share cores.
-        line = f"qsub -V -terse {options} jobs/sge/{script} {' '.join(words)}"
+        line = f"qsub -V -terse {options} jobs/{script} {' '.join(words)}"
         done = self._on_first(
             ("bash", "-euc", f". jobs/site.env && {line}"),
             folder,

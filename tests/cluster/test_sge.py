@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from hpcstrat.cli.main import main
 from tests.cluster.sge import SGE
-from tests.cluster.test_jobs import program
+from tests.cluster.test_jobs import STEPS, program
 from tests.conftest import why_no_gpu
 from tests.docs.said import assert_said
 
@@ -29,25 +31,6 @@ if strategy.replica_id == 0:
     print("job", job.job_id, "ends in", round(job.end() - time.time()), "s")
 """
 
-# Its job is 40 seconds long, and ends it twice, unless it is told to; more steps than
-# these go into one.
-PATIENT = """
-import os, time
-import hpcstrat as hs
-
-strategy = hs.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    total = hs.Variable(0.0, name="total", aggregation="mean")
-manager = hs.CheckpointManager(os.environ["RUN_FOLDER"] + "/saved", total=total)
-handler = hs.PreemptionCheckpointHandler(None, manager)
-before = handler.total_run_calls
-hs.print_once("begins at", before)
-while not before or handler.total_run_calls < before + 3:
-    handler.run(strategy.run, lambda: total.assign_add(1.0))
-    time.sleep(0.5)
-hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
-"""
-
 
 @pytest.fixture(scope="module")
 def sge(make_sge: Callable[[int], SGE]) -> SGE:
@@ -58,8 +41,8 @@ def sge(make_sge: Callable[[int], SGE]) -> SGE:
 def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
     path = program(tmp_path, PROGRAM)
     options = "-pe mpi 4 -l h_rt=600"
-    job = sge.submit(tmp_path, "cpu.sge", str(path), "--word", options=options)
-    none = sge.submit(tmp_path, "cpu.sge", options="-pe mpi 2")
+    job = sge.submit(tmp_path, "sge/cpu.sge", str(path), "--word", options=options)
+    none = sge.submit(tmp_path, "sge/cpu.sge", options="-pe mpi 2")
     assert job.wait_to_end() == 0, job.output
     assert "sum 10.0 10.0 --word" in job.output
     # Either host may be the first.
@@ -75,8 +58,10 @@ def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
 
 def test_a_job_goes_on_after_its_time_limit(sge: SGE, tmp_path: Path) -> None:
     """It asks for its end, saves before that, and is queued again by status 99."""
-    path = program(tmp_path, PATIENT)
-    job = sge.submit(tmp_path, "restart.sge", str(path), options="-pe mpi 2 -l h_rt=40")
+    path = program(tmp_path, STEPS)
+    job = sge.submit(
+        tmp_path, "sge/restart.sge", str(path), options="-pe mpi 2 -l h_rt=40"
+    )
     assert job.wait_to_end() == 0, job.output
     assert "the job is about to end (replica 0: the job ends in" in job.output
     assert f"all is saved: requeueing job {job.number}" in job.output
@@ -85,10 +70,21 @@ def test_a_job_goes_on_after_its_time_limit(sge: SGE, tmp_path: Path) -> None:
     assert "right True" in job.output
 
 
+def test_a_script_of_jobs_new_runs(sge: SGE, tmp_path: Path) -> None:
+    program(tmp_path, PROGRAM)
+    words = ["jobs", "new", "--scheduler", "sge", "--folder", str(tmp_path)]
+    size = ["--nodes", "2", "--ranks-per-node", "2", "--minutes", "10"]
+    made = CliRunner().invoke(main, [*words, *size, "program.py word"])
+    assert made.exit_code == 0, made.output
+    job = sge.submit(tmp_path, "program.sge")
+    assert job.wait_to_end() == 0, job.output
+    assert "sum 10.0 10.0 word" in job.output
+
+
 @pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
 def test_a_job_without_its_gpus_says_what_is_missing(sge: SGE, tmp_path: Path) -> None:
     path = program(tmp_path, PROGRAM)
-    job = sge.submit(tmp_path, "gpu.sge", str(path), options="-pe mpi 2")
+    job = sge.submit(tmp_path, "sge/gpu.sge", str(path), options="-pe mpi 2")
     assert job.wait_to_end() != 0, job.output
     assert_said("no-gpu", job.output)
     assert "sum " not in job.output
