@@ -6,8 +6,8 @@
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
 # Run a program of yours on CPUs, one replica for each slot.
-# A slot is a rank: with more cores for each, say --cores-per-slot.
-# Not run: @FLUX@
+# For ranks of several cores set OMP_NUM_THREADS to --cores-per-slot.
+# Ran on flux-core 0.88, with MPICH and two brokers on one host.
 # From the folder that has jobs/:
 #   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/cpu.flux PROGRAM [OPTIONS]
 set -euo pipefail
@@ -21,4 +21,5 @@ source jobs/site.env || {
 site_environment
 : "${1:?expected a program, found none; flux batch jobs/flux/cpu.flux PROGRAM [OPTIONS]}"
 
-flux run --nslots python "$@"
+ranks=$(($(flux resource list -s all -no '{ncores}') / OMP_NUM_THREADS))
+flux run -n "$ranks" -c "$OMP_NUM_THREADS" python "$@"

@@ -7,8 +7,8 @@
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
 # Run a program with one rank for each GPU; docs/gpu.md tells what to know of it.
-# A slot is a rank: with more cores for each, say --cores-per-slot.
-# Not run: @FLUX@
+# Each rank sees all GPUs of its node; the strategy gives it its own.
+# Not run: the Flux at hand had no GPUs.
 # From the folder that has jobs/:
 #   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/gpu.flux PROGRAM [OPTIONS]
 set -euo pipefail
@@ -22,10 +22,13 @@ source jobs/site.env || {
 site_environment
 : "${1:?expected a program, found none; flux batch jobs/flux/gpu.flux PROGRAM [OPTIONS]}"
 
+ranks="$(flux resource list -s all -no '{ngpus}')"
+run=(flux run -n "$ranks" -g 1 -o gpu-affinity=off)
+
 # Its exit status says that something would stop the program.
 hpcstrat doctor
 
 # On all hosts: a job that asked for GPUs, and computes without them, would only be slow.
-HPCSTRAT_DEVICE=gpu flux run --nslots hpcstrat doctor
+HPCSTRAT_DEVICE=gpu "${run[@]}" hpcstrat doctor
 
-flux run --nslots python "$@"
+"${run[@]}" python "$@"

@@ -29,7 +29,6 @@ def as_root(folder: Path) -> dict[str, str]:
     shares = {
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_coll": "^han",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }
     own = {"SITE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}

@@ -16,7 +16,7 @@ from tests.conftest import why_no_gpu
 from tests.docs.said import assert_said
 
 PROGRAM = """
-import sys, time
+import platform, sys, time
 import numpy as np
 import hpcstrat as hs
 from hpcstrat.cluster_resolver import SGEClusterResolver, batch_job_from_environment
@@ -24,8 +24,11 @@ from hpcstrat.cluster_resolver import SGEClusterResolver, batch_job_from_environ
 strategy = hs.MultiWorkerMirroredStrategy()
 total = strategy.reduce("sum", np.full(2, strategy.replica_id + 1.0))
 hs.print_once("sum", *total, *sys.argv[1:])
+print("at", strategy.replica_id, platform.node(), flush=True)
+# Each rank makes it: one that is elsewhere than the list says raises.
+resolver = SGEClusterResolver()
 if strategy.replica_id == 0:
-    spec = SGEClusterResolver().cluster_spec()
+    spec = resolver.cluster_spec()
     print("tasks", *spec.job_tasks("worker"))
     job = batch_job_from_environment()
     print("job", job.job_id, "ends in", round(job.end() - time.time()), "s")
@@ -50,6 +53,8 @@ def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
     found = re.search(spec, job.output, re.MULTILINE)
     assert found
     assert found[1] != found[2]
+    where = dict(re.findall(r"^at (\d) (node\d)$", job.output, re.MULTILINE))
+    assert where == {str(rank): f"node{found[1 + rank // 2]}" for rank in range(4)}
     [left] = re.findall(rf"^job {job.number} ends in (\d+) s$", job.output, re.M)
     assert 500 < int(left) <= 600
     assert none.wait_to_end() == 1

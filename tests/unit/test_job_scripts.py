@@ -229,7 +229,6 @@ def _run_on_one_host(
         for a in ("OMPI", "PRTE")
         for b in ("", "_CONFIRM")
     }
-    more["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     more["PRTE_MCA_hwloc_default_binding_policy"] = "none"
     own = {"PYTHONPATH": str(ROOT), "SITE_VENV": sys.prefix, "TMPDIR": str(project)}
     words = environment.get("PROGRAM", "").split()

@@ -43,7 +43,8 @@ GPUS = {
 RESTARTS = {
     "slurm": "#SBATCH --requeue",
     "pbs": "#PBS -r y",
-    "flux": "# flux: --signal=USR1@2m",
+    "flux": 'export RUN_FOLDER="${RUN_FOLDER:-runs/restart-$(flux job id --to=dec '
+    '"$(flux getattr jobid)")}"',
     "lsf": "#BSUB -Q 42",
     "sge": "#$ -r y",
 }

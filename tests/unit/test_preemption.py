@@ -44,6 +44,15 @@ def test_signals_are_told_and_given_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_signals_are_those_by_which_the_scheduler_warns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hs.TerminationConfig().signals == (signal.SIGTERM, signal.SIGUSR1)
+    monkeypatch.setenv("LSB_JOBID", "7")
+    assert signal.SIGUSR2 in (hs.TerminationConfig().signals or ())
+    assert hs.TerminationConfig(signals="SIGUSR1").signals == (signal.SIGUSR1,)
+
+
 def _wait_for(told: list[str]) -> bool:
     deadline = time.monotonic() + 10
     while not told and time.monotonic() < deadline:

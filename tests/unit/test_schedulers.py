@@ -237,6 +237,117 @@ def test_lsf_tells_how_much_is_left(
     )
 
 
+PBS_RUNNING = """Job Id: 11.node1
+    Job_Name = probe
+    Job_Owner = root@node1
+    job_state = R
+    queue = workq
+    server = node1
+    Checkpoint = u
+    ctime = Thu Nov 26 18:18:57 2026
+    exec_host = node1/0*2+node2/0*2
+    exec_vnode = (node1:ncpus=2)+(node2:ncpus=2)
+    mtime = Thu Nov 26 18:18:57 2026
+    qtime = Thu Nov 26 18:18:57 2026
+    Resource_List.mpiprocs = 4
+    Resource_List.place = scatter
+    Resource_List.select = 2:ncpus=2:mpiprocs=2:ompthreads=1
+    Resource_List.walltime = 00:10:00
+    schedselect = 2:ncpus=2:mpiprocs=2:ompthreads=1
+    stime = Thu Nov 26 18:18:57 2026
+    substate = 41
+    Variable_List = PBS_O_HOME=/root,
+\tPBS_O_PATH=/opt/pbs/bin:/opt/pbs/sbin:/usr/sbin:/usr/bin:/sbin:/bin,
+\tPBS_O_SYSTEM=Linux,PBS_O_QUEUE=workq,PBS_O_HOST=node1
+    comment = Job run at Thu Nov 26 at 18:18 on (node1:ncpus=2)+(node2:ncpus=2)
+\t
+    etime = Thu Nov 26 18:18:57 2026
+    run_count = 1
+"""
+
+
+def test_pbs_tells_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(tmp_path, monkeypatch, "qstat -f 11.node1", PBS_RUNNING)
+    began = time.mktime((2026, 11, 26, 18, 18, 57, 0, 0, -1))
+    assert BatchJob("PBS", "11.node1").end() == began + 600
+    unlimited = PBS_RUNNING.replace("    Resource_List.walltime = 00:10:00\n", "")
+    answer(tmp_path, monkeypatch, "qstat -f 12", unlimited)
+    assert BatchJob("PBS", "12").end() is None
+    # Torque's form, of its manual.
+    left = "Job Id: 13\n    start_time = Thu\n    Walltime.Remaining = 3421\n"
+    answer(tmp_path, monkeypatch, "qstat -f 13", left)
+    assert BatchJob("PBS", "13").end() == pytest.approx(time.time() + 3421, abs=5)
+
+
+FLUX_R = """{"version": 1, "execution": {"R_lite":
+[{"rank": "0-1", "children": {"core": "0"}}],
+"starttime": 1795716508.0886457, "expiration": 1795720105.2929177, "nslots": 2,
+"nodelist": ["node[3-4]"]}}"""
+FLUX = {
+    "FLUX_JOB_ID": "f21vGTZq",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_RANK": "3",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "18",
+}
+
+
+@pytest.mark.parametrize(
+    ("task_map", "expected"),
+    [
+        ("[[0,2,2,1]]", ["node3:8888", "node3:8889", "node4:8888", "node4:8889"]),
+        # One to each node in turn.
+        ("[[0,2,1,2]]", ["node3:8888", "node4:8888", "node3:8889", "node4:8889"]),
+        (
+            "[[0,1,3,1],[1,1,1,1]]",
+            ["node3:8888", "node3:8889", "node3:8890", "node4:8888"],
+        ),
+    ],
+)
+def test_flux_tells_nodes_and_places(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task_map: str,
+    expected: list[str],
+) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    answer(tmp_path, monkeypatch, "flux job info f21vGTZq R", FLUX_R)
+    answer(tmp_path, monkeypatch, "flux job taskmap f21vGTZq", task_map)
+    env = {**os.environ, **FLUX}
+    assert launch_from_environment(FLUX) == Launch("flux run", 3, 4, 1, None)
+    resolver = FluxClusterResolver(variables=env)
+    assert resolver.cluster_spec().job_tasks("worker") == expected
+    assert resolver.get_task_info() == ("worker", 3)
+    assert resolver.num_accelerators() == {}
+
+
+def test_flux_deals_out_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = FLUX_R.replace('"core": "0"', '"core": "0-3", "gpu": "0-1"')
+    answer(tmp_path, monkeypatch, "flux job info f21vGTZq R", gpus)
+    answer(tmp_path, monkeypatch, "flux job taskmap f21vGTZq", "[[0,2,2,1]]")
+    env = {**os.environ, **FLUX}
+    resolver = FluxClusterResolver(variables=env)
+    resolver.cluster_spec()
+    assert resolver.num_accelerators() == {"GPU": 1}
+    assert env["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(("said", "left"), [("3598", 3598), ("4294967295", None)])
+def test_flux_tells_how_much_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, left: int | None
+) -> None:
+    answer(tmp_path, monkeypatch, "flux job timeleft", said)
+    end = BatchJob("Flux", "f1").end()
+    if left is None:
+        assert end is None
+    else:
+        assert end == pytest.approx(time.time() + left, abs=5)
+
+
 @pytest.mark.parametrize(("said", "found"), [("99", 99.0), ("NONE", None)])
 def test_slurm_tells_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, found: float | None

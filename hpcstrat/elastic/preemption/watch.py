@@ -74,7 +74,7 @@ class PreemptionWatch:
                 f"{threading.current_thread().name!r}; make the handler there, or pass "
                 "termination_watcher_fn"
             )
-        for number in config.signals:
+        for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
             # A handler of C code cannot be given back; the default can.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
