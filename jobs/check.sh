@@ -50,7 +50,7 @@ if command -v zizmor >/dev/null; then
     check "workflows" zizmor --offline --quiet .github/workflows
 fi
 check "shellcheck" shellcheck --severity=style "${scripts[@]}"
-if command -v sphinx-build >/dev/null; then
+if python -c "import pydata_sphinx_theme, sphinx_design" 2>/dev/null; then
     check "docs" env PYTHONPATH=. sphinx-build -W --keep-going -q -b html docs "$said/html"
 fi
 
