@@ -293,7 +293,10 @@ def _sweep(own: str) -> None:
 def _num_local(launch: Launch) -> int | None:
     """Return how many of the ranks this host has; None where that is not said."""
     env = os.environ
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+    for name in (
+        *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        *("JSM_NAMESPACE_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ):
         if env.get(name, "").isdecimal():
             return int(env[name])
     if launch.launcher != "srun":

@@ -51,9 +51,13 @@ class SGE(Hosts):
 
     def command(self, *words: str) -> str:
         """Return what a command of Grid Engine prints; it must end well."""
-        done = self._on_first(words, Path("/"), {**clean_environment(), **self.env})
+        done = self.try_command(*words)
         assert done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
         return done.stdout
+
+    def try_command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Return how a command of Grid Engine has ended."""
+        return self._on_first(words, Path("/"), {**clean_environment(), **self.env})
 
     def _on_first(
         self, words: tuple[str, ...], folder: Path, env: dict[str, str]
@@ -112,13 +116,11 @@ class SGEJob:
         while self.is_known():
             assert time.monotonic() < deadline, self.output
             time.sleep(_NAP_SECONDS)
-        while True:
-            try:
-                said = self.sge.command("qacct", "-j", self.number)
-            except AssertionError:
-                # What has ended is written down some seconds later.
-                assert time.monotonic() < deadline, self.output
-                time.sleep(_NAP_SECONDS)
-                continue
-            statuses = re.findall(r"^exit_status +(\d+)", said, re.MULTILINE)
-            return int(statuses[-1])
+        statuses: list[str] = []
+        # What has ended is written down some seconds later; 99 is a job put back.
+        while not statuses or statuses[-1] == "99":
+            assert time.monotonic() < deadline, self.output
+            time.sleep(_NAP_SECONDS)
+            done = self.sge.try_command("qacct", "-j", self.number)
+            statuses = re.findall(r"^exit_status +(\d+)", done.stdout, re.MULTILINE)
+        return int(statuses[-1])

@@ -65,7 +65,7 @@ def test_a_job_goes_on_after_its_time_limit(sge: SGE, tmp_path: Path) -> None:
     """It asks for its end, saves before that, and is queued again by status 99."""
     path = program(tmp_path, STEPS)
     job = sge.submit(
-        tmp_path, "sge/restart.sge", str(path), options="-pe mpi 2 -l h_rt=40"
+        tmp_path, "sge/restart.sge", str(path), options="-pe mpi 2 -l h_rt=30"
     )
     assert job.wait_to_end() == 0, job.output
     assert "the job is about to end (replica 0: the job ends in" in job.output

@@ -126,6 +126,19 @@ def test_the_host_from_which_jsrun_starts_has_no_ranks() -> None:
     assert addresses(resolver) == ["a35n03", "a35n03", "a35n04", "a35n04"]
 
 
+def test_launchers_that_speak_the_protocol_of_mpich_are_told_apart() -> None:
+    pals = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5"}
+    pals |= {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    expected = Launch("mpiexec of Cray PALS", 5, 8, 1, 4)
+    assert launch_from_environment(pals) == expected
+    flux = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0"}
+    assert launch_from_environment(flux) == Launch("flux run", 0, 1, 0, None)
+    # An mpiexec that a task of Flux has started, whose rank is its own.
+    inner = {**flux, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+    assert launch_from_environment(inner).launcher == "mpiexec of MPICH"
+    assert launch_from_environment({**inner, "PMI_RANK": "0"}).rank == 0
+
+
 SGE_HOSTS = """node1 2 all.q@node1 UNDEFINED
 node2 1 all.q@node2 UNDEFINED
 node2 1 more.q@node2 UNDEFINED
