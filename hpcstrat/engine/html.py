@@ -19,7 +19,8 @@ def table(title: str, rows: Mapping[str, Any]) -> str:
         "</pre></td></tr>"
         for name, value in rows.items()
     )
-    return f"<table><caption>{escape(title)}</caption><tbody>{cells}</tbody></table>"
+    caption = f'<caption style="text-align: left">{escape(title)}</caption>'
+    return f"<table>{caption}<tbody>{cells}</tbody></table>"
 
 
 def _text(value: Any) -> str:
