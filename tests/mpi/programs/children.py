@@ -1,7 +1,7 @@
 """Make a strategy in a child of each rank: ``children.py spawn|fork|forkserver|raw``.
 
-Run with ``later``, MPI has not started yet when the children do; with ``import``, they make
-the strategy while they import this program, as one without ``if __name__`` does.
+Run with ``later``, MPI has not started yet when the children do; with ``import``, they
+make the strategy while they import this program, as one without ``if __name__`` does.
 """
 
 from __future__ import annotations
