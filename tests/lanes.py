@@ -44,6 +44,7 @@ OF_LANE = {
         "tests/integrations/test_horovod.py::test_a_call",
         "tests/integrations/test_process_group.py::test_a_rank",
         "tests/mpi/test_lateness.py",
+        "tests/mpi/test_marked_tests.py",
         "tests/mpi/test_starting.py",
         "tests/mpi/test_testing.py",
         "tests/unit/test_probe.py",
