@@ -22,7 +22,7 @@ from hpcstrat.integrations.keras.replicas import (
 from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.variables import Variable
 
-__all__ = ["Checkpoint", "state"]
+__all__ = ["Checkpoint", "state", "weights_of"]
 
 
 class _Held:
@@ -72,6 +72,13 @@ class _Held:
             variable.assign(self._held[name].component)
 
 
+def weights_of(model: Any) -> dict[str, Any]:
+    """Return the weights and seeds of a model by their names in checkpoints."""
+    seeds = [generator.state for generator in seed_generators(model)]
+    # Names of layers count what a process has made, so that they are no names.
+    return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
+
+
 def state(model: Any) -> dict[str, Any]:
     """Return what a CheckpointManager saves of a model.
 
@@ -105,11 +112,6 @@ def state(model: Any) -> dict[str, Any]:
     """
     strategy = strategies.get(model) or get_strategy()
 
-    def weights() -> dict[str, Any]:
-        seeds = [generator.state for generator in seed_generators(model)]
-        # Names of layers count what a process has made, so that they are no names.
-        return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
-
     def slots(optimizer: Any) -> dict[str, Any]:
         owners = [v.path.replace("/", "_") for v in model.weights]
         found = {}
@@ -121,7 +123,7 @@ def state(model: Any) -> dict[str, Any]:
         return found
 
     return {
-        "model": _Held(weights, strategy),
+        "model": _Held(functools.partial(weights_of, model), strategy),
         **{
             name: _Held(functools.partial(slots, optimizer), strategy)
             for name, optimizer in optimizers_of(model).items()
