@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from hpcstrat.cluster_resolver import launch_from_environment
 
-__all__ = ["get_logger", "place", "print_once", "set_rank"]
+__all__ = ["get_logger", "is_first_rank", "place", "print_once", "set_rank"]
 
 _ROOT = "hpcstrat"
 
@@ -71,6 +71,11 @@ def set_rank(rank: int, size: int, host: str) -> None:
     _Rank.rank, _Rank.size, _Rank.host = rank, size, host
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0 of the job."""
+    return _Rank.rank == 0
+
+
 def place() -> str:
     """Return this process's place as text, such as ``rank 1 of 4 on node03``."""
     return f"rank {_Rank.rank} of {_Rank.size} on {_Rank.host}"
@@ -115,7 +120,7 @@ def print_once(*values: Any, **options: Any) -> None:
     **options : object
         As for ``print``.
     """
-    if _Rank.rank == 0:
+    if is_first_rank():
         print(*values, **options)
         # Launchers read pipes, in which lines would be kept back.
         (options.get("file") or sys.stdout).flush()

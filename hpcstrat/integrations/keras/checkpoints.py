@@ -19,6 +19,7 @@ from hpcstrat.integrations.keras.replicas import (
     strategies,
     value_of,
 )
+from hpcstrat.metrics import Log
 from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.variables import Variable
 
@@ -144,6 +145,9 @@ class Checkpoint(keras.callbacks.Callback):
         of the epoch's logs by their names.
     asynchronous : bool
         Whether training goes on while the files are written.
+    log : hpcstrat.metrics.Log, optional
+        Gets the logs of each epoch before it is saved. Give it to the manager, too, so
+        that a job that goes on has each epoch once.
 
     Examples
     --------
@@ -164,8 +168,15 @@ class Checkpoint(keras.callbacks.Callback):
     [2]
     """
 
-    def __init__(self, manager: CheckpointManager, *, asynchronous: bool = False):
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        asynchronous: bool = False,
+        log: Log | None = None,
+    ) -> None:
         super().__init__()
+        self._log = log
         self._manager = manager
         self._asynchronous = asynchronous
 
@@ -195,6 +206,8 @@ class Checkpoint(keras.callbacks.Callback):
         logs : dict of str to float, optional
             Stored in the file.
         """
+        if self._log is not None:
+            self._log.scalars(epoch + 1, logs)
         self._manager.save(epoch + 1, metrics=logs, asynchronous=self._asynchronous)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -208,6 +221,8 @@ class Checkpoint(keras.callbacks.Callback):
             Unused.
         """
         self._manager.wait()
+        if self._log is not None:
+            self._log.flush()
         self.model._initial_epoch = None
 
     def __repr__(self) -> str:

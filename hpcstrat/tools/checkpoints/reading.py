@@ -1,4 +1,4 @@
-"""What the commands read of checkpoints, and how they say that it cannot be."""
+"""Reading of checkpoints by the commands, and what they say where it fails."""
 
 from __future__ import annotations
 
