@@ -108,6 +108,10 @@ class Settings:
         Folder for a log of digests of the mirrored variables, one for each entry into
         ``run``, which ``hpcstrat verify-bits`` compares with that of another run; empty
         for none. Default: empty.
+    hang_folder : str, optional
+        Folder for the job's file ``hpcstrat-hang-*.jsonl``, written when ranks are late
+        or an error ends the job, and explained by ``hpcstrat hang``; empty for none.
+        Default: ``"."``.
 
     Raises
     ------
@@ -136,6 +140,7 @@ class Settings:
     native: bool | None = _setting(True)
     math_threads: int | None = _setting(1, least=1)
     step_digests: str | None = _setting("")
+    hang_folder: str | None = _setting(".")
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from hpcstrat.engine.call_sites import is_of_program
 from hpcstrat.engine.logs import place
 from hpcstrat.errors import ReplicaError
+from hpcstrat.safety.hang_file import add_event
 from hpcstrat.safety.presence import FAILED, own_registry
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
@@ -108,6 +110,14 @@ def _end_job(
     try:
         if first or _Hooks.before[-1] is not sys.__excepthook__:
             _show(kind, error, trace)
+        add_event(
+            "error",
+            kind=kind.__name__,
+            text=_words(error),
+            site=_site(trace).removeprefix(" at "),
+            caused=caused,
+            traceback="".join(traceback.format_exception(error)) if first else "",
+        )
     finally:
         abort(
             f"hpcstrat: {place()} ends the job: {why}",

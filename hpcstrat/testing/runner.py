@@ -143,6 +143,8 @@ def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     environment = clean_environment(changes)
     # A rank that crashes in C code shows where; `Job.show_stacks` needs it, too.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
+    # Tests of failures would leave files.
+    environment.setdefault("HPCSTRAT_HANG_FOLDER", "")
     checkout = Path(__file__).parents[2]
     if checkout not in map(Path, sysconfig.get_paths().values()):
         paths = [str(checkout), environment.get("PYTHONPATH", "")]

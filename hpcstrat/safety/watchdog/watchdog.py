@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from hpcstrat.engine.channel.channel import Channel
@@ -25,10 +26,11 @@ from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.settings import Settings
+from hpcstrat.safety import hang_file
 from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
-from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status
+from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status, grouped
 from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
@@ -216,6 +218,8 @@ class _Watchdog:
         report = inquiry.report()
         if report is not None:
             get_logger().warning("%s", report)
+            groups = grouped(inquiry.states)
+            hang_file.add_event("late", report=asdict(report), ranks=groups)
         waiting.held_until = time.monotonic()
 
 
@@ -256,6 +260,7 @@ def end_process(reason: str) -> None:
     Not collective; by a thread beside the main one.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
+    hang_file.add_event("end", reason=reason)
     # The main thread may hold a lock of these files.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
@@ -292,6 +297,7 @@ def register(channel: Channel, settings: Settings) -> None:
     Collective over the channel's ranks.
     """
     assert settings.limit_seconds is not None
+    hang_file.keep_in(settings.hang_folder or "", known_states)
     channel.waiter.limit_seconds = settings.limit_seconds
     if not settings.watchdog:
         return
@@ -307,6 +313,17 @@ def register(channel: Channel, settings: Settings) -> None:
     watchdog.watched.append(_Watched(watch))
     channel.waiter.watched = True
     watchdog.wake()
+
+
+def known_states() -> list[dict[str, Any]]:
+    """Return the states of the ranks of this worker, without asking any.
+
+    Not collective.
+    """
+    watchdog = _running()
+    for one in [] if watchdog is None else list(watchdog.watched):
+        return grouped(one.watch.states())
+    return []
 
 
 def unregister(channel: Channel) -> None:
