@@ -2,8 +2,7 @@
 
 Calls go to a lane's stream and return at once; the host waits for nothing but the
 making of a communicator, which is NCCL's own and needs every rank: all agree first that
-they can, and afterwards that it is made. NCCL makes it in a thread, since it may not
-return before all have come: a rank that cannot must not keep the others waiting.
+they can, and afterwards that it is made and has summed (`nccl_trial`).
 
 Kernels of NCCL wait on the device for those of the other ranks. So they never are in
 flight together with device memory in MPI, whose copies may wait for the device on one
@@ -32,9 +31,8 @@ import numpy as np
 from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
 from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
-from hpcstrat.engine.gpu.transports.nccl_waiting import (
+from hpcstrat.engine.gpu.transports.nccl_trial import (
     Joining,
-    NcclEnding,
     abort_quietly,
     described,
 )
@@ -60,6 +58,24 @@ _ID_NUMBERS = 128
 
 # The groups of this process whose communicators were made.
 _connected: set[weakref.ref[NcclGroup]] = set()
+
+
+class NcclEnding:
+    """The end of calls, or their failure; can be awaited as a step of a call.
+
+    ``check`` raises what has failed: then they do not end.
+    """
+
+    def __init__(self, done: Any, check: Callable[[], None]) -> None:
+        self.agreed: Callable[[], bool] = done.agreed
+        self._check = check
+
+    def missing(self) -> list[int]:
+        """Return what is waited for, as steps do; raise where NCCL has failed."""
+        if self.agreed():
+            return []
+        self._check()
+        return [-1]
 
 
 class NcclGroup:
@@ -107,17 +123,16 @@ class NcclGroup:
         # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
-        make = self._nccl.NcclCommunicator
-        joining = Joining(lambda: make(self.size, identity, self.rank))
+        joining = Joining(self._nccl, identity, self.rank, self.size)
         try:
             yield joining
-            made, problem = joining.take()
-            yield from self._raise_on_all(problem)
+            for problem in joining.problems():
+                yield from self._raise_on_all(problem)
         except BaseException:
             # A rank may have died meanwhile; nobody else knows the communicator yet.
             joining.give_up()
             raise
-        self._comm = made
+        self._comm = joining.keep()
         _connected.add(weakref.ref(self, _connected.discard))
 
     @property
