@@ -40,7 +40,7 @@ OF_LANE = {
         "tests/cluster/",
         "tests/conformance/",
         "tests/fuzz/",
-        "tests/gpu/test_failed_nccl.py",
+        "tests/gpu/test_ends.py",
         "tests/integrations/test_horovod.py::test_a_call",
         "tests/integrations/test_process_group.py::test_a_rank",
         "tests/mpi/test_lateness.py",

@@ -356,3 +356,24 @@ def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
 
     reduction.check(MPI.COMM_SELF, results)
     transport.close()
+
+
+def test_communicators_are_aborted_side_by_side(lane: Lane) -> None:
+    """One whose abort waits for a kernel of another keeps nobody from aborting that."""
+
+    class _Waiting:
+        def __init__(self, other: _Waiting | None = None) -> None:
+            self.aborted, self.other = threading.Event(), other
+
+        def abort(self) -> None:
+            if self.other is None or self.other.aborted.wait(30):
+                self.aborted.set()
+
+    second = _Waiting()
+    first = _Waiting(second)
+    for comm in first, second:
+        group = NcclGroup(None, None, lane)
+        group._comm = comm
+        group.abandon()
+    assert first.aborted.wait(30)
+    assert second.aborted.is_set()

@@ -33,7 +33,7 @@ from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.transports.nccl_trial import (
     Joining,
-    abort_quietly,
+    abort_beside,
     described,
 )
 from hpcstrat.engine.topology.survival import TransportError
@@ -267,10 +267,10 @@ class NcclGroup:
             yield NcclEnding(self._lane.done(), self._check)
 
     def abandon(self) -> None:
-        """Give up what is in flight, and the communicator: ranks have died."""
+        """Give up what is in flight, and the communicator: ranks may have died."""
         with self._lock:
-            abort_quietly(self._comm)
-            self._comm = None
+            comm, self._comm = self._comm, None
+        abort_beside(comm)
 
     def close(self) -> None:
         """Free the communicator; the lane's work must have ended.

@@ -24,7 +24,7 @@ from hpcstrat.engine.gpu.device_memory import plain_memory
 from hpcstrat.engine.gpu.streams import Mark
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Joining", "abort_quietly", "described"]
+__all__ = ["Joining", "abort_beside", "described"]
 
 # Many times what it takes thousands of ranks.
 _JOIN_SECONDS = 300.0
@@ -160,6 +160,17 @@ def abort_quietly(comm: Any) -> None:
     if comm is not None:
         with contextlib.suppress(Exception):
             comm.abort()
+
+
+def abort_beside(comm: Any) -> None:
+    """Do as `abort_quietly` in a thread, for which nobody waits.
+
+    To abort may take the other ranks, and waits for kernels of other communicators on
+    this device, which may have to be aborted, too (github.com/NVIDIA/nccl/pull/564).
+    """
+    threading.Thread(
+        target=abort_quietly, args=(comm,), name="hpcstrat-nccl-abort", daemon=True
+    ).start()
 
 
 def described(error: Exception) -> str:

@@ -119,8 +119,16 @@ class Shared:
             time.sleep(0.0005)
 
     def leave(self):
-        """Tell the other ranks that this one is gone."""
+        """Tell the others that this rank is gone; wait until they are.
+
+        A rank that aborts does not wait for those whose processes have died.
+        """
         self.rows[self.rank, _GONE] = 1
+        for row in self.rows:
+            while not row[_GONE]:
+                if self.aborted and not os.path.exists(f"/proc/{row[_PID]}"):
+                    break
+                time.sleep(0.0005)
 
     def check(self):
         """Stop an operation that was aborted; note ranks that are gone."""

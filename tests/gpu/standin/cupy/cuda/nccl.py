@@ -182,17 +182,25 @@ class NcclCommunicator:
         """Return the number of ranks."""
         return self._live().size
 
+    def __del__(self):
+        """Destroy it, as CuPy does, also when the interpreter ends."""
+        self.destroy()
+
     def destroy(self):
-        """Give the communicator up; what was started still runs."""
+        """Give the communicator up; waits for what was started, and all ranks."""
         if self._shared is not None:
+            with self._changed:
+                while self._finished < self._issued:
+                    self._changed.wait(0.1)
             self._shared.leave()
             self._shared = None
 
     def abort(self):
-        """Stop what this rank has started, and give the communicator up."""
+        """Stop what this rank has started, and give up, as all living ranks must."""
         if self._shared is not None:
             self._shared.aborted = True
-            self.destroy()
+            self._shared.leave()
+            self._shared = None
 
     def check_async_error(self):
         """Raise what has gone wrong since."""
