@@ -252,6 +252,17 @@ def test_nccl_that_does_not_sum_is_left_out_on_all_ranks(
     assert bool(made.comm) == stuck
 
 
+def test_the_trial_ends_before_the_wait_for_other_ranks(
+    crew: Team, job: Any, monkeypatch: Any
+) -> None:
+    """Which would end the job, where NCCL can be left out."""
+    pytest.importorskip("cupy._standin", reason="needs the stand-in's faults")
+    monkeypatch.setenv("HPCSTRAT_STANDIN_NCCL_FAULT", "tree endless 0")
+    settings = hs.Settings(limit_seconds=4.0)
+    why = "not summed 4 bytes within 1 s"
+    _goes_without_nccl(crew, job.Dup(), why, settings=settings)
+
+
 def test_sums_of_three_sizes_come_first(
     crew: Team, job: Any, monkeypatch: Any, communicators: list[Any]
 ) -> None:

@@ -5,6 +5,7 @@ Whole programs, launched with a hard limit.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,17 @@ def test_a_rank_leaves_when_its_gpu_has_done_its_work(n: int) -> None:
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
     assert ended.stdout == "sum right: True, NCCL freed: True\n", str(ended)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_watchdog_ends_a_job_whose_kernels_stand_still(n: int) -> None:
+    """Though NCCL reports no error: it looks at networks only."""
+    ended = _run(n, "stuck_kernel.py")
+    assert ended.returncode == EXIT_CODE, str(ended)
+    assert not ended.survivors, str(ended)
+    assert ended.stdout.count("reduced") == n, str(ended)
+    found = r"\d+ s after all ranks had begun it, a call of NCCL has not ended on this "
+    found += r"rank's GPU \(last call: reduce.*\)"
+    assert re.search(found + "; the job ends after", ended.stderr), str(ended)
+    end = r"ends the job: " + found + "; look at the processes and GPUs"
+    assert re.search(end, ended.stderr), str(ended)

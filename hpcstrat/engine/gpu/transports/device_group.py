@@ -58,10 +58,11 @@ class DeviceGroup:
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
 
-    def try_nccl(self) -> WaitSteps:
+    def try_nccl(self, limit_seconds: float) -> WaitSteps:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
-        Collective over ``topology.replica_comm``. Does nothing where it is not wanted.
+        Collective over ``topology.replica_comm``; a rank waits for others no longer
+        than ``limit_seconds``. Does nothing where it is not wanted.
         """
         able = self.capabilities
         if not able.nccl or not able.one_gpu_per_rank:
@@ -69,7 +70,7 @@ class DeviceGroup:
         made = NcclTransport(self.topology, self.lane)
         try:
             # NCCL alone knows which shared memory, networks and drivers it needs.
-            yield from made.group.connect()
+            yield from made.group.connect(limit_seconds)
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
             if self.topology.replica_id == 0:
@@ -152,4 +153,4 @@ def device_group(
 def _make(channel: Channel) -> WaitSteps:
     yield HEADER
     group = channel.device_group = DeviceGroup(channel.topology)
-    yield from group.try_nccl()
+    yield from group.try_nccl(channel.waiter.limit_seconds)

@@ -15,13 +15,16 @@ When a rank dies, the kernels of the others wait for its ones for ever, and so d
 whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
 rank is to be survived, a call therefore does not end before its kernels have: the wait
 for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere the program
-may be inside of CUDA when the network fails, and never come out: `nccl_failure` tells
-the watchdog.
+may be inside of CUDA when the network or another rank fails, and never come out:
+`nccl_failure` and `kernels_wait_since` tell the watchdog.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +34,7 @@ import numpy as np
 from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
 from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.streams import Mark
 from hpcstrat.engine.gpu.transports.nccl_trial import (
     Joining,
     abort_beside,
@@ -39,7 +43,7 @@ from hpcstrat.engine.gpu.transports.nccl_trial import (
 from hpcstrat.engine.topology.survival import TransportError
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["NcclGroup", "nccl_failure"]
+__all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
 # NCCL has no complex numbers: each is a pair of floats.
@@ -94,6 +98,10 @@ class NcclGroup:
         self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
+        # Recorded behind each call, until `look_at_kernels` waits for it.
+        self._last: Mark | None = None
+        self._watched: Mark | None = None
+        self.waits_since = math.inf
         # NCCL's communicator is not freed while another thread asks about it.
         self._lock = threading.Lock()
         # Whether the program knows that it has failed.
@@ -101,10 +109,11 @@ class NcclGroup:
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
-    def connect(self) -> WaitSteps:
-        """Make the communicator, the first time.
+    def connect(self, limit_seconds: float = math.inf) -> WaitSteps:
+        """Make the communicator and try it, the first time.
 
-        Collective over ``comm``. Raises EveryRankError on every rank, if one cannot.
+        Collective over ``comm``. ``limit_seconds`` is how long a rank waits for others.
+        Raises EveryRankError on every rank, if one cannot.
         """
         if self.connected:
             return
@@ -123,7 +132,7 @@ class NcclGroup:
         # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
-        joining = Joining(self._nccl, identity, self.rank, self.size)
+        joining = Joining(self._nccl, identity, self.rank, self.size, limit_seconds)
         try:
             yield joining
             for problem in joining.problems():
@@ -231,6 +240,8 @@ class NcclGroup:
             finally:
                 # Also after an error: a group left open would swallow all later calls.
                 self._nccl.groupEnd()
+            with self._lock:
+                self._last = (self._last or Mark()).record(self._lane.stream)
         except Exception as error:
             self._told = True
             raise TransportError(
@@ -257,6 +268,20 @@ class NcclGroup:
         finally:
             self._lock.release()
         return ""
+
+    def look_at_kernels(self) -> None:
+        """Note since when calls have not ended, in `waits_since`; CUDA may block it."""
+        while True:
+            if self._watched is None:
+                with self._lock:
+                    self._watched, self._last = self._last, None
+                if self._watched is None:
+                    break
+                self.waits_since = time.monotonic()
+            if not self._watched.passed():
+                return
+            self._watched = None
+        self.waits_since = math.inf
 
     def ended(self) -> WaitSteps:
         """Wait for the end of the calls so far, where ranks may be lost.
@@ -289,9 +314,29 @@ def nccl_failure() -> str:
     Never blocks; for any thread. Empty where nothing has, or the program has been told;
     groups that await the end of their calls tell it themselves.
     """
+    return next(filter(None, (group.failure() for group in _unaware())), "")
+
+
+def look_at_kernels() -> None:
+    """Look whether calls of this process have ended; CUDA may block it.
+
+    In a thread of its own, as CUDA's context may be held by who waits for a kernel.
+    """
+    for group in _unaware():
+        # Where the device has failed, the program learns of it.
+        with contextlib.suppress(Exception):
+            group.look_at_kernels()
+
+
+def kernels_wait_since() -> float:
+    """Return since when calls have not ended, as was last seen; infinity: they have."""
+    return min((group.waits_since for group in _unaware()), default=math.inf)
+
+
+def _unaware() -> list[NcclGroup]:
+    """Return the groups whose program does not await the end of its calls."""
     groups = [reference() for reference in list(_connected)]
-    unaware = [g for g in groups if g is not None and not (g.survives or g._told)]
-    return next(filter(None, (group.failure() for group in unaware)), "")
+    return [g for g in groups if g is not None and not (g.survives or g._told)]
 
 
 def _library() -> Any:

@@ -50,14 +50,18 @@ class Joining:
     all wait in such calls, threads and memory stay until the processes end.
     """
 
-    def __init__(self, nccl: Any, identity: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, nccl: Any, identity: Any, rank: int, size: int, limit_seconds: float
+    ) -> None:
         self._nccl, self._identity = nccl, identity
         self._rank, self._size = rank, size
         self._device = 0
         self._made: Any = None
         self._problem = ""
         self._doing, self._advice = f"joined {size} ranks", _JOIN_ADVICE
-        self._limit_seconds = _JOIN_SECONDS
+        # Both end before the wait for the other ranks does, which would be an error.
+        self._limit_seconds = min(_JOIN_SECONDS, limit_seconds / 2)
+        self._trial_seconds = min(_TRIAL_SECONDS, limit_seconds / 4)
         self._begun = time.monotonic()
         self._ended, self._decided = threading.Event(), threading.Event()
         self._kept = False
@@ -75,7 +79,7 @@ class Joining:
             library.use(self._device)
             make = self._nccl.NcclCommunicator
             self._made = make(self._size, self._identity, self._rank)
-            self._advice, self._limit_seconds = _SUM_ADVICE, _TRIAL_SECONDS
+            self._advice, self._limit_seconds = _SUM_ADVICE, self._trial_seconds
             self._begun = time.monotonic()
             for nbytes in _TRIAL_BYTES:
                 if not self._decided.is_set():
