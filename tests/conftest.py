@@ -44,6 +44,15 @@ if importlib.util.find_spec("tensorflow") is None:
     os.environ.setdefault("KERAS_BACKEND", "torch")
 
 
+def num_gpus() -> int:
+    """Return how many GPUs this machine has for CuPy."""
+    if why_no_gpu():
+        return 0
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
 @functools.cache
 def why_no_gpu() -> str:
     """Return why the GPU tests cannot run here, or an empty text if they can."""
