@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from hpcstrat.engine.arrays.packing import cut
+from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
+from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports import nccl_trial
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
@@ -97,6 +102,90 @@ def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
     assert (counts.collectives, counts.launches) == (1, 0)
     assert counts.device_to_device == 0
     reduction.check(crew.topology.replica_comm, results)
+
+
+# A large array among small ones, and one that is large and of a half type.
+_LIST = [("float32", 500), ("float32", 1 << 18), ("float32", 7), ("float16", 1 << 19)]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_large_arrays_of_a_list_are_summed_where_they_lie(
+    crew: Team, transport: Any, mean: bool, in_place: bool
+) -> None:
+    """One kernel packs the others; means are divided in place."""
+    standin = pytest.importorskip("cupy._standin", reason="needs the stand-in's counts")
+    reduction = Reduction(_LIST, 3, mean=mean, in_place=in_place, piece_bytes=8 << 20)
+    reduction.check(crew.topology.replica_comm, reduce_now(crew, transport, reduction))
+    sources, results = reduction.arrays(crew.rank)
+    work = reduction.work(crew.size, sources, results, waits=True)
+    standin.reset()
+    crew.channel.drive(reduce_on_device(work, crew.channel, transport), work.call)
+    # The large one by itself; the small ones; those of a half type, as float32.
+    assert standin.counts.collectives == 3
+    assert standin.counts.launches == 4 + mean
+    reduction.check(crew.topology.replica_comm, results)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nccl_adds_half_types_itself_where_it_is_told_to(
+    crew: Team, transport: Any, monkeypatch: Any, dtype: str, mean: bool
+) -> None:
+    """In their own types, in half the bytes, and without a kernel of ours."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import cupy
+
+    calls: list[tuple[int, int]] = []
+    comm = transport.group._comm
+    all_reduce = comm.allReduce
+
+    def _noted(send: int, recv: int, count: int, kind: int, *more: Any) -> None:
+        calls.append((count, kind))
+        all_reduce(send, recv, count, kind, *more)
+
+    monkeypatch.setattr(comm, "allReduce", _noted)
+    name = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    numbers = np.arange(3000) % 7 * 4
+    sources = [cupy.asarray((numbers + 4 * crew.rank).astype(name)) for _ in range(3)]
+    results = [cupy.empty_like(source) for source in sources]
+    signatures = [(name, (3000,))] * 3
+    call = describe_call("test", f"{dtype} {mean}")
+    work = Work(
+        *(call, tuple(cut(signatures, mean, 1 << 20)), sources, results, 1 << 20),
+        divisor=crew.size if mean else 0,
+    )
+    steps = reduce_on_device(work, crew.channel, transport, in_half=True)
+    crew.channel.drive(steps, call)
+    total = numbers * crew.size + 4 * sum(range(crew.size))
+    wanted = (total / (crew.size if mean else 1)).astype(name)
+    for result in results:
+        # NCCL averages divide first.
+        near = abs(result.get().astype("f8") - wanted.astype("f8"))
+        assert (near <= abs(wanted.astype("f8")) * 2.0**-7 * crew.size).all()
+    assert calls == [(9000, 9 if dtype == "bfloat16" else 6)]
+
+
+def test_pieces_that_follow_one_another_are_of_two_lanes(
+    crew: Team, transport: Any, monkeypatch: Any
+) -> None:
+    """So that one is packed while another is summed."""
+    streams: list[int] = []
+    comm = transport.group._comm
+    all_reduce = comm.allReduce
+
+    def _noted(*arguments: Any) -> None:
+        streams.append(arguments[-1])
+        all_reduce(*arguments)
+
+    monkeypatch.setattr(comm, "allReduce", _noted)
+    kinds = [("int16", 700), ("float32", 300), ("float64", 90)]
+    reduction = Reduction(kinds, 5, mean=True, piece_bytes=1000)
+    results = reduce_now(crew, transport, reduction)
+    reduction.check(crew.topology.replica_comm, results)
+    in_turn = [stream for stream, _ in itertools.groupby(streams)]
+    assert len(set(in_turn)) == 2
+    assert len(in_turn) > 4
 
 
 class _NoThread(threading.Thread):
@@ -311,7 +400,7 @@ def test_an_error_of_nccl_says_what_to_do(lane: Lane) -> None:
     group.abandon()
     group._comm = _Failed()
     with pytest.raises(hs.CollectiveError, match=r"SYSTEM_ERROR.*NCCL_DEBUG=INFO"):
-        group.all_reduce([])
+        group.all_reduce([], lane)
     group.abandon()
     assert not group.connected
 
@@ -345,7 +434,7 @@ def test_an_error_of_nccl_is_found_while_calls_do_not_end(
             one.missing()
     assert ("SYSTEM_ERROR" in nccl_failure()) == (not survives)
     with pytest.raises(hs.CollectiveError, match="SYSTEM_ERROR"):
-        group.all_reduce([])
+        group.all_reduce([], lane)
     # From here on the program knows.
     assert nccl_failure() == ""
     never_ends.set()

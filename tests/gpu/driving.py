@@ -177,12 +177,14 @@ def same_bits(comm: Any, hosts: Sequence[Any]) -> None:
     assert comm.bcast(bits, 0) == bits
 
 
-def reduce_now(team: Team, transport: Any, reduction: Reduction) -> list[Any]:
+def reduce_now(
+    team: Team, transport: Any, reduction: Reduction, **options: Any
+) -> list[Any]:
     """Make a call that waits, as `Collectives` does."""
     sources, results = reduction.arrays(team.rank)
     work = reduction.work(team.size, sources, results, waits=True)
     if work.pieces:
-        steps = reduce_on_device(work, team.channel, transport)
+        steps = reduce_on_device(work, team.channel, transport, **options)
         team.channel.drive(steps, work.call)
     return results
 

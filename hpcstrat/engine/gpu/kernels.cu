@@ -203,7 +203,20 @@ __device__ inline Complex<T> added(Complex<T> one, Complex<T> other) {
     return sum;
 }
 
-// Integers are never divided: their mean is taken in double.
+template <class T> __device__ inline T added_in_single(T one, T other) {
+    return Convert<T, Float>::from(Convert<Float, T>::from(one) +
+                                   Convert<Float, T>::from(other));
+}
+
+__device__ inline Half added(Half one, Half other) {
+    return added_in_single(one, other);
+}
+
+__device__ inline Brain added(Brain one, Brain other) {
+    return added_in_single(one, other);
+}
+
+// Integers are never divided, as their mean is taken in double, nor are half types.
 template <class T> struct Quotient {
     __device__ explicit Quotient(Index) {}
     __device__ T operator()(T value) const { return value; }

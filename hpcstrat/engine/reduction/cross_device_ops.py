@@ -148,17 +148,36 @@ class NcclAllReduce(CrossDeviceOps):
     num_packs : int
         Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
         the size of the pieces.
+    sums_in_half : bool
+        Whether NCCL adds arrays of float16 and bfloat16 on GPUs in their own types,
+        which halves what is sent. Each of its additions is rounded then, in an order
+        of its own, so that the error grows with the number of replicas, and a sum of
+        float16 may overflow; means do not. By default they are added in float32, and
+        rounded once, as on CPUs.
     """
 
-    def __init__(self, num_packs: int = 1) -> None:
+    def __init__(self, num_packs: int = 1, *, sums_in_half: bool = False) -> None:
         _check_num_packs(num_packs)
+        self._sums_in_half = sums_in_half
+
+    def describe(self) -> str:
+        """Say what ranks must agree on, since they would exchange other messages.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Name of the algorithm, and in which types it adds where that is unusual.
+        """
+        return super().describe() + ("(in half types)" if self._sums_in_half else "")
 
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
 
-        return transport_select.nccl(group, options)
+        return transport_select.nccl(group, options, in_half=self._sums_in_half)
 
 
 class MpiAllReduce(CrossDeviceOps):

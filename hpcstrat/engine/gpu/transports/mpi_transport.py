@@ -42,8 +42,9 @@ class MpiTransport:
         self._values: Any = None
         self._scratch: Any = None
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make what this rank needs for pieces of at most a size; may raise."""
+        del count
         # Not of CuPy's pool, whose arrays are parts of larger blocks, which MPI could
         # have another process open only as a whole.
         self._values = self._buffers.get("values", nbytes)

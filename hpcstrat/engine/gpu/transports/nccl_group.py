@@ -34,7 +34,7 @@ import numpy as np
 from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
 from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
-from hpcstrat.engine.gpu.streams import Mark
+from hpcstrat.engine.gpu.streams import Lane, Mark
 from hpcstrat.engine.gpu.transports.nccl_trial import (
     Joining,
     abort_beside,
@@ -48,16 +48,20 @@ __all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
 # NCCL has no complex numbers: each is a pair of floats.
 _TYPES = {
-    "i4": ("NCCL_INT32", 1),
-    "u4": ("NCCL_UINT32", 1),
-    "i8": ("NCCL_INT64", 1),
-    "u8": ("NCCL_UINT64", 1),
-    "f4": ("NCCL_FLOAT32", 1),
-    "f8": ("NCCL_FLOAT64", 1),
-    "c8": ("NCCL_FLOAT32", 2),
-    "c16": ("NCCL_FLOAT64", 2),
-    "u1": ("NCCL_UINT8", 1),
+    "int32": ("NCCL_INT32", 1),
+    "uint32": ("NCCL_UINT32", 1),
+    "int64": ("NCCL_INT64", 1),
+    "uint64": ("NCCL_UINT64", 1),
+    "float16": ("NCCL_FLOAT16", 1),
+    "bfloat16": ("NCCL_BFLOAT16", 1),
+    "float32": ("NCCL_FLOAT32", 1),
+    "float64": ("NCCL_FLOAT64", 1),
+    "complex64": ("NCCL_FLOAT32", 2),
+    "complex128": ("NCCL_FLOAT64", 2),
+    "uint8": ("NCCL_UINT8", 1),
 }
+# ncclAvg, from NCCL 2.10 on: each value is divided first, so that no sum overflows.
+_AVERAGE = 4
 _ID_NUMBERS = 128
 
 # The groups of this process whose communicators were made.
@@ -85,8 +89,9 @@ class NcclEnding:
 class NcclGroup:
     """The ranks of a communicator, in NCCL; with None for a single rank.
 
-    ``comm`` is used in `connect` only. Everything runs on the lane, in the order of the
-    calls. ``survives`` says that the loss of a rank is to be survived.
+    ``comm`` is used in `connect` only. Everything but sums, which are told their lane,
+    runs on ``lane``, in the order of the calls. ``survives`` says that the loss of a
+    rank is to be survived.
     """
 
     def __init__(
@@ -158,27 +163,27 @@ class NcclGroup:
                 f"{problem}; {_ADVICE}"
             )
 
-    def all_reduce(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Sum contiguous arrays over the ranks, each into the second of its pair.
+    def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
+        """Sum contiguous arrays over the ranks, or average them, on a lane.
 
-        Collective over ``comm``; waits for nobody. The two may be the same memory; of
-        types in which values are added (`hpcstrat.engine.arrays.packing.wire_dtype`).
-        Raises CollectiveError on this rank, if NCCL says so, as all calls here do.
+        Collective over ``comm``; waits for nobody. Each has its result, which may be
+        the same memory, and whether that is the average. Raises CollectiveError on this
+        rank, if NCCL says so, as all calls here do.
         """
 
         def _call() -> None:
-            for values, sums in pairs:
+            for values, result, averages in sums:
                 kind, count = self._kind(values)
                 self._comm.allReduce(
                     values.data.ptr,
-                    sums.data.ptr,
+                    result.data.ptr,
                     count,
                     kind,
-                    self._nccl.NCCL_SUM,
-                    self._lane.stream.ptr,
+                    _AVERAGE if averages else self._nccl.NCCL_SUM,
+                    lane.stream.ptr,
                 )
 
-        self._grouped(_call)
+        self._grouped(_call, lane)
 
     def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give every rank the parts of arrays that one rank each has, in place.
@@ -199,7 +204,7 @@ class NcclGroup:
                 for root, part in enumerate(array):
                     self._send(part, root)
 
-        self._grouped(_call)
+        self._grouped(_call, self._lane)
 
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
         """Give every rank the contiguous arrays of ``root``, in place.
@@ -211,7 +216,7 @@ class NcclGroup:
             for array in arrays:
                 self._send(array, root)
 
-        self._grouped(_call)
+        self._grouped(_call, self._lane)
 
     def _send(self, array: Any, root: int) -> None:
         kind, count = self._kind(array)
@@ -227,11 +232,11 @@ class NcclGroup:
 
     def _kind(self, array: Any) -> tuple[int, int]:
         """Return NCCL's type of an array's elements, and how many of it there are."""
-        name, factor = _TYPES[array.dtype.str[1:]]
+        name, factor = _TYPES[array.dtype.name]
         return getattr(self._nccl, name), array.size * factor
 
-    def _grouped(self, call: Callable[[], None]) -> None:
-        """Make calls, which NCCL joins."""
+    def _grouped(self, call: Callable[[], None], lane: Lane) -> None:
+        """Make calls on a lane, which NCCL joins."""
         self._check()
         try:
             self._nccl.groupStart()
@@ -241,7 +246,7 @@ class NcclGroup:
                 # Also after an error: a group left open would swallow all later calls.
                 self._nccl.groupEnd()
             with self._lock:
-                self._last = (self._last or Mark()).record(self._lane.stream)
+                self._last = (self._last or Mark()).record(lane.stream)
         except Exception as error:
             self._told = True
             raise TransportError(

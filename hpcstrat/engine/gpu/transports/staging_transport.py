@@ -154,8 +154,9 @@ class StagingTransport:
         other._choose = choose
         return other
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make what this rank needs for pieces of at most a size; may raise."""
+        del count
         self._values = self._buffers.get("values", nbytes)
         self._copies.prepare(nbytes)
 
