@@ -183,6 +183,10 @@ def test_pieces_that_follow_one_another_are_of_two_lanes(
     reduction = Reduction(kinds, 5, mean=True, piece_bytes=1000)
     results = reduce_now(crew, transport, reduction)
     reduction.check(crew.topology.replica_comm, results)
+    # Other ranks wait for both.
+    runtime = pytest.importorskip("cupy.cuda.runtime")
+    lanes = transport._lanes[1:]
+    assert all(runtime.streamGetPriority(one.stream.ptr) < 0 for one in lanes)
     in_turn = [stream for stream, _ in itertools.groupby(streams)]
     assert len(set(in_turn)) == 2
     assert len(in_turn) > 4

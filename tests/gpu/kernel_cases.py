@@ -383,6 +383,35 @@ def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
         assert (found[:, size:] == MARK).all()
 
 
+@pytest.mark.parametrize("name", ["c8", "c16"])
+@pytest.mark.parametrize("shifts", list(itertools.product([0, 1], repeat=3)))
+def test_complex_numbers_may_begin_at_one_of_their_parts(
+    lane: Lane, name: str, shifts: tuple[int, int, int]
+) -> None:
+    """As those of a view of real ones do; a whole word there would be a fault."""
+    dtype, size = np.dtype(name), 700
+    part = np.dtype(f"f{dtype.itemsize // 2}")
+    arrays = []
+    for shift, fills in zip(shifts, (True, False, False), strict=True):
+        numbers = np.arange(2 * size + 1) * fills
+        real = cupy.asarray(numbers.astype(part))
+        arrays.append(real[shift : shift + 2 * size].view(dtype))
+    source, buffer, result = arrays
+    wanted = source.get()
+    lane.enter()
+    kernels.pack([(0, 0, size, 0)], [source], buffer, lane.stream)
+    kernels.add(buffer, buffer, buffer, lane.stream)
+    segments = [(buffer.data.ptr, 0, size)]
+    spans = [(0, 0, size, 0)]
+    kernels.unpack(segments, spans, [result], lane.stream, dtype=dtype)
+    # Many small ones are found by bisection.
+    few = [(0, n, n + 2, n) for n in range(0, size, 2)]
+    kernels.pack(few, [result], buffer, lane.stream)
+    lane.leave()
+    np.testing.assert_array_equal(result.get(), 2 * wanted)
+    np.testing.assert_array_equal(buffer.get(), 2 * wanted)
+
+
 def test_tables_are_made_when_they_are_reserved(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,3 +63,12 @@ def test_the_watchdog_ends_a_job_whose_kernels_stand_still(n: int) -> None:
     assert re.search(found + "; the job ends after", ended.stderr), str(ended)
     end = r"ends the job: " + found + "; look at the processes and GPUs"
     assert re.search(end, ended.stderr), str(ended)
+
+
+def test_a_gpu_that_has_failed_ends_the_job_of_a_program_that_has_ended() -> None:
+    """Nothing told the program: what it has computed last may be nothing."""
+    ended = _run(2, "fault_at_end.py")
+    assert ended.returncode not in (0, None), str(ended)
+    assert not ended.survivors, str(ended)
+    failed = "ends the job: .*misaligned address"
+    assert re.search(failed, ended.stderr), str(ended)

@@ -39,7 +39,7 @@ class DeviceGroup:
             problem = _UNBOUND
         else:
             try:
-                self.lane = Lane()
+                self.lane = Lane(urgent=True)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         problems = topology.replica_comm.allgather(problem)

@@ -51,7 +51,7 @@ class NcclTransport:
         # Where each call is awaited, nothing would run beside it.
         num_lanes = 1 if self.group.survives else min(count, 2)
         while len(self._lanes) < num_lanes:
-            self._lanes.append(Lane())
+            self._lanes.append(Lane(urgent=True))
         self._values = [self._buffers.get(n, nbytes) for n in range(num_lanes)]
 
     def connect(self, work: Work, channel: Channel) -> WaitSteps:
