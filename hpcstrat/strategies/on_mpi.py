@@ -23,6 +23,7 @@ from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.connection import StrategyRequest, connect
+from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.variables import MirroredVariable
 
 if TYPE_CHECKING:
@@ -31,15 +32,27 @@ if TYPE_CHECKING:
 __all__ = ["MpiStrategy"]
 
 
+def _require_ops(ops: Any) -> None:
+    if not isinstance(ops, (CrossDeviceOps, type(None))):
+        raise TypeError(
+            f"expected a CrossDeviceOps as cross_device_ops, found {ops!r:.80}; pass "
+            "hs.ReductionToOneDevice(), for example, or leave it out"
+        )
+
+
 def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
     """Refuse sums that would depend on the number of ranks, with logical replicas."""
     if options is not None:
         require_no_wire_dtype(options)
+    found = None
     if isinstance(ops, ReductionToOneDevice) and ops.combines:
+        found = "an accumulation_fn"
+    elif ops is not None and ops.overrides():
+        found = f"the hooks of {type(ops).__name__}"
+    if found is not None:
         raise ValueError(
             "expected sums with logical replicas, which are added in the order of a "
-            "tree, found an accumulation_fn; leave it out, or use merge_call and "
-            "all_gather"
+            f"tree, found {found}; leave it out, or use merge_call and all_gather"
         )
 
 
@@ -75,6 +88,7 @@ class MpiStrategy(Strategy):
         # there: one that raised here alone would leave the others waiting.
         if problem is None:
             try:
+                _require_ops(cross_device_ops)
                 Collectives(None, cross_device_ops, communication_options)
                 if logical_replicas is not None:
                     _require_any_order(cross_device_ops, communication_options)
@@ -95,9 +109,16 @@ class MpiStrategy(Strategy):
         self._connection = connection
         # A strategy may be closed while its connection lives on with others.
         self._closed = False
-        collectives = Collectives(
-            connection.channel, cross_device_ops, communication_options
-        )
+        collectives: Collectives
+        if cross_device_ops is not None and cross_device_ops.overrides():
+            collectives = HookedCollectives(
+                connection.channel, cross_device_ops, communication_options
+            )
+            collectives.strategy = self
+        else:
+            collectives = Collectives(
+                connection.channel, cross_device_ops, communication_options
+            )
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
             # On every rank, as all have asked for the same number.
