@@ -1,6 +1,12 @@
 """The tasks of a job, read from the environment; pure parsing, no MPI."""
 
 from hpcstrat.cluster_resolver.batch_job import BatchJob, batch_job_from_environment
+from hpcstrat.cluster_resolver.clouds import (
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+    TPUClusterResolver,
+)
 from hpcstrat.cluster_resolver.flux import FluxClusterResolver
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
 from hpcstrat.cluster_resolver.lsf import LSFClusterResolver
@@ -30,6 +36,9 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "FluxClusterResolver",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "LSFClusterResolver",
     "Launch",
     "MPICHClusterResolver",
@@ -40,6 +49,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "UnionResolver",
     "batch_job_from_environment",
     "compress_node_list",

@@ -102,7 +102,9 @@ class DealtDataset(ReducibleDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
-        return DistributedIterator(self._begin(EpochPlace(self._num_iterations, 0)))
+        return DistributedIterator(
+            self._begin(EpochPlace(self._num_iterations, 0)), self
+        )
 
     def _begin(self, position: EpochPlace) -> _Elements:
         elements = _Elements(

@@ -212,7 +212,7 @@ class DistributedDataset(ReducibleDataset):
         # At once, so that a loop that is left early does not repeat its epoch.
         self._next = (epoch + 1, 0)
         self._latest = batches.place
-        return DistributedIterator(batches)
+        return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:
         """Show what is read, and for how many replicas."""

@@ -71,10 +71,18 @@ class DistributedIterator:
     ----------
     elements : iterator of tree
         Raises StopIteration at the end, on all replicas at the same step.
+    dataset : DistributedDataset or DealtDataset
+        Whose elements they are.
     """
 
-    def __init__(self, elements: Iterator[Tree]) -> None:
+    def __init__(self, elements: Iterator[Tree], dataset: ReducibleDataset) -> None:
         self._elements = elements
+        self._dataset = dataset
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        return self._dataset.element_spec
 
     def __iter__(self) -> Self:
         """Return the iterator itself."""
@@ -166,6 +174,14 @@ class ReducibleDataset:
     def distribute_strategy(self) -> Replicas:
         """The strategy between whose replicas it is divided."""
         return self._strategy
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        raise ValueError(
+            "expected a hpcstrat.Dataset, which knows the arrays of its batches before "
+            "they are read, found an iterable or a function; look at the first batch"
+        )
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration."""

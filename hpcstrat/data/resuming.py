@@ -16,7 +16,7 @@ from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.options import AutoShardPolicy, InputOptions
 from hpcstrat.engine.tree import flatten, unflatten
-from hpcstrat.engine.typing import Replicas
+from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = ["StatefulDataset", "StreamDataset"]
 
@@ -59,7 +59,12 @@ class StreamDataset(DealtDataset):
         epoch, position = self._next
         self._next = (epoch + 1, 0)
         self._latest = EpochPlace(epoch, position)
-        return DistributedIterator(self._begin(self._latest))
+        return DistributedIterator(self._begin(self._latest), self)
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a batch of the chain, as ArraySpec."""
+        return self._dataset.element_spec
 
     def _num_parts(self) -> int:
         """Return into how many different parts the data are divided."""

@@ -66,6 +66,7 @@ from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.keras_guard import guard_keras
+from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.split import Split
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
@@ -358,7 +359,7 @@ class ReplicaContext:
         )
 
 
-class Strategy:
+class Strategy(OlderMethods):
     """Base class: everything that strategies share.
 
     Programs make one of its subclasses.

@@ -1074,13 +1074,21 @@ def test_spare_ranks_wait_for_losses_alone(job: Any) -> None:
             hs.ParameterServerStrategy(**arguments)
 
 
-def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
+@pytest.mark.parametrize("names_tasks", [False, True])
+def test_a_resolver_says_which_rank_does_what(job: Any, names_tasks: bool) -> None:
+    """Or the arguments of the reference do, on those that serve."""
     kinds = ["worker"] * (job.size - 2) + ["ps", "chief"]
+    cluster = {kind: ["host:1"] * kinds.count(kind) for kind in kinds}
+    spec = hs.cluster_resolver.ClusterSpec(cluster)
+    kind, index = kinds[job.rank], kinds[: job.rank].count(kinds[job.rank])
     resolver = hs.cluster_resolver.SimpleClusterResolver(
-        hs.cluster_resolver.ClusterSpec({}), task_type=kinds[job.rank]
+        spec, task_type=kind, task_id=index
     )
     if job.rank < job.size - 1:
-        hs.Server(resolver).join()
+        given = (spec, kind, index, "grpc") if names_tasks else (resolver,)
+        server = hs.Server(*given)
+        server.start()
+        server.join()
         return
     strategy = hs.ParameterServerStrategy(resolver)
     assert strategy.roles.servers == (job.size - 2,)
