@@ -26,13 +26,18 @@ def require_strategy(strategy: Any) -> None:
         )
 
 
-def require_distributable(model: Any) -> None:
-    """Refuse what would fail later, or give other results than one process."""
+def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
+    """Refuse what would fail later, or give other results than one process.
+
+    Without ``is_compiled`` a model that only predicts is accepted, too.
+    """
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"expected a keras.Model, found {type(model).__name__}; pass the model"
         )
-    if not model.compiled or model.optimizer is None:
+    if (is_compiled and not model.compiled) or (
+        model.compiled and model.optimizer is None
+    ):
         raise ValueError(
             "expected a model that was compiled with an optimizer, found one without; "
             "call model.compile before distribute"
