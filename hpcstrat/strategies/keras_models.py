@@ -45,6 +45,8 @@ def watch_keras() -> None:
         model.compile = _compiled(model.compile)
         for name in METHODS:
             setattr(model, name, _distributed(getattr(model, name)))
+        optimizer: Any = keras.optimizers.Optimizer  # type: ignore[union-attr]
+        optimizer.apply = _refused_in_run(optimizer.apply)
 
 
 def strategy_of(model: Any) -> Any:
@@ -108,6 +110,34 @@ def _distributed(method: Any) -> Any:
         return getattr(self, name)(**data)
 
     return call
+
+
+def _refused_in_run(method: Any) -> Any:
+    """Refuse steps of optimizers in replica functions, which would not be combined."""
+    # Some optimizers call another one; only the outermost is the program's.
+    inside: list[Any] = []
+
+    @functools.wraps(method)
+    def apply(self: Any, *args: Any, **options: Any) -> Any:
+        entry = current()
+        in_run = entry is not None and entry.replica_context is not None
+        # `distribute` puts a method that reduces on the optimizer itself.
+        if in_run and not inside and "apply" not in vars(self):
+            size = entry.strategy.num_replicas_in_sync  # type: ignore[union-attr]
+            if size > 1:
+                raise RuntimeError(
+                    f"expected an optimizer of Keras whose gradients are combined, "
+                    f"found {self.name!r}, with which each of {size} replicas would "
+                    "train by itself; compile the model with it, and call "
+                    "hpcstrat.integrations.keras.distribute(model, strategy), or fit"
+                )
+        inside.append(self)
+        try:
+            return method(self, *args, **options)
+        finally:
+            inside.pop()
+
+    return apply
 
 
 class _WhenImported:

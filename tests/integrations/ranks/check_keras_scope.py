@@ -5,6 +5,7 @@ Each trains on all replicas without a further call, and as one process does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -213,6 +214,15 @@ def test_data_of_another_strategy_are_refused(strategy: Any) -> None:
         assert "distribute it by the model's strategy" in str(error)
 
 
+def _without_gradients() -> Any:
+    """Return what surrounds a step of an optimizer that is called by itself."""
+    if BACKEND != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
+
+
 class _Sequence(keras.utils.PyDataset):
     def __init__(self) -> None:
         super().__init__()
@@ -338,6 +348,33 @@ def test_state_of_a_model_of_a_scope_is_saved(strategy: Any, folder: Any) -> Non
     manager = hs.CheckpointManager(folder, **hsk.state(other))
     assert manager.restore_or_initialize() == 1
     _expect(_weights(other, strategy), weights, 0)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="its optimizers carry no gradients there")
+def test_steps_of_keras_in_replica_functions_are_combined_or_refused(
+    strategy: Any,
+) -> None:
+    """A loop of the program's own; the gradients are means over replicas."""
+
+    with strategy.scope():
+        model = _layers(1, True)
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+    own = strategy.replica_id + 1.0
+
+    def step() -> None:
+        variables = model.trainable_variables
+        gradients = [keras.ops.ones(v.shape) * own for v in variables]
+        with _without_gradients():
+            model.optimizer.apply(gradients, variables)
+
+    error = outcome(strategy.run, step)
+    assert isinstance(error, RuntimeError) == (strategy.num_replicas_in_sync > 1)
+    assert error is None or "would train by itself; compile" in str(error)
+    hsk.distribute(model, strategy)
+    before = _weights(model, strategy)
+    strategy.run(step)
+    mean = np.mean(np.arange(strategy.num_replicas_in_sync) + 1.0)
+    _expect(_weights(model, strategy), [weight - mean for weight in before])
 
 
 def test_keras_may_be_imported_in_the_scope() -> None:
