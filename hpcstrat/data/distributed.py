@@ -96,7 +96,7 @@ class DistributedDataset(ReducibleDataset):
 
     @property
     def stage(self) -> Batched:
-        """What reads rows of its batches; for the library's own modules."""
+        """The stage that reads its batches; for the library's own modules."""
         return self._stage
 
     def __len__(self) -> int:
