@@ -5,7 +5,7 @@ import importlib
 import inspect
 import operator
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
 
 import hpcstrat
@@ -22,9 +23,15 @@ author = "the hpcstrat authors"
 copyright = author  # noqa: A001 - the name that Sphinx reads
 release = hpcstrat.__version__
 
-extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser", "sphinx_copybutton"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "numpydoc",
+    "myst_parser",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nitpicky = False
 # Pages show what is there for other libraries where these are not installed, too.
@@ -55,12 +62,39 @@ _INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
 # A list of links to pages, with its heading.
 _PAGE_LIST = re.compile(r"^(?:## (.+)\n\n)?((?:- \[.+\]\(\S+\.md\)\n){3,})", re.M)
 
-html_theme = "furo"
+html_theme = "pydata_sphinx_theme"
 html_title = f"hpcstrat {release}"
-html_show_copyright = False
-html_copy_source = False
+html_logo = html_favicon = "images/logo.svg"
+html_show_sourcelink = html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_sidebars = {"index": []}
+html_theme_options: dict[str, Any] = {
+    "logo": {"text": "hpcstrat"},
+    "navbar_start": ["navbar-logo"],
+    "header_links_before_dropdown": 7,
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
+    "footer_start": ["sphinx-version"],
+    "footer_end": ["theme-version"],
+    "show_prev_next": True,
+}
+
+
+def _offer_versions(_app: Sphinx, config: Config) -> None:
+    """Show the list of versions where the pages are one of several.
+
+    They are where their builder names the version, as docs/versions.py does.
+    """
+    if config.version:
+        config.html_theme_options |= {
+            "navbar_start": ["navbar-logo", "version-switcher"],
+            "check_switcher": False,  # It lies beside the folder of these pages.
+            "show_version_warning_banner": True,
+            "switcher": {
+                "json_url": "../switcher.json",
+                "version_match": config.version,
+            },
+        }
 
 
 def _kind(value: Any) -> str:
@@ -216,21 +250,28 @@ def _name_members(
         lines += ["", f"Members: {members}.", ""]
 
 
-def _make_toctrees(_app: Sphinx, docname: str, source: list[str]) -> None:
+def _make_toctrees(app: Sphinx, docname: str, source: list[str]) -> None:
     """Make the lists of pages, which are links where nothing is built, toctrees."""
-    if docname.endswith("index"):
+    first = Path(app.srcdir, "index.md").read_text()
+    sections = re.findall(r"^- \[.+\]\((\S+)\.md\)$", first, re.M)
+    if docname in ("index", "gallery/index"):  # The bar, or pictures, show them.
+        source[0] = _PAGE_LIST.sub(partial(_toctree, hidden=True), source[0])
+    elif docname in sections:
         source[0] = _PAGE_LIST.sub(_toctree, source[0])
 
 
-def _toctree(found: re.Match[str]) -> str:
+def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
+    """Return a toctree for a list of links; the bar at the top shows a hidden one."""
     pages = "\n".join(re.findall(r"\((.*)\.md\)$", found[2], re.M))
-    caption = f":caption: {found[1]}\n" if found[1] else ""
-    return f"```{{toctree}}\n{caption}:maxdepth: 1\n\n{pages}\n```\n"
+    heading = f"## {found[1]}\n\n" if found[1] and not hidden else ""
+    option = ":hidden:" if hidden else ":maxdepth: 1"
+    return f"{heading}```{{toctree}}\n{option}\n\n{pages}\n```\n"
 
 
 def setup(app: Sphinx) -> None:
     """Add the directive, and what changes pages."""
     app.add_directive("public-names", PublicNames)
+    app.connect("config-inited", _offer_versions)
     app.connect("source-read", _link_to_index)
     app.connect("source-read", _make_toctrees)
     app.connect("autodoc-skip-member", _is_internal)

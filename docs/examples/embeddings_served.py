@@ -47,5 +47,7 @@ iterator = iter(coordinator.create_per_worker_dataset(batches))
 results = [coordinator.schedule(step, (iterator,)) for _ in range(arguments.steps)]
 coordinator.join()
 loss = coordinator.fetch(results)
+for number in range(0, arguments.steps, 5):
+    print(f"step {number}: loss {loss[number]:.4f}")
 print(f"{table.num_shards} shards, loss {np.mean(loss[:5]):.1f} to {loss[-1]:.1f}")
 assert loss[-1] < loss[0] / 2
