@@ -268,12 +268,24 @@ def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
     return f"{heading}```{{toctree}}\n{option}\n\n{pages}\n```\n"
 
 
+def _mark_blocks(_app: Sphinx, doctree: nodes.document) -> None:
+    """Mark text in columns, which is not wrapped; name files in diffs by their names."""
+    for block in doctree.findall(nodes.literal_block):
+        if block["language"] == "text" and re.search(r"\S   +\S", block.astext()):
+            block["classes"].append("in-columns")
+        if block["language"] == "udiff":
+            text = re.sub(r"^(---|\+\+\+) \S*/", r"\1 ", block.astext(), flags=re.M)
+            block.rawsource = text
+            block.children = [nodes.Text(text)]
+
+
 def setup(app: Sphinx) -> None:
     """Add the directive, and what changes pages."""
     app.add_directive("public-names", PublicNames)
     app.connect("config-inited", _offer_versions)
     app.connect("source-read", _link_to_index)
     app.connect("source-read", _make_toctrees)
+    app.connect("doctree-read", _mark_blocks)
     app.connect("autodoc-skip-member", _is_internal)
     app.connect("autodoc-process-bases", _name_bases)
     app.connect("autodoc-process-signature", _signature)
