@@ -269,7 +269,7 @@ def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
 
 
 def _mark_blocks(_app: Sphinx, doctree: nodes.document) -> None:
-    """Mark text in columns, which is not wrapped; shorten the paths of files in diffs."""
+    """Mark text in columns, which is not wrapped; shorten paths of files in diffs."""
     for block in doctree.findall(nodes.literal_block):
         if block["language"] == "text" and re.search(r"\S   +\S", block.astext()):
             block["classes"].append("in-columns")
